@@ -1,0 +1,36 @@
+# Two commands: `make plan` runs the diagnostic plan on CPU, `make test` the CPU suite. Both install what they need.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+FAULT  ?=
+ARGS   ?=
+
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
+
+.PHONY: plan test lint install clean
+
+install: $(STAMP)
+
+# torch first, so that the pin decides and nothing else pulls another build.
+$(STAMP): pyproject.toml
+	@echo "== installing $(TORCH) and pytest-nsa into $(VENV)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q '$(TORCH)' numpy
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[test]' '$(TORCH)'
+	@rm -f $(VENV)/installed-* && touch $@
+
+plan: $(STAMP)
+	$(BIN)/python -m pytest tests_cpu/plan $(if $(FAULT),--fault $(FAULT)) $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest tests_cpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist

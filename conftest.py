@@ -1,0 +1,19 @@
+"""Options of this repository's own suites."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+FAULTS = ("sel_backward_deadlock", "rank1_skips_allreduce", "gc_reentrant", "rank1_killed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault", choices=FAULTS, help="Plant a fault in every scenario of the plan that it can affect")
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest) -> str | None:
+    """The fault that ``--fault`` plants, None without."""
+    return request.config.getoption("--fault")

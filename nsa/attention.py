@@ -1,0 +1,192 @@
+"""The NSA layer, read in the paper's order: project, compress, attend in three branches, gate, sum.
+
+Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns selection blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa.config import Branch, ModelConfig
+from nsa.gate import Gate
+from nsa.kernels import blocks
+from nsa.kernels.dispatch import choose, run_branches, sum_branches
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding (arXiv 2104.09864), angles computed for the positions asked for."""
+
+    def __init__(self, d: int, theta: float) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", theta ** (-torch.arange(0, d, 2).float() / d), persistent=False)
+        self.frequencies: torch.Tensor
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [B, N, heads, d] rotated to ``positions`` [N]; same shape and dtype."""
+        angles = positions.float()[:, None] * self.frequencies
+        cos, sin = angles.cos()[None, :, None].to(x.dtype), angles.sin()[None, :, None].to(x.dtype)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class MeanCompression(nn.Module):
+    """phi as the mean over a block of l tokens every d; no parameters. [B, S, G, D] -> [B, Nc, G, D]."""
+
+    def __init__(self, l: int, d: int) -> None:  # noqa: E741
+        super().__init__()
+        self.l, self.d = l, d
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] < self.l:
+            return x[:, :0]
+        return x.unfold(1, self.l, self.d).mean(-1)
+
+
+class MLPCompression(nn.Module):
+    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7)."""
+
+    def __init__(self, l: int, d: int, width: int) -> None:  # noqa: E741
+        super().__init__()
+        self.l, self.d = l, d
+        self.position = nn.Parameter(torch.randn(l, width) * 0.02)
+        self.fc1 = nn.Linear(l * width, 2 * width, bias=False)
+        self.fc2 = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, S, G, D = x.shape
+        if self.l > S:
+            windows = x.new_zeros(B, 0, G, self.l, D)
+        else:
+            windows = x.unfold(1, self.l, self.d).transpose(-1, -2)  # [B, Nc, G, l, D]
+        return self.fc2(F.silu(self.fc1((windows + self.position).flatten(-2))))
+
+
+def _zero_times(*tensors: torch.Tensor) -> torch.Tensor:
+    """A zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
+    return torch.stack([(t * 0).sum() for t in tensors]).sum()
+
+
+class NSAAttention(nn.Module):
+    """Native Sparse Attention (arXiv 2502.11089), causal. x [B, S, dim] -> [B, S, dim].
+
+    l, d: compression block and stride; l_sel, n_sel: size and number of selected blocks; w: window; in tokens.
+    ``force_branch`` runs one branch alone with gate 1; the other branches' parameters and the gate's then get
+    zero gradients. Raises ValueError for sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        d_k: int,
+        d_v: int,
+        l: int,  # noqa: E741
+        d: int,
+        l_sel: int,
+        n_sel: int,
+        w: int,
+        *,
+        compression: str = "mean",
+        gate_hidden: int | None = None,
+        force_branch: Branch | None = None,
+        stop_gate_gradient: bool = False,
+        rope_theta: float = 10000.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if n_heads % n_kv_heads:
+            raise ValueError(f"n_heads={n_heads}: must be a multiple of n_kv_heads={n_kv_heads}")
+        if l % d or l_sel % d:
+            raise ValueError(f"l={l}, l_sel={l_sel}: both must be multiples of d={d}")
+        if n_sel < 1 + blocks.NUM_LOCAL:
+            raise ValueError(f"n_sel={n_sel}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)")
+        if force_branch not in (None, "cmp", "sel", "win"):
+            raise ValueError(f"force_branch={force_branch!r}: must be cmp, sel or win")
+        self.n_heads, self.n_kv_heads, self.d_k, self.d_v = n_heads, n_kv_heads, d_k, d_v
+        self.l, self.d, self.l_sel, self.n_sel, self.w = l, d, l_sel, n_sel, w
+        self.force_branch = force_branch
+        self.backend = backend
+        # Told of each selection, bool [B, S, G, Ns], by who wants statistics (nsa.trace.statistics).
+        self.selection_listener: Callable[[torch.Tensor], None] | None = None
+        self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
+        self.k_sel = nn.Linear(dim, n_kv_heads * d_k, bias=False)
+        self.v_sel = nn.Linear(dim, n_kv_heads * d_v, bias=False)
+        self.k_win = nn.Linear(dim, n_kv_heads * d_k, bias=False)
+        self.v_win = nn.Linear(dim, n_kv_heads * d_v, bias=False)
+        self.k_cmp = nn.Linear(dim, n_kv_heads * d_k, bias=False)
+        self.v_cmp = nn.Linear(dim, n_kv_heads * d_v, bias=False)
+        self.gate = Gate(dim, n_heads, gate_hidden or max(16, dim // 4), stop_gradient=stop_gate_gradient)
+        self.out = nn.Linear(n_heads * d_v, dim, bias=False)
+        self.rotary = Rotary(d_k, rope_theta)
+        if compression == "mlp":
+            self.compress_k: nn.Module = MLPCompression(l, d, d_k)
+            self.compress_v: nn.Module = MLPCompression(l, d, d_v)
+        elif compression == "mean":
+            self.compress_k, self.compress_v = MeanCompression(l, d), MeanCompression(l, d)
+        else:
+            raise ValueError(f"compression={compression!r}: must be mean or mlp")
+
+    @classmethod
+    def from_config(cls, m: ModelConfig) -> NSAAttention:
+        """The layer that a model configuration describes."""
+        return cls(
+            m.dim, m.n_heads, m.n_kv_heads, m.d_k, m.d_v, m.l, m.d, m.l_sel, m.n_sel, m.w,
+            compression=m.compression, gate_hidden=m.gate_hidden, force_branch=m.force_branch,
+            stop_gate_gradient=m.stop_gate_gradient, rope_theta=m.rope_theta, backend=m.backend,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        S = x.shape[1]
+        t = torch.arange(S, device=x.device)
+        q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, self.d_k)), t)
+        k_sel, k_win = self.rotary(self._heads(self.k_sel(x)), t), self.rotary(self._heads(self.k_win(x)), t)
+        v_sel, v_win = self._heads(self.v_sel(x)), self._heads(self.v_win(x))
+        k_cmp, v_cmp = self.compress_k(self._heads(self.k_cmp(x))), self.compress_v(self._heads(self.v_cmp(x)))
+        # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
+        k_cmp = self.rotary(k_cmp, torch.arange(k_cmp.shape[1], device=x.device) * self.d + (self.l - 1))
+        gates = self.gate(x)
+
+        forced = self.force_branch
+        out, chosen = run_branches(
+            q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win),
+            l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, w=self.w,
+            scale=self.d_k**-0.5, backend=self.backend, branches=(forced,) if forced else ("cmp", "sel", "win"),
+        )  # fmt: skip
+        if chosen is not None and self.selection_listener is not None:
+            self.selection_listener(chosen)
+        if forced:
+            y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+        else:
+            y = sum_branches(out, gates)
+        return self.out(y.flatten(-2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.n_kv_heads, -1))
+
+
+class DenseAttention(nn.Module):
+    """Plain causal attention with the same heads: the control that passes where NSA hangs."""
+
+    def __init__(self, m: ModelConfig) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.backend = m.n_heads, m.n_kv_heads, m.backend
+        self.w_q = nn.Linear(m.dim, m.n_heads * m.d_k, bias=False)
+        self.w_k = nn.Linear(m.dim, m.n_kv_heads * m.d_k, bias=False)
+        self.w_v = nn.Linear(m.dim, m.n_kv_heads * m.d_v, bias=False)
+        self.out = nn.Linear(m.n_heads * m.d_v, m.dim, bias=False)
+        self.rotary = Rotary(m.d_k, m.rope_theta)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        S = x.shape[1]
+        t = torch.arange(S, device=x.device)
+        q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, -1)), t)
+        k = self.rotary(self.w_k(x).unflatten(-1, (self.n_kv_heads, -1)), t)
+        v = self.w_v(x).unflatten(-1, (self.n_kv_heads, -1))
+        kernels = choose(self.backend, q.dtype, q.device)
+        y = kernels.sliding(q, k, v, w=S, scale=q.shape[-1] ** -0.5)  # a window of S tokens is causal attention
+        return self.out(y.flatten(-2))

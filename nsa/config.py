@@ -1,0 +1,364 @@
+"""Configuration: frozen dataclasses, strict YAML, and the one place that reads ``NSA_*`` variables.
+
+Precedence, lowest first: the defaults below, the YAML file, environment variables, explicit overrides.
+Nothing here imports torch, so that a bad value is refused before anything expensive starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Branch = Literal["cmp", "sel", "win"]
+BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message is one line: what, its value, and the right form."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of the transformer. Sizes are in elements; l, d, l_sel and w are in tokens (paper: l, d, l', w)."""
+
+    vocab_size: int = 256
+    dim: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    n_kv_heads: int = 2
+    d_k: int = 64
+    d_v: int = 64
+    l: int = 32  # noqa: E741 - the paper's name
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
+    compression: Literal["mean", "mlp"] = "mean"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    mlp_hidden: int = 3712
+    gate_hidden: int = 192
+    attention: Literal["nsa", "dense"] = "nsa"
+    backend: Literal["auto", "reference", "sdpa"] = "auto"
+    force_branch: Branch | None = None
+    stop_gate_gradient: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward."""
+
+    steps: int = 100
+    batch_size: int = 1
+    seq_len: int = 2048
+    accumulation: int = 1
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    seed: int = 1234
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    gradient_checkpointing: bool = True
+    gc_range: tuple[int, int] | None = None
+    gc_reentrant: bool = False
+    watchdog_s: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path``."""
+
+    dataset: str = "synthetic"
+    path: str | None = None
+    tokenizer: Literal["byte"] = "byte"
+    prefetch: int = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How ranks share the work; the DDP options keep DDP's own names."""
+
+    mode: Literal["none", "ddp", "fsdp"] = "none"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = True
+    bucket_cap_mb: float = 25.0
+    fsdp_version: Literal[1, 2] = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceConfig:
+    """Which traces a run prints; all off by default."""
+
+    grads: bool = False
+    module_bwd: bool = False
+    ddp_buckets: bool = False
+    mem_dump_every: int = 0
+    stats_every: int = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a run needs. ``source`` is the file that it came from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    source: str = ""
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "data": DataConfig,
+    "parallel": ParallelConfig,
+    "trace": TraceConfig,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable: which field it sets, and what it does (shown by ``--help``)."""
+
+    target: str
+    form: str
+    effect: str
+
+
+VARIABLES: dict[str, Variable] = {
+    "NSA_TRACE_GRADS": Variable("trace.grads", "0|1", "which parameters' gradients arrived, after each backward"),
+    "NSA_TRACE_MODULE_BWD": Variable("trace.module_bwd", "0|1", "which modules' backward ran, and which did not"),
+    "NSA_TRACE_DDP_BUCKETS": Variable("trace.ddp_buckets", "0|1", "log each DDP bucket before it is reduced"),
+    "NSA_GC_RANGE": Variable("train.gc_range", "start:end", "checkpoint only layers start <= i < end, as in 0:6"),
+    "NSA_DDP_STATIC_GRAPH": Variable("parallel.static_graph", "0|1", "DDP with static_graph"),
+    "NSA_FORCE_BRANCH": Variable("model.force_branch", "cmp|sel|win", "one branch alone"),
+    "NSA_MEM_DUMP_EVERY": Variable("trace.mem_dump_every", "N", "memory report every N steps (0: never)"),
+    "NSA_USE_FA2": Variable("", "0|1", "flash-attn for the branches that can use it"),
+    "TORCH_BACKEND": Variable("parallel.backend", "nccl|gloo", "the process group's backend"),
+    "CONFIG": Variable("", "path", "the YAML file, as --config"),
+}
+# Read by pytest_nsa, so the guard below must not call them unknown.
+_FOREIGN = {"NSA_FAKE_GPUS"}
+
+
+def parse_layer_range(text: str, n_layers: int | None = None) -> tuple[int, int]:
+    """Parse ``'start:end'`` (half open, in layers). Raises ConfigError with the right form."""
+    start_text, colon, end_text = text.partition(":")
+    if not colon or not start_text.strip().isdigit() or not end_text.strip().isdigit():
+        raise ConfigError(f"{text!r}: must be start:end in whole layers, as in '0:6' (layers 0 to 5)")
+    start, end = int(start_text), int(end_text)
+    if start >= end:
+        raise ConfigError(f"{text!r}: the range must go up, as in '0:6' (layers 0 to 5)")
+    if n_layers is not None and end > n_layers:
+        raise ConfigError(f"{text!r}: the model has {n_layers} layers; the largest range is '0:{n_layers}'")
+    return start, end
+
+
+def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
+    """Read a YAML file, then the environment, then ``overrides``; check everything.
+
+    An override names a field (``steps=3``), a dotted field (``**{"train.steps": 3}``) or a section
+    (``model={"n_layers": 2}``). Raises ConfigError, one line, for any key or value that cannot be used.
+    """
+    import yaml
+
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r}: {error.strerror or error}; give a YAML file, as in configs/tiny_cpu.yaml") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"config {str(path)!r}: not valid YAML: {problem}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config {str(path)!r}: must hold sections ({', '.join(SECTIONS)}), got {type(tree).__name__}")
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    _merge_tree(values, tree, f"config {str(path)!r}")
+    _merge_environment(values, os.environ)
+    _merge_overrides(values, overrides)
+    return _build(values, str(path))
+
+
+def environment_help() -> str:
+    """The variables, one a line, for ``--help``."""
+    width = max(len(f"{name}={v.form}") for name, v in VARIABLES.items())
+    return "\n".join(f"  {f'{name}={v.form}':<{width}}  {v.effect}" for name, v in VARIABLES.items())
+
+
+def config_path_from_environment() -> str | None:
+    """The value of ``CONFIG``, if set."""
+    return os.environ.get("CONFIG") or None
+
+
+def unknown_variables() -> list[str]:
+    """A warning for each ``NSA_*`` variable that nobody reads: usually a typing error."""
+    unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES and k not in _FOREIGN)
+    return [f"{name} is not a variable of this program{_did_you_mean(name, VARIABLES)}" for name in unknown]
+
+
+def _merge_tree(values: dict[str, dict[str, Any]], tree: Mapping[str, Any], where: str) -> None:
+    for section, entries in tree.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{where}: unknown section {section!r}{_did_you_mean(str(section), SECTIONS)}")
+        if not isinstance(entries, Mapping):
+            raise ConfigError(f"{where}: section {section!r} must hold key: value pairs, got {entries!r}")
+        names = _field_names(SECTIONS[section])
+        for key, value in entries.items():
+            if key not in names:
+                raise ConfigError(f"{where}: unknown key {section}.{key}{_did_you_mean(str(key), names)}")
+            values[section][key] = _convert(SECTIONS[section], key, value, f"{where}: {section}.{key}")
+
+
+def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, str]) -> None:
+    for name, variable in VARIABLES.items():
+        text = environ.get(name, "")
+        if text == "":
+            continue
+        if name == "NSA_USE_FA2":
+            _use_flash(text)
+            continue
+        if not variable.target:
+            continue
+        section, key = variable.target.split(".")
+        values[section][key] = _convert(SECTIONS[section], key, text, f"{name}={text!r}", from_text=True)
+        if name == "NSA_GC_RANGE":
+            values["train"]["gradient_checkpointing"] = True
+
+
+def _use_flash(text: str) -> None:
+    if text not in {"0", "1"}:
+        raise ConfigError(f"NSA_USE_FA2={text!r}: must be 0 or 1")
+    if text == "1":
+        import importlib.util
+
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ConfigError("NSA_USE_FA2='1': flash-attn is not installed; install it, or set NSA_USE_FA2=0")
+        raise ConfigError("NSA_USE_FA2='1': no branch can use flash-attn in this version; set NSA_USE_FA2=0")
+
+
+def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, Any]) -> None:
+    owners = {key: section for section, cls in SECTIONS.items() for key in _field_names(cls)}
+    for name, value in overrides.items():
+        if name in SECTIONS:
+            _merge_tree(values, {name: value}, "override")
+            continue
+        section, _, key = name.rpartition(".")
+        section = section or owners.get(key, "")
+        if section not in SECTIONS or key not in _field_names(SECTIONS[section]):
+            raise ConfigError(f"override: unknown key {name!r}{_did_you_mean(key, owners)}")
+        values[section][key] = _convert(SECTIONS[section], key, value, f"override {name}={value!r}")
+
+
+def _field_names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def _did_you_mean(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = False) -> Any:
+    """Value as the field's type, or ConfigError. ``from_text``: environment variables are strings."""
+    kind = typing.get_type_hints(cls)[key]
+    optional = typing.get_origin(kind) in (types.UnionType, typing.Union) and type(None) in typing.get_args(kind)
+    if optional:
+        if value is None:
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{where}: must be one of {', '.join(map(str, choices))}, got {value!r}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        return _convert_range(value, where)
+    if kind is bool:
+        if from_text and value in ("0", "1"):
+            return value == "1"
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{where}: must be {'0 or 1' if from_text else 'true or false'}, got {value!r}")
+    if kind in (int, float):
+        return _convert_number(kind, value, where, from_text)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: must be text, got {value!r}")
+    return value
+
+
+def _convert_range(value: Any, where: str) -> tuple[int, int]:
+    if isinstance(value, str):
+        try:
+            return parse_layer_range(value)
+        except ConfigError as error:
+            message = str(error).partition(": ")[2]
+            raise ConfigError(f"{where}: {message}" if repr(value) in where else f"{where}: {error}") from None
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value):
+        return parse_layer_range(f"{value[0]}:{value[1]}")
+    raise ConfigError(f"{where}: must be start:end in whole layers, as in '0:6', got {value!r}")
+
+
+def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int | float:
+    # YAML 1.1 reads 1e-4 as text, so text that is a number is one for a float field.
+    if isinstance(value, str) and (from_text or kind is float):
+        try:
+            value = kind(value)
+        except ValueError:
+            raise ConfigError(f"{where}: must be a number, got {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
+    return kind(value)
+
+
+def _build(values: dict[str, dict[str, Any]], source: str) -> Config:
+    config = Config(source=source, **{name: cls(**values[name]) for name, cls in SECTIONS.items()})
+    validate(config)
+    return config
+
+
+def validate(config: Config) -> None:
+    """Check what fields must be to each other. Raises ConfigError naming the field."""
+    m, t = config.model, config.train
+    for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "d_k", "d_v", "l", "d", "l_sel", "w"):
+        if getattr(m, name) < 1:
+            raise ConfigError(f"model.{name}={getattr(m, name)}: must be at least 1")
+    if m.n_heads % m.n_kv_heads:
+        raise ConfigError(f"model.n_heads={m.n_heads}: must be a multiple of n_kv_heads={m.n_kv_heads}")
+    if m.d_k % 2:
+        raise ConfigError(f"model.d_k={m.d_k}: must be even (rotary position embedding)")
+    for name in ("l", "l_sel"):
+        if getattr(m, name) % m.d:
+            raise ConfigError(f"model.{name}={getattr(m, name)}: must be a multiple of the stride d={m.d}")
+    if m.n_sel < 3:
+        raise ConfigError(f"model.n_sel={m.n_sel}: must be at least 3 (1 initial and 2 local blocks are always selected)")
+    if t.steps < 1 or t.batch_size < 1 or t.accumulation < 1:
+        raise ConfigError(f"train.steps={t.steps}, batch_size={t.batch_size}, accumulation={t.accumulation}: must be at least 1")
+    if t.seq_len < m.l:
+        raise ConfigError(f"train.seq_len={t.seq_len}: shorter than one compression block (model.l={m.l}); use at least {m.l}")
+    if t.gc_range is not None:
+        start, end = t.gc_range
+        try:
+            parse_layer_range(f"{start}:{end}", m.n_layers)
+        except ConfigError as error:
+            raise ConfigError(f"gc_range({str(error).partition(': ')[0]}): {str(error).partition(': ')[2]}") from None
+    if config.trace.mem_dump_every < 0:
+        raise ConfigError(f"NSA_MEM_DUMP_EVERY={config.trace.mem_dump_every}: must be 0 (never) or a number of steps")

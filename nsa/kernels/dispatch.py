@@ -1,0 +1,191 @@
+"""Which backend serves an attention call: one table, each choice explained and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from nsa.config import BRANCHES, Branch
+from nsa.kernels import blocks, reference, sdpa
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa}
+
+# (asked for, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
+counters: Counter[tuple[str, str, str]] = Counter()
+
+
+def explain(backend: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """The backend that would serve a call, and why. Raises ValueError for an unknown name."""
+    if backend in BACKENDS:
+        return backend, "asked for"
+    if backend != "auto":
+        raise ValueError(f"backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
+    if dtype == torch.float64:
+        return "reference", "float64 is for checking against the equations"
+    return "sdpa", f"torch's fused attention serves {dtype} on {device.type}"
+
+
+def choose(backend: str, dtype: torch.dtype, device: torch.device) -> ModuleType:
+    """The backend's module; the choice is counted."""
+    name, why = explain(backend, dtype, device)
+    counters[backend, name, why] += 1
+    return BACKENDS[name]
+
+
+def run_branches(
+    q: torch.Tensor,
+    cmp: tuple[torch.Tensor, torch.Tensor],
+    sel: tuple[torch.Tensor, torch.Tensor],
+    win: tuple[torch.Tensor, torch.Tensor],
+    *,
+    l: int,  # noqa: E741
+    d: int,
+    l_sel: int,
+    n_sel: int,
+    w: int,
+    scale: float,
+    backend: str,
+    branches: tuple[Branch, ...] = BRANCHES,
+) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:
+    """The outputs [B, S, H, Dv] of the asked-for branches, and the selection bool [B, S, G, Ns] where one was made.
+
+    ``cmp``, ``sel`` and ``win`` are (key, value) pairs, shaped as in `nsa_attention`. A branch that is not asked for
+    is not computed and leaves no node in the autograd graph.
+    """
+    kernels = choose(backend, q.dtype, q.device)
+    out: dict[Branch, torch.Tensor] = {}
+    chosen = None
+    if "cmp" in branches or "sel" in branches:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and "cmp" in branches):
+            o_cmp, importance = kernels.compressed(q, *cmp, l=l, d=d, l_sel=l_sel, scale=scale)
+        if "cmp" in branches:
+            out["cmp"] = o_cmp
+    if "sel" in branches:
+        chosen = blocks.select(importance, l_sel, n_sel)
+        out["sel"] = kernels.selected(q, *sel, chosen, l_sel=l_sel, scale=scale)
+    if "win" in branches:
+        out["win"] = kernels.sliding(q, *win, w=w, scale=scale)
+    return out, chosen
+
+
+def nsa_attention(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    k_sel: torch.Tensor,
+    v_sel: torch.Tensor,
+    k_win: torch.Tensor,
+    v_win: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    l: int,  # noqa: E741
+    d: int,
+    l_sel: int,
+    n_sel: int,
+    w: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Native Sparse Attention, the gated sum of three branches (arXiv 2502.11089, Eq. 5).
+
+    Args:
+        q: [B, S, H, Dk]; query head i belongs to KV group i // (H/G).
+        k_cmp, v_cmp: [B, Nc, G, Dk] and [B, Nc, G, Dv], already compressed, Nc = max(0, (S - l) // d + 1).
+        k_sel, v_sel, k_win, v_win: [B, S, G, Dk] and [B, S, G, Dv].
+        gates: [B, S, H, 3], after the sigmoid, in the order cmp, sel, win.
+        l, d, l_sel, n_sel, w: compression block and stride, selection block, blocks selected, window (tokens).
+        scale: of the scores; 1/sqrt(Dk) when None.
+        cu_seqlens: int [n + 1], for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
+            sum over the sequences.
+        backend: ``auto``, ``reference`` or ``sdpa``.
+
+    Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
+    """
+    _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    spans = [(0, q.shape[1], 0, k_cmp.shape[1])] if cu_seqlens is None else _spans(cu_seqlens, q, l, d)
+    if sum(c1 - c0 for _, _, c0, c1 in spans) != k_cmp.shape[1] or (
+        cu_seqlens is None and k_cmp.shape[1] != blocks.num_compressed(q.shape[1], l, d)
+    ):
+        raise ValueError(f"k_cmp has {k_cmp.shape[1]} blocks: S={q.shape[1]}, l={l}, d={d} make another number")
+    parts = []
+    for s0, s1, c0, c1 in spans:
+        qs, kc, vc, ks, vs, kw, vw, g = (
+            t[:, c0:c1] if index in (1, 2) else t[:, s0:s1] for index, t in enumerate(tensors)
+        )
+        out, _ = run_branches(
+            qs, (kc, vc), (ks, vs), (kw, vw), l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale, backend=backend
+        )
+        parts.append(sum_branches(out, g))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def reference_attention(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    v_cmp: torch.Tensor,
+    k_sel: torch.Tensor,
+    v_sel: torch.Tensor,
+    k_win: torch.Tensor,
+    v_win: torch.Tensor,
+    gates: torch.Tensor,
+    **settings: Any,
+) -> torch.Tensor:
+    """`nsa_attention` by the equations (``nsa.kernels.reference``); same arguments and shapes, any float dtype."""
+    return nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, **{**settings, "backend": "reference"})
+
+
+def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
+    """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed."""
+    g = dict(zip(BRANCHES, gates.unsqueeze(-1).unbind(-2), strict=True))
+    return g["cmp"] * out["cmp"] + g["sel"] * out["sel"] + g["win"] * out["win"]
+
+
+def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:  # noqa: E741
+    """(first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
+    ends = [int(v) for v in cu_seqlens.tolist()]
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs batch 1, got {q.shape[0]}")
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != q.shape[1] or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+        raise ValueError(f"cu_seqlens={ends}: must start at 0, never fall, and end at S={q.shape[1]}")
+    spans, at = [], 0
+    for start, end in zip(ends, ends[1:], strict=False):
+        count = blocks.num_compressed(end - start, l, d)
+        if end > start:
+            spans.append((start, end, at, at + count))
+        at += count
+    return spans
+
+
+def _check(
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
+    k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor,
+    l: int, d: int, l_sel: int, n_sel: int, w: int,  # noqa: E741
+) -> None:  # fmt: skip
+    B, S, H, Dk = q.shape
+    G, Dv = k_sel.shape[2], v_sel.shape[3]
+    if H % G:
+        raise ValueError(f"q has {H} heads: must be a multiple of the {G} KV heads")
+    for name, value in (("l", l), ("l_sel", l_sel)):
+        if value % d:
+            raise ValueError(f"{name}={value}: must be a multiple of d={d}")
+    if n_sel < 1 + blocks.NUM_LOCAL:
+        raise ValueError(f"n_sel={n_sel}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)")
+    if w < 1:
+        raise ValueError(f"w={w}: must be at least 1")
+    n_cmp = k_cmp.shape[1]
+    expected = {
+        "k_cmp": (k_cmp, (B, n_cmp, G, Dk)), "v_cmp": (v_cmp, (B, n_cmp, G, Dv)),
+        "k_sel": (k_sel, (B, S, G, Dk)), "v_sel": (v_sel, (B, S, G, Dv)),
+        "k_win": (k_win, (B, S, G, Dk)), "v_win": (v_win, (B, S, G, Dv)), "gates": (gates, (B, S, H, 3)),
+    }  # fmt: skip
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {shape}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}: q is on {q.device}")

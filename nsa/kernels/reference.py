@@ -1,0 +1,63 @@
+"""NSA by the equations: dense scores, explicit masks, any float dtype. Slow, and the truth for every other backend.
+
+Shapes: B batch, S tokens, H query heads, G KV groups, h = H/G heads a group, Nc compressed blocks, Ns selection blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa.kernels import blocks
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+    """Softmax over visible keys, zero (not NaN) for a query that sees none. [B, G, h, S, N].
+
+    q [B, S, H, Dk], k [B, N, G, Dk], visible bool broadcastable to [B, G, 1, S, N].
+    """
+    B, S, H, Dk = q.shape
+    G = k.shape[2]
+    grouped = q.reshape(B, S, G, H // G, Dk)
+    scores = torch.einsum("bsghd,bngd->bghsn", grouped, k) * scale
+    if k.shape[1] == 0:
+        return scores
+    some = visible.any(-1, keepdim=True)
+    # A row without keys keeps finite scores, so that neither softmax nor its gradient meets inf - inf.
+    weights = scores.masked_fill(~visible & some, float("-inf")).softmax(-1)
+    return weights * some
+
+
+def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv]."""
+    out = torch.einsum("bghsn,bngd->bsghd", p, v)
+    return out.flatten(2, 3)
+
+
+def compressed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float  # noqa: E741
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The compressed branch and what it says of selection blocks.
+
+    q [B, S, H, Dk], k [B, Nc, G, Dk], v [B, Nc, G, Dv] -> output [B, S, H, Dv] and importance
+    [B, S, G, Ns] (Eq. 8 to 10), the latter without gradient.
+    """
+    S, n_cmp = q.shape[1], k.shape[1]
+    visible = blocks.compressed_visible(S, n_cmp, l, d, q.device)
+    p = _probabilities(q, k, visible, scale)
+    n_blocks = blocks.num_selection(S, l_sel)
+    with torch.no_grad():
+        shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, p.dtype)
+        importance = (p.sum(2) @ shared).transpose(1, 2)
+    return _weighted(p, v), importance
+
+
+def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float) -> torch.Tensor:
+    """Causal attention over the tokens of the chosen blocks. k [B, S, G, Dk], chosen bool [B, S, G, Ns]."""
+    visible = blocks.selected_visible(chosen, l_sel)[:, :, None]
+    return _weighted(_probabilities(q, k, visible, scale), v)
+
+
+def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
+    """Attention over the last ``w`` tokens, the query's own included."""
+    visible = blocks.window_visible(q.shape[1], w, q.device)
+    return _weighted(_probabilities(q, k, visible, scale), v)

@@ -1,0 +1,54 @@
+"""NSA with torch's fused `scaled_dot_product_attention` for the two token branches; CPU and CUDA.
+
+The compressed branch keeps its explicit scores (the selection needs them). The window is cut into chunks of
+``w`` queries, each against its own and the previous chunk's keys, so its cost grows as S*w and not as S*S.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from nsa.kernels import blocks
+from nsa.kernels.reference import compressed
+
+__all__ = ["compressed", "selected", "sliding"]
+
+
+def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """[B, N, G, D] -> [B, H, N, D], each group's K or V repeated for its query heads."""
+    return x.transpose(1, 2).repeat_interleave(n_heads // x.shape[2], dim=1)
+
+
+def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float) -> torch.Tensor:
+    """As `reference.selected`: one fused call with the block mask; memory for the mask is B*G*S*S bytes."""
+    H, G = q.shape[2], k.shape[2]
+    visible = blocks.selected_visible(chosen, l_sel).repeat_interleave(H // G, dim=1)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), _expand_groups(k, H), _expand_groups(v, H), attn_mask=visible, scale=scale
+    )
+    return out.transpose(1, 2)
+
+
+def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
+    """As `reference.sliding`, in chunks of ``w`` queries against 2w keys."""
+    B, S, H, Dk = q.shape
+    q, k, v = q.transpose(1, 2), _expand_groups(k, H), _expand_groups(v, H)
+    if S <= w:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+    chunks = -(-S // w)
+    tail = chunks * w - S
+    # One chunk of padding in front gives the first chunk a (masked) predecessor; the tail fills the last one.
+    q_chunks = F.pad(q, (0, 0, 0, tail)).reshape(B, H, chunks, w, Dk)
+    k_bands = F.pad(k, (0, 0, w, tail)).unfold(2, 2 * w, w).transpose(-1, -2)
+    v_bands = F.pad(v, (0, 0, w, tail)).unfold(2, 2 * w, w).transpose(-1, -2)
+    i = torch.arange(w, device=q.device)[:, None]
+    j = torch.arange(2 * w, device=q.device)[None, :]
+    band = (j > i) & (j <= i + w)  # key j of the band is token j - w of the chunk
+    exists = torch.arange(chunks, device=q.device)[:, None, None] * w + j >= w
+    visible = band & exists
+    out = F.scaled_dot_product_attention(
+        q_chunks.flatten(1, 2), k_bands.flatten(1, 2), v_bands.flatten(1, 2),
+        attn_mask=visible.repeat(H, 1, 1), scale=scale,
+    )  # fmt: skip
+    return out.reshape(B, H, chunks * w, -1)[:, :, :S].transpose(1, 2)

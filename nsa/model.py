@@ -1,0 +1,99 @@
+"""The transformer: embedding, pre-norm blocks of attention and MLP, final norm, head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa.attention import DenseAttention, NSAAttention
+from nsa.checkpointing import CheckpointRange, run_block
+from nsa.config import Config, ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return y.to(x.dtype) * self.weight.to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202; gate and value in one fc1) or GELU. x [B, S, dim] -> [B, S, dim]."""
+
+    def __init__(self, dim: int, hidden: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.fc1 = nn.Linear(dim, 2 * hidden if kind == "swiglu" else hidden, bias=False)
+        self.fc2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc1(x)
+        if self.kind == "swiglu":
+            gate, value = y.chunk(2, dim=-1)
+            return self.fc2(F.silu(gate) * value)
+        return self.fc2(F.gelu(y))
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, m: ModelConfig) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(m.dim, m.norm_eps)
+        self.attn = NSAAttention.from_config(m) if m.attention == "nsa" else DenseAttention(m)
+        self.norm2 = RMSNorm(m.dim, m.norm_eps)
+        self.mlp = MLP(m.dim, m.mlp_hidden, m.mlp)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class NSATransformer(nn.Module):
+    """Decoder-only language model: tokens int64 [B, S] -> logits [B, S, V]."""
+
+    def __init__(self, m: ModelConfig, checkpoint: CheckpointRange | None = None) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.embed = nn.Embedding(m.vocab_size, m.dim)
+        self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
+        self.norm = RMSNorm(m.dim, m.norm_eps)
+        self.head = nn.Linear(m.dim, m.vocab_size, bias=False)
+        self.apply(self._initialise)
+        residual_std = 0.02 / (2 * m.n_layers) ** 0.5
+        for block in self.blocks:
+            nn.init.normal_(block.attn.out.weight, std=residual_std)
+            nn.init.normal_(block.mlp.fc2.weight, std=residual_std)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
+        for index, block in enumerate(self.blocks):
+            if recompute is not None and index in recompute:
+                x = run_block(block, x, reentrant=recompute.reentrant)
+            else:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+def build_model(config: Config) -> nn.Module:
+    """The model of ``config``, on CPU in float32, its layers recomputing as the configuration says.
+
+    tokens int64 [B, S] -> logits [B, S, V]. The production configuration has exactly 195 parameter tensors.
+    """
+    return NSATransformer(config.model, CheckpointRange.from_config(config))

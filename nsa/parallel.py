@@ -1,0 +1,110 @@
+"""How ranks share a model: the process group, DDP, FSDP."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nsa.config import ConfigError, ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """Who this process is. Alone: rank 0 of 1, no group."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+
+
+def launched_ranks() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as the launcher set them; (0, 1, 0) without one. ConfigError for half a set."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, 0
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+    except (KeyError, ValueError):
+        found = f"RANK={os.environ.get('RANK')!r} WORLD_SIZE={os.environ.get('WORLD_SIZE')!r}"
+        raise ConfigError(f"{found}: both must be whole numbers, as torchrun sets them") from None
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """``auto``, ``cpu`` or ``cuda``; ranks beyond the GPUs share them in turn. ConfigError when there is no GPU."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU; use --device cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
+    """NCCL where each rank has a GPU of its own, else gloo (which takes CUDA tensors too)."""
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError("TORCH_BACKEND=nccl: needs GPUs, and the device is cpu; use gloo")
+    if wanted != "auto":
+        return wanted
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    return "nccl" if device.type == "cuda" and local <= torch.cuda.device_count() else "gloo"
+
+
+def join_group(backend: str, timeout_s: float = 1800.0) -> None:
+    """Join the group that the launcher's variables describe. Waits ``timeout_s`` at most for the other ranks."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) -> nn.Module:
+    """``model`` in DistributedDataParallel with the options of ``options``."""
+    import inspect
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    # torch 2.13 renamed it, and warns of the old name.
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        static_graph=options.static_graph,
+        find_unused_parameters=options.find_unused_parameters,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        bucket_cap_mb=options.bucket_cap_mb,
+        **{buffers: options.broadcast_buffers},
+    )
+
+
+def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
+    """Shard ``model``: each block a unit, and the rest one. FSDP2 in place, FSDP1 as a wrapper when asked for."""
+    if options.fsdp_version == 1:
+        return _wrap_fsdp1(model, device, bf16)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    settings: dict[str, Any] = {"mesh": mesh}
+    if bf16:
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in getattr(model, "blocks", []):
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    return model
+
+
+def _wrap_fsdp1(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    blocks = getattr(model, "blocks", [])
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}) if len(blocks) else None,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None,
+        device_id=device if device.type == "cuda" else torch.device("cpu"),
+        use_orig_params=True,
+    )

@@ -1,0 +1,146 @@
+"""The board: one small file a rank, mapped shared, that says where the rank stands.
+
+A write is a store into mapped memory: no system call, no flush. The page outlives the rank whatever became of it
+(SIGKILL, SIGSTOP, the GIL held for ever), and reading it disturbs nobody. The file describes itself: its first
+``HEADER`` bytes are JSON with the offset and format of every field, so a reader needs no code of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+HEADER = 4096
+RING_SIZE = 256
+MAX_PARAMETERS = 8192
+PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
+
+_NUMBERS = {
+    "pid": "q", "rank": "q", "world_size": "q", "step": "q", "phase": "q", "phase_time": "d",
+    "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
+    "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
+    "collectives_entered": "q", "collectives_left": "q",
+}  # fmt: skip
+_TEXTS = {"module": 160, "parameter": 160, "line": 256}
+
+# A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
+_RECORD: tuple[tuple[str, str], ...] = (
+    ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"),
+    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("site", "128s"),
+)  # fmt: skip
+_RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
+_OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
+_INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
+
+
+def _layout() -> tuple[dict[str, Any], int]:
+    offset, numbers, texts = HEADER, {}, {}
+    for name, code in _NUMBERS.items():
+        numbers[name] = [offset, code]
+        offset += 8
+    for name, size in _TEXTS.items():
+        texts[name] = [offset, size]
+        offset += size
+    arrived = [offset, MAX_PARAMETERS]  # a byte a parameter, in the model's order: 1 when its gradient has arrived
+    offset += MAX_PARAMETERS
+    ring = {"offset": offset, "size": RING_SIZE, "stride": _RECORD_STRUCT.size, "record": [list(f) for f in _RECORD]}
+    layout = {"schema": SCHEMA, "phases": PHASES, "numbers": numbers, "texts": texts, "arrived": arrived, "ring": ring}
+    return layout, offset + RING_SIZE * _RECORD_STRUCT.size
+
+
+class Board:
+    """The writer's side. Attributes of a rank are set with `number` and `text`; collectives with `enter` and `leave`."""
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
+        layout, size = _layout()
+        header = json.dumps(layout).encode()
+        if len(header) > HEADER:
+            raise AssertionError("the board's header outgrew its page")
+        self.path = Path(path)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(fd, size)
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._map[: len(header)] = header
+        self._numbers = {name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()}
+        self._texts = layout["texts"]
+        self._arrived = layout["arrived"][0]
+        self._ring = layout["ring"]["offset"]
+        self._counts = dict.fromkeys(_NUMBERS, 0)
+        self.phase_name = "start"
+        for name, value in (("pid", os.getpid()), ("rank", rank), ("world_size", world_size), ("phase_time", time.time())):
+            self.number(name, value)
+
+    def number(self, name: str, value: float) -> None:
+        """Store a number field."""
+        offset, code = self._numbers[name]
+        code.pack_into(self._map, offset, value)
+
+    def add(self, name: str, amount: int = 1) -> int:
+        """Count a field up; returns the new value. The count is kept here: reading the map back costs more."""
+        value = self._counts[name] + amount
+        self._counts[name] = value
+        offset, _ = self._numbers[name]
+        _INT.pack_into(self._map, offset, value)
+        return value
+
+    def reset(self, name: str) -> None:
+        """Set a counted field to zero."""
+        self._counts[name] = 0
+        self.number(name, 0)
+
+    def count(self, name: str) -> int:
+        """The value that `add` has reached."""
+        return self._counts[name]
+
+    def text(self, name: str, value: str) -> None:
+        """Store a text field, cut to its size."""
+        offset, size = self._texts[name]
+        data = value.encode(errors="replace")[:size]
+        self._map[offset : offset + size] = data.ljust(size, b"\0")
+
+    def mark_arrived(self, index: int) -> None:
+        """The gradient of the model's parameter ``index`` has arrived."""
+        if index < MAX_PARAMETERS:
+            self._map[self._arrived + index] = 1
+
+    def clear_arrived(self) -> None:
+        """A new backward begins."""
+        self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
+
+    def phase(self, name: str) -> None:
+        """The rank enters a phase (one of PHASES)."""
+        self.phase_name = name
+        self.number("phase_time", time.time())
+        self.number("phase", PHASES.index(name))
+        self.add("progress")
+
+    def enter(self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, peer: int = -1) -> int:
+        """The rank enters a collective; returns the index to `leave` with."""
+        index = self._counts["collectives_entered"]
+        offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
+        _INT.pack_into(self._map, offset, 0)
+        _RECORD_STRUCT.pack_into(
+            self._map, offset, 0, sequence, count, self._counts["step"], PHASES.index(self.phase_name), peer,
+            time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], site.encode()[-128:],
+        )  # fmt: skip
+        _INT.pack_into(self._map, offset, index + 1)
+        self.add("collectives_entered")
+        self.add("progress")
+        return index
+
+    def leave(self, index: int) -> None:
+        """The collective that `enter` numbered has completed."""
+        if self._counts["collectives_entered"] - index <= RING_SIZE:
+            offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
+            _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], time.time())
+        self.add("collectives_left")
+        self.add("progress")

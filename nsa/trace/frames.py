@@ -1,0 +1,50 @@
+"""Where the user's code stands: the innermost frame that belongs neither to torch, nor to Python, nor to us."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import FrameType
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_FOREIGN = tuple(
+    {
+        os.path.realpath(path) + os.sep
+        for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        if path
+    }
+) + (_HERE, "<")
+# An installed `nsa` is the user's code too: its model is what hangs.
+_OURS = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep + "nsa" + os.sep
+
+_known: dict[str, bool] = {}
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file belongs to the program under test."""
+    known = _known.get(filename)
+    if known is None:
+        in_model = filename.startswith(_OURS) and not filename.startswith(_HERE)
+        known = in_model or not (filename.startswith(_FOREIGN) or f"{os.sep}pytest_nsa{os.sep}" in filename)
+        _known[filename] = known
+    return known
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost user frame at or above ``frame``; None when there is none."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def describe(frame: FrameType | None) -> str:
+    """``file:line in function`` of a frame, '' for None."""
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def call_site(depth: int = 1) -> str:
+    """``file:line in function`` of the user's code that called."""
+    return describe(user_frame(sys._getframe(depth + 1)))

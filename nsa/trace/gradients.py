@@ -1,0 +1,59 @@
+"""Which parameters' gradients arrived in a backward, and which did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nsa.trace import logger
+from nsa.trace.observe import plain_name
+
+
+class GradientTrace:
+    """Post-accumulate hooks on every trained parameter of a module. Usable with ``with``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.expected = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad]
+        self.arrived: set[str] = set()
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(self._hook(plain_name(n)))
+            for n, p in model.named_parameters()
+            if p.requires_grad
+        ]
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda _: self.arrived.add(name)
+
+    def missing(self) -> list[str]:
+        """Names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
+        return [name for name in self.expected if name not in self.arrived]
+
+    def report(self, step: int, missing_file: Path | None = None) -> list[str]:
+        """Log what arrived after the backward of ``step``; returns what did not. ``missing_file`` is appended to."""
+        missing = self.missing()
+        logger.info("[GRAD-TRACE] after_backward_step%d arrived=%d missing=%d", step, len(self.arrived), len(missing))
+        for name in missing:
+            logger.info("  - MISSING: %s", name)
+        if missing_file is not None and missing:
+            with missing_file.open("a", encoding="utf-8") as file:
+                file.writelines(f"step{step} {name}\n" for name in missing)
+        return missing
+
+    def reset(self) -> None:
+        """Forget what arrived: call it before each backward."""
+        self.arrived.clear()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> GradientTrace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

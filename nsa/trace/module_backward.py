@@ -1,0 +1,66 @@
+"""Which modules' backward ran. Full backward hooks are dear on every module, so they sit at block level by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from nsa.trace import logger
+from nsa.trace.observe import plain_name
+
+
+def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The items of every ModuleList and their direct children: blocks, and the attention and MLP inside them."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            for index, block in module.named_children():
+                found.append((f"{name}.{index}", block))
+                found.extend((f"{name}.{index}.{child}", m) for child, m in block.named_children())
+    return found or [(name, m) for name, m in model.named_children()]
+
+
+class ModuleBackwardTrace:
+    """Logs ``[MODULE-BWD] step=1 module=blocks.4.attn`` as each module's backward ends, and then those never reached."""
+
+    def __init__(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]] | None = None) -> None:
+        self.step = 1
+        self.reached: list[str] = []
+        self._names: list[str] = []
+        self._handles: list[Any] = []
+        for name, module in modules if modules is not None else block_level(model):
+            plain = plain_name(name)
+            self._names.append(plain)
+            self._handles.append(module.register_full_backward_hook(self._hook(plain)))
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def ran(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+            self.reached.append(name)
+            logger.info("[MODULE-BWD] step=%d module=%s", self.step, name)
+
+        return ran
+
+    def not_reached(self) -> list[str]:
+        """Modules whose backward has not run since the last `reset`."""
+        reached = set(self.reached)
+        return [name for name in self._names if name not in reached]
+
+    def report(self, step: int) -> list[str]:
+        """Log the modules whose backward was never reached; returns them."""
+        missing = self.not_reached()
+        logger.info("[MODULE-BWD] step=%d reached=%d not_reached=%d", step, len(set(self.reached)), len(missing))
+        for name in missing:
+            logger.info("  - NOT REACHED: %s", name)
+        return missing
+
+    def reset(self, step: int) -> None:
+        """Forget what was reached: call it before each step's forward."""
+        self.step = step
+        self.reached.clear()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()

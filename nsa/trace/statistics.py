@@ -1,0 +1,109 @@
+"""Health of the model's own parts: gates, selected blocks, fallbacks of the kernels, dtypes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nsa.attention import NSAAttention
+from nsa.config import BRANCHES
+from nsa.gate import Gate
+from nsa.kernels.dispatch import counters
+from nsa.trace.observe import plain_name
+
+# A branch whose mean gate lies below this in every layer has died out.
+COLLAPSED = 0.02
+SELECTION_FIELDS = ("step", "layer", "blocks_mean", "distance_mean", "share_initial", "share_local")
+
+
+class GateStatistics:
+    """Keeps each gate's mean over batch, tokens and heads, from the last forward. Reading it syncs with the device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._last: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Gate):
+                module.register_forward_hook(self._hook(plain_name(name)))
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+        def saw(module: nn.Module, args: Any, gates: torch.Tensor) -> None:
+            flat = gates.detach().float().flatten(0, -2)
+            self._last[name] = (flat.mean(0), flat.std(0))
+
+        return saw
+
+    def means(self) -> dict[str, float]:
+        """Mean gate of each branch over all layers; empty for a model without gates."""
+        if not self._last:
+            return {}
+        mean = torch.stack([mean for mean, _ in self._last.values()]).mean(0).tolist()
+        return dict(zip(BRANCHES, mean, strict=True))
+
+    def write(self, path: Path, step: int) -> None:
+        """Append a line to ``gate_health.jsonl``: mean and spread a layer, and whether a branch has died out."""
+        layers = {
+            name: {"mean": mean.tolist(), "std": std.tolist()} for name, (mean, std) in self._last.items()
+        }
+        means = self.means()
+        collapsed = [branch for branch, mean in means.items() if mean < COLLAPSED]
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "means": means, "collapsed": collapsed, "layers": layers}) + "\n")
+
+
+class SelectionStatistics:
+    """Statistics of the selected blocks, a row a layer, for the forward in which it listens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, NSAAttention)]
+        self._rows: dict[str, dict[str, float]] = {}
+
+    def listen(self, on: bool) -> None:
+        """Gather during the next forward, or stop. Gathering syncs with the device."""
+        for name, layer in self._layers:
+            layer.selection_listener = self._saw(name, layer.l_sel) if on else None
+
+    def _saw(self, name: str, l_sel: int) -> Callable[[torch.Tensor], None]:
+        def gather(chosen: torch.Tensor) -> None:
+            S, n_blocks = chosen.shape[1], chosen.shape[3]
+            own = (torch.arange(S, device=chosen.device) // l_sel)[:, None, None]
+            j = torch.arange(n_blocks, device=chosen.device)
+            weights = chosen.float()
+            total = weights.sum().clamp(min=1)
+            self._rows[name] = {
+                "blocks_mean": (weights.sum() / weights[..., 0].numel()).item(),
+                "distance_mean": ((own - j) * weights).sum().div(total).item(),
+                "share_initial": weights[..., 0].sum().div(total).item(),
+                "share_local": ((own - j <= 1) * weights).sum().div(total).item(),
+            }
+
+        return gather
+
+    def write(self, path: Path, step: int) -> None:
+        """Append to ``k_stats.csv`` what was gathered."""
+        new = not path.exists()
+        with path.open("a", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, SELECTION_FIELDS)
+            if new:
+                writer.writeheader()
+            for name, row in self._rows.items():
+                writer.writerow({"step": step, "layer": name, **{k: f"{v:.4f}" for k, v in row.items()}})
+
+
+def write_fallbacks(path: Path) -> None:
+    """``fallback_counters.csv``: which backend was asked for, which served, why, how often."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("asked", "used", "reason", "calls"))
+        writer.writerows((*choice, calls) for choice, calls in sorted(counters.items()))
+
+
+def write_dtypes(path: Path, model: nn.Module) -> None:
+    """``dtypes_report.txt``: name, dtype, shape and device of every parameter and buffer."""
+    rows = [(plain_name(n), t) for n, t in (*model.named_parameters(), *model.named_buffers())]
+    path.write_text("".join(f"{n}  {t.dtype}  {tuple(t.shape)}  {t.device}\n" for n, t in rows), encoding="utf-8")

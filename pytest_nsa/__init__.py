@@ -1,0 +1,32 @@
+"""Run a pytest test on N ranks; when they hang, say which rank, where and why.
+
+The marks are importable as plain decorators::
+
+    from pytest_nsa import branch, world_size
+
+    @world_size(2)
+    @branch("sel")
+    def test_backward(ddp, branch): ...
+
+Importing this imports neither torch nor anything that needs it.
+"""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.launch.outcome import Outcome
+from pytest_nsa.marks import LayerRange, backend, branch, gc_range, gpu, scenario, static_graph, trace, world_size
+
+__all__ = [
+    "LayerRange",
+    "Outcome",
+    "Verdict",
+    "backend",
+    "branch",
+    "gc_range",
+    "gpu",
+    "scenario",
+    "static_graph",
+    "trace",
+    "world_size",
+]

@@ -1,0 +1,112 @@
+"""Folders: one a run, one a test in it, one a rank in that. Names from test ids are sanitised; nothing foreign is deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+MAX_NAME = 100
+
+
+def safe_name(nodeid: str) -> str:
+    """A folder name from a test id: letters, digits, '_', '-', '.'; a hash keeps ids apart that would collide."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", nodeid).strip("-.") or "test"
+    if plain == nodeid and len(plain) <= MAX_NAME:
+        return plain
+    digest = hashlib.sha256(nodeid.encode()).hexdigest()[:8]
+    return f"{plain[-MAX_NAME:].strip('-.')}-{digest}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside and rename, so that a reader sees the old file or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a JSON line in one write: a killed writer loses at most the line in hand."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(fd, (json.dumps(record) + "\n").encode())
+    finally:
+        os.close(fd)
+
+
+class RunFolder:
+    """``ROOT/test_engineer_TIME``, made when first needed; ``ROOT/latest`` points to the newest."""
+
+    def __init__(self, root: Path, name: str | None = None) -> None:
+        self.root = root
+        self.name = name
+        self._path: Path | None = None
+        self._taken: dict[str, int] = {}
+
+    @property
+    def is_made(self) -> bool:
+        """Whether anything has been written."""
+        return self._path is not None
+
+    @property
+    def path(self) -> Path:
+        """The folder; made on first use."""
+        if self._path is None:
+            self._path = self._make()
+            self._point_latest(self._path)
+        return self._path
+
+    def _make(self) -> Path:
+        self.root.mkdir(parents=True, exist_ok=True)
+        ignore = self.root / ".gitignore"
+        if not ignore.exists():
+            ignore.write_text("*\n", encoding="utf-8")
+        if self.name:  # xdist workers write into the run that the controller named
+            path = self.root / self.name
+            path.mkdir(exist_ok=True)
+            return path
+        stamp = time.strftime("test_engineer_%Y%m%d_%H%M%S")
+        for attempt in range(1000):
+            path = self.root / (stamp if not attempt else f"{stamp}_{attempt}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                continue
+        raise OSError(f"no free name for a run in {self.root}")
+
+    def _point_latest(self, path: Path) -> None:
+        link = self.root / "latest"
+        if link.exists() and not link.is_symlink():
+            return  # somebody's own folder
+        partial = self.root / f".latest.{os.getpid()}"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(path.name)
+        partial.replace(link)
+
+    def test_folder(self, name: str) -> Path:
+        """A new folder for a test; a second one of the same name gets a number."""
+        while True:
+            count = self._taken.get(name, 0)
+            self._taken[name] = count + 1
+            path = self.path / (name if not count else f"{name}-{count + 1}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                continue
+
+    def note(self, text: str) -> None:
+        """A line with the time in the run's ``test_execution.log``."""
+        with (self.path / "test_execution.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def discard(folder: Path) -> None:
+    """Delete a test's folder that this run made."""
+    shutil.rmtree(folder, ignore_errors=True)

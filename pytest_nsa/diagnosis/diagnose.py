@@ -1,0 +1,125 @@
+"""Evidence to verdict: the rules in order, the first that answers wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pytest_nsa.diagnosis import autograd, exits, order, standing
+from pytest_nsa.diagnosis.causes import ADVICE
+from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.verdict import Finding, Outcome, Verdict
+from pytest_nsa.evidence import Evidence
+
+Rule = Callable[[Evidence], Finding | None]
+
+
+def slow(evidence: Evidence) -> Finding | None:
+    """The deadline came while the ranks still moved."""
+    if evidence.stop != "deadline" or not evidence.moved_at_stop:
+        return None
+    boards = [r.board for r in evidence.ranks if r.board is not None]
+    steps = min((b.numbers["step"] for b in boards), default=0.0)
+    seconds = max(evidence.stop_time - evidence.started, 1e-9)
+    rate = f"{steps:.0f} steps in {seconds:.1f} s" if steps else f"no whole step in {seconds:.1f} s"
+    return Finding(
+        cause="slow",
+        ranks=tuple(r.rank for r in evidence.ranks if not r.finished),
+        reason=f"the ranks still made progress when the time was up: {rate}",
+        confidence=0.8,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def unknown(evidence: Evidence) -> Finding:
+    """No rule fits; said with all the evidence."""
+    return Finding(
+        cause="unknown",
+        ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
+        reason="no rule fits; all the evidence is in the folder",
+        confidence=0.0,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+# What torch states; what the collectives prove; who raised or died first; who stands where.
+RULES: tuple[Rule, ...] = (
+    autograd.ready_twice,
+    autograd.unused_parameters,
+    autograd.static_graph_changed,
+    order.departed,
+    exits.init_timeout,
+    exits.rank_raised,
+    exits.rank_died,
+    exits.rank_exited,
+    order.left_alone,
+    slow,
+    standing.standing,
+    order.not_entered,
+)
+
+
+def diagnose(evidence: Evidence) -> Verdict:
+    """The verdict on a test's evidence."""
+    ranks, job = evidence.ranks, evidence.job
+    common = {
+        "scenario": job.scenario, "nodeid": job.nodeid, "duration_s": round(evidence.duration_s, 3),
+        "stood_still_s": round(evidence.stood_still_s, 3), "world_size": job.world_size,
+        "backend": job.backend, "parallel": evidence.parallel,
+    }  # fmt: skip
+    if evidence.stop == "interrupted":
+        return Verdict(outcome="INTERRUPTED", reason="interrupted by the user", evidence=all_facts(ranks), **common)
+    if all(r.finished and r.passed for r in ranks):
+        return _of_the_passed(evidence, common)
+    finding = next((f for rule in RULES if (f := rule(evidence)) is not None), None) or unknown(evidence)
+    finding = _relative(finding, job.root)
+    culprits = [r for r in ranks if r.rank in finding.ranks]
+    in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
+    return Verdict(
+        outcome=_outcome(evidence, finding),
+        cause=finding.cause,
+        ranks=finding.ranks,
+        where=finding.where,
+        module=finding.module,
+        parameters_missing=in_backward[0].missing if in_backward else (),
+        evidence=finding.facts,
+        certain=finding.certain,
+        reason=finding.reason,
+        confidence=finding.confidence,
+        advice=finding.advice or ADVICE[finding.cause],
+        **common,
+    )
+
+
+def _relative(finding: Finding, root: str) -> Finding:
+    """The finding with paths below the tests' root shortened to it, so that a verdict reads the same on any machine."""
+    if not root:
+        return finding
+    prefix = root.rstrip("/") + "/"
+    facts = tuple(replace(fact, says=fact.says.replace(prefix, "")) for fact in finding.facts)
+    return replace(finding, where=finding.where.replace(prefix, ""), reason=finding.reason.replace(prefix, ""), facts=facts)
+
+
+def _of_the_passed(evidence: Evidence, common: dict[str, object]) -> Verdict:
+    ranks = evidence.ranks
+    skipped = tuple(r.rank for r in ranks if r.skipped is not None)
+    if not skipped:
+        return Verdict(outcome="PASS", **common)  # type: ignore[arg-type]
+    reason = next(r.skipped for r in ranks if r.skipped is not None) or "skipped"
+    if len(skipped) == len(ranks):
+        return Verdict(outcome="SKIP", reason=reason, **common)  # type: ignore[arg-type]
+    return Verdict(
+        outcome="FAIL", cause="data_dependent_branch", ranks=skipped, certain=True, confidence=0.95,
+        reason=f"skipped on some ranks only ({', '.join(map(str, skipped))}): {reason}",
+        advice="decide the skip from what all ranks know, so that all skip or none", **common,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
+    if finding.cause == "slow":
+        return "SLOW"
+    if evidence.stop in ("departed", "left_alone", "deadline", "hang_after", "start"):
+        return "HANG"
+    if any(r.signal and not r.by_us for r in evidence.ranks) or finding.cause == "rank_died":
+        return "CRASH"
+    return "FAIL"

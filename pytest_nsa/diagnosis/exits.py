@@ -1,0 +1,121 @@
+"""The rank itself: died, raised, exited, never came. First cause, not first line: victims' messages are known as such."""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.facts import all_facts, exception_fact, exit_fact, last_seen, owning_module, signal_text
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence import Evidence, RaisedException, RankEvidence
+
+# What a rank says when another one has gone: a consequence, whatever rank it stands on.
+VICTIM_TEXTS = (
+    "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
+    "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
+    "connection refused", "connectfullmesh failed", "rank has terminated",
+)  # fmt: skip
+_ASSERTIONS = ("AssertionError", "Failed")
+_MEMORY = ("OutOfMemoryError", "MemoryError")
+
+
+def is_victim(error: RaisedException) -> bool:
+    """Whether an exception only says that another rank has gone."""
+    text = error.message.lower()
+    return any(phrase in text for phrase in VICTIM_TEXTS)
+
+
+def init_timeout(evidence: Evidence) -> Finding | None:
+    """The group never formed."""
+    if evidence.stop != "start":
+        return None
+    absent = [r for r in evidence.ranks if r.board is None or r.board.phase == "start"]
+    here = [r for r in absent if r.board is not None]
+    # All of them wait in rendezvous unless some never came so far.
+    culprits = [r for r in absent if r.board is None] or (absent if len(absent) < len(evidence.ranks) else here)
+    return Finding(
+        cause="init_timeout",
+        ranks=tuple(r.rank for r in culprits),
+        where=last_seen(culprits[0]) if culprits else "",
+        reason="the process group was not formed in time",
+        confidence=0.7,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def rank_died(evidence: Evidence) -> Finding | None:
+    """A rank was ended by a signal that we did not send. The first in time, if several."""
+    dead = sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
+    if not dead:
+        return None
+    rank = dead[0]
+    name = signal_text(rank.signal)
+    board = rank.board
+    at = f" in {board.phase} of step {board.numbers['step']:.0f}" if board is not None and board.numbers["step"] else ""
+    return Finding(
+        cause="rank_died",
+        ranks=(rank.rank,),
+        where=last_seen(rank),
+        module=owning_module(rank),
+        reason=f"rank {rank.rank} was ended by {name}{at}; the line is where it was last seen",
+        certain=True,
+        confidence=0.95,
+        facts=(exit_fact(rank), *all_facts(evidence.ranks)),
+    )
+
+
+def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
+    """Each rank's first exception that is no victim's, earliest first."""
+    found = []
+    for rank in evidence.ranks:
+        own = [e for e in rank.exceptions if not is_victim(e)]
+        if own:
+            found.append((rank, min(own, key=lambda e: e.time)))
+    return sorted(found, key=lambda pair: pair[1].time)
+
+
+def rank_raised(evidence: Evidence) -> Finding | None:
+    """The first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where nobody waited."""
+    found = _first_exceptions(evidence)
+    if not found:
+        return None
+    first_rank, error = found[0]
+    same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
+    culprits = tuple(sorted(r.rank for r, _ in same))
+    others = [r for r in evidence.ranks if r.rank not in culprits]
+    waited = [r.rank for r in others if r.by_us or any(is_victim(e) for e in r.exceptions)]
+    if error.type in _MEMORY:
+        cause = "oom"
+    elif error.type in _ASSERTIONS and not waited:
+        cause = "assertion"
+    else:
+        cause = "rank_exception"
+    text = error.message.strip().splitlines()[0][:200] if error.message.strip() else "no message"
+    reason = f"{error.type}: {text}"
+    if waited:
+        reason += f" (meanwhile {describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
+    return Finding(
+        cause=cause,
+        ranks=culprits,
+        where=error.where,
+        module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "",
+        reason=reason,
+        certain=True,
+        confidence=0.95,
+        facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
+    )
+
+
+def rank_exited(evidence: Evidence) -> Finding | None:
+    """A rank's process ended by itself before its test did."""
+    gone = [r for r in evidence.ranks if r.exit_code is not None and not r.finished and not r.exceptions]
+    if not gone:
+        return None
+    rank = min(gone, key=lambda r: r.exit_time)
+    return Finding(
+        cause="rank_exited",
+        ranks=(rank.rank,),
+        where=last_seen(rank),
+        module=owning_module(rank),
+        reason=f"rank {rank.rank} exited with code {rank.exit_code} before its test was done",
+        certain=True,
+        confidence=0.95,
+        facts=(exit_fact(rank), *all_facts(evidence.ranks)),
+    )

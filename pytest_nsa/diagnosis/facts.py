@@ -1,0 +1,98 @@
+"""Facts that several rules cite, each made from evidence in one place."""
+
+from __future__ import annotations
+
+import signal
+
+from pytest_nsa.diagnosis.verdict import Fact
+from pytest_nsa.evidence import RaisedException, RankEvidence
+from pytest_nsa.watch.stacks import Frame
+
+
+def signal_text(number: int) -> str:
+    """'SIGKILL' for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_fact(rank: RankEvidence) -> Fact:
+    """How the rank ended."""
+    if rank.signal:
+        says = f"ended by {signal_text(rank.signal)}" + (" (sent by us)" if rank.by_us else "")
+    elif rank.exit_code is not None:
+        says = f"exited with code {rank.exit_code}" + ("" if rank.finished else " before its test was done")
+    else:
+        says = "no exit was seen"
+    return Fact(rank=rank.rank, kind="exit", file="host.jsonl", says=says)
+
+
+def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
+    """The first line of an exception and where it was raised."""
+    first = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
+    return Fact(rank=rank.rank, kind="exception", file=f"rank{rank.rank}/events.jsonl", says=f"{error.type}: {first} at {error.where}")
+
+
+def stack_fact(rank: RankEvidence) -> Fact | None:
+    """The innermost frames of the thread that tells where the rank stands."""
+    stack = rank.stack
+    if stack is None:
+        return None
+    says = " <- ".join(frame.describe() for frame in stack.frames[:4])
+    return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/stacks.txt", says=says)
+
+
+def board_fact(rank: RankEvidence) -> Fact | None:
+    """Step, phase, gradients and the collective that the rank is in, from its board."""
+    board = rank.board
+    if board is None:
+        return None
+    n = board.numbers
+    parts = [f"step {n['step']:.0f}, {board.phase}"]
+    if n["gradients_expected"]:
+        parts.append(f"{n['gradients']:.0f} of {n['gradients_expected']:.0f} gradients")
+    if board.parameter and board.phase == "backward":
+        parts.append(f"last {board.parameter}")
+    if board.inside:
+        parts.append(f"inside {board.inside[-1].describe()}")
+    return Fact(rank=rank.rank, kind="board", file=f"rank{rank.rank}/board.bin", says=", ".join(parts))
+
+
+def process_fact(rank: RankEvidence) -> Fact | None:
+    """State, CPU share and wait channel from /proc."""
+    if not rank.process:
+        return None
+    p = rank.process
+    says = f"state {p['state']}, {100 * p['cpu_share']:.0f}% CPU" + (f", waits in {p['wchan']}" if p["wchan"] not in ("", "0") else "")
+    return Fact(rank=rank.rank, kind="process", file="host.jsonl", says=says)
+
+
+def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
+    """Where everybody stands: what every verdict on a stand-still cites."""
+    found = (fact for rank in ranks for fact in (stack_fact(rank), board_fact(rank), process_fact(rank)))
+    return tuple(fact for fact in found if fact is not None)
+
+
+def last_seen(rank: RankEvidence) -> str:
+    """The best-known line of a rank: its stack's user frame, else the line that the heartbeat saw last."""
+    frame = user_frame(rank)
+    if frame is not None:
+        return frame.describe()
+    return rank.board.line if rank.board is not None else ""
+
+
+def user_frame(rank: RankEvidence) -> Frame | None:
+    """The innermost line of the user's code in the rank's stack."""
+    return rank.stack.user_frame if rank.stack is not None else None
+
+
+def owning_module(rank: RankEvidence) -> str:
+    """In backward the module whose gradients came last ('blocks.4.attn'), else the one entered last."""
+    board = rank.board
+    if board is None:
+        return ""
+    if board.phase == "backward" and board.parameter:
+        owner = board.parameter.rsplit(".", 1)[0]  # the module that holds the parameter, a Linear as a rule
+        return owner.rsplit(".", 1)[0] if owner.count(".") >= 2 else owner
+    return board.module

@@ -1,0 +1,169 @@
+"""The order of collectives: where ranks' sequences depart, and which rank departs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pytest_nsa.diagnosis.exits import is_victim
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
+from pytest_nsa.evidence import Evidence, RankEvidence
+from pytest_nsa.watch.board import Collective
+
+
+def _first_departure(evidence: Evidence) -> dict[int, Collective] | None:
+    """What each rank entered at the first sequence number of a group where they differ."""
+    by_key: dict[tuple[int, str], dict[int, Collective]] = {}
+    for rank in evidence.ranks:
+        for c in rank.board.collectives if rank.board else ():
+            if c.peer == -1:
+                by_key.setdefault((c.sequence, c.group), {})[rank.rank] = c
+    for key in sorted(by_key):
+        if len({c.shape for c in by_key[key].values()}) > 1:
+            return by_key[key]
+    return None
+
+
+def departed(evidence: Evidence) -> Finding | None:
+    """Two ranks entered different collectives at the same place of their group's sequence."""
+    entered = _first_departure(evidence)
+    if entered is None:
+        return None
+    culprits, cause, why = _blame(evidence, entered)
+    facts = tuple(
+        Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", says=f"entered {c.describe()} in step {c.step}")
+        for r, c in sorted(entered.items())
+    )
+    first = entered[culprits[0]] if culprits else next(iter(entered.values()))
+    others = next((c for r, c in entered.items() if r not in culprits), first)
+    skipped = cause == "skipped_collective"
+    return Finding(
+        cause=cause,
+        ranks=culprits,
+        # For a call that was skipped, the line to look at is the call that the others are in.
+        where=others.site if skipped else first.site,
+        reason=why,
+        module="",
+        certain=True,
+        confidence=0.9 if len(culprits) < len(entered) else 0.6,
+        facts=facts + all_facts(evidence.ranks),
+    )
+
+
+def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
+    """(culprits, cause, reason) for a departure."""
+    votes = Counter(c.shape for c in entered.values())
+    (winner, most), *rest = votes.most_common()
+    if not rest or most > rest[0][1]:  # a majority, on three ranks and more
+        culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
+    else:
+        culprits = _departs_from_history(evidence, entered) or _went_ahead(evidence, entered)
+    if not culprits:
+        shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
+        return tuple(sorted(entered)), "collective_mismatch", f"the ranks are in different collectives: {shown}"
+    mine = entered[culprits[0]]
+    other = next(c for r, c in entered.items() if r not in culprits)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    if mine.site == other.site or (mine.op == other.op and mine.step == other.step and _same_line(mine, other)):
+        return culprits, "collective_mismatch", f"{who} entered {mine.describe()} where the others entered {other.describe()}"
+    history = _previous_step(evidence, culprits[0], mine)
+    if history and mine.shape not in [c.shape for c in history]:
+        return culprits, "extra_collective", f"{who} entered {mine.describe()}, which the step before did not have"
+    reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
+    return culprits, "skipped_collective", f"{reason} (call skipped)"
+
+
+def _same_line(a: Collective, b: Collective) -> bool:
+    return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
+
+
+def _previous_step(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+    board = evidence.ranks[rank].board
+    return [c for c in (board.collectives if board else ()) if c.group == at.group and c.step == at.step - 1]
+
+
+def _departs_from_history(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks whose call differs from what the same place of their own previous step had."""
+    departing = []
+    for rank, collective in entered.items():
+        board = evidence.ranks[rank].board
+        previous = _previous_step(evidence, rank, collective)
+        if board is None or not previous or collective.step < 2:
+            return ()
+        place = sum(1 for c in board.collectives if c.group == collective.group and c.step == collective.step and c.index < collective.index)
+        if place >= len(previous) or previous[place].shape != collective.shape:
+            departing.append(rank)
+    return tuple(sorted(departing)) if len(departing) < len(entered) else ()
+
+
+def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks that are further in the program: in a later step, or at a later line of the same function."""
+    ranks = sorted(entered)
+    steps = {r: entered[r].step for r in ranks}
+    if len(set(steps.values())) > 1:
+        return tuple(r for r in ranks if steps[r] == max(steps.values()))
+    lines = _lines_where_paths_part([evidence.ranks[r] for r in ranks])
+    if lines is None:
+        return ()
+    return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))
+
+
+def _lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
+    """The lines of the ranks in the innermost function that all of them are in, where those differ."""
+    stacks = [r.stack for r in ranks]
+    paths = [[f for f in reversed(s.frames) if f.is_user] if s is not None else [] for s in stacks]
+    for frames in zip(*paths, strict=False):
+        if len({(f.file, f.function) for f in frames}) > 1:
+            return None
+        lines = [f.line for f in frames]
+        if len(set(lines)) > 1:
+            return lines
+    return None
+
+
+def left_alone(evidence: Evidence) -> Finding | None:
+    """Some ranks ended their test well while others wait in a collective that they never entered.
+
+    When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
+    """
+    finished = [r for r in evidence.ranks if r.finished and r.passed]
+    left = [r for r in evidence.ranks if r not in finished and r.board is not None and r.board.inside]
+    if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
+        return None
+    if any(not is_victim(error) for rank in left for error in rank.exceptions):
+        return None
+    board = left[0].board
+    assert board is not None
+    missed = board.inside[0]
+    culprits = tuple(r.rank for r in finished)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    return Finding(
+        cause="skipped_collective",
+        ranks=culprits,
+        where=missed.site,
+        reason=f"{who} ended its test without {missed.describe()}, in which the others wait (call skipped)",
+        certain=True,
+        confidence=0.9,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def not_entered(evidence: Evidence) -> Finding | None:
+    """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
+    if evidence.stop not in ("deadline", "hang_after", "host_died"):
+        return None
+    waiting = [r for r in evidence.ranks if r.is_waiting]
+    absent = [r for r in evidence.ranks if not r.is_waiting]
+    if not waiting or not absent:
+        return None
+    board = waiting[0].board
+    missed = board.inside[0].describe() if board is not None and board.inside else "a collective"
+    return Finding(
+        cause="missing_collective",
+        ranks=tuple(r.rank for r in absent),
+        where=last_seen(absent[0]),
+        module=owning_module(absent[0]),
+        reason=f"{describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)} never entered {missed}, in which the others wait",
+        confidence=0.6,
+        facts=all_facts(evidence.ranks),
+    )

@@ -1,0 +1,112 @@
+"""Where a rank stands when nothing moves: which rank is not where the others wait, and why it stands there."""
+
+from __future__ import annotations
+
+import re
+
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence import Evidence, RankEvidence
+from pytest_nsa.watch.stacks import Frame
+
+STOPS = ("deadline", "hang_after", "failed", "host_died")
+BUSY = 0.5  # of a core, over the sample
+SILENT_S = 0.3  # the heartbeat beats every 0.05 s
+_LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(", re.IGNORECASE)
+_LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
+_COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
+
+
+def standing(evidence: Evidence) -> Finding | None:
+    """The rank that is not where the others wait; with one rank, or none waiting, every rank that stands somewhere."""
+    if evidence.stop not in STOPS or evidence.moved_at_stop:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
+    absent = [r for r in alive if not r.is_waiting]
+    if not absent:
+        return _all_wait(evidence, alive)
+    causes = {rank.rank: _why(rank) for rank in absent}
+    rank = absent[0]
+    cause, what, confidence = causes[rank.rank]
+    culprits = tuple(r.rank for r in absent if causes[r.rank][0] == cause)
+    if not cause:
+        return None
+    waiting = [r for r in alive if r.is_waiting]
+    reason = f"{describe_ranks(culprits, evidence.job.world_size)} {what}"
+    if waiting:
+        reason += f"; {describe_ranks(tuple(r.rank for r in waiting), evidence.job.world_size)} waited for it"
+    return Finding(
+        cause=cause,
+        ranks=culprits,
+        where=last_seen(rank),
+        module=owning_module(rank),
+        reason=reason,
+        # A lock that nobody took back while the rank stood idle to the end will not be released by waiting longer.
+        certain=cause == "lock_deadlock" and evidence.stop == "deadline",
+        confidence=confidence,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _why(rank: RankEvidence) -> tuple[str, str, float]:
+    """(cause, what the rank does, confidence); '' when nothing says why."""
+    process, stack = rank.process, rank.stack
+    state, cpu = process.get("state", "?"), process.get("cpu_share", 0.0)
+    frame = user_frame(rank)
+    at = f" at {frame.describe()}" if frame else ""
+    if state in ("T", "t"):
+        return "rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95
+    files = [f.file for f in stack.frames] if stack else []
+    if any(part in file for file in files for part in _COMPILERS):
+        return "compiling", f"compiles{at}", 0.7
+    if any("torch/utils/data/dataloader.py" in file for file in files[:6]):
+        return "dataloader_stuck", f"waits for its data loader{at}", 0.85
+    if any(file.endswith("/subprocess.py") for file in files[:4]):
+        return "child_process", f"waits for a child process{at}: {', '.join(process.get('children', ())) or 'unknown'}", 0.85
+    if cpu >= BUSY:
+        return _why_busy(rank, frame, at)
+    source = frame.source if frame else ""
+    wchan = process.get("wchan", "")
+    if "sleep" in source or "nanosleep" in wchan:
+        return "sleeping", f"sleeps{at}", 0.8
+    if state == "D" or any(part in wchan for part in ("pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner")):
+        return "io_stuck", f"waits for I/O{at} ({wchan or 'state D'})", 0.8
+    if (files and files[0].endswith(_LOCK_FILES)) or any(part in (files[0] if files else "") for part in _LOCK_FILES):
+        return "lock_deadlock", f"waits for a lock that is not released{at}", 0.9
+    if _LOCK.search(source) or ("futex" in wchan and frame is not None and stack is not None and stack.frames[0] == frame):
+        return "lock_deadlock", f"waits for a lock that is not released{at}", 0.9 if _LOCK.search(source) else 0.7
+    board = rank.board
+    if board is not None and board.phase == "backward" and not board.numbers["gradients"]:
+        return "backward_deadlock", f"stands in backward before any gradient{at}", 0.6
+    return "", "", 0.0
+
+
+def _why_busy(rank: RankEvidence, frame: Frame | None, at: str) -> tuple[str, str, float]:
+    if rank.beat_age_s is not None and rank.beat_age_s > SILENT_S:
+        return "gil_held", f"holds the interpreter's lock in native code{at}", 0.8
+    stack = rank.stack
+    in_python = stack is not None and frame is not None and stack.frames[0] == frame
+    if in_python:
+        return "infinite_loop", f"runs in Python without making progress{at}", 0.8
+    return "native_busy", f"is busy in native code{at}", 0.6
+
+
+def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
+    """Nobody is elsewhere: all in the same collective, in different groups, or receiving from each other."""
+    inside = [(r, r.board.inside[0]) for r in alive if r.board is not None and r.board.inside]
+    if len(alive) < 2 or len(inside) < len(alive):
+        return None
+    ranks = tuple(r.rank for r, _ in inside)
+    shown = "; ".join(f"rank {r.rank} in {c.describe()}" for r, c in inside)
+    if any(c.peer != -1 or c.op.startswith("recv") for _, c in inside):
+        cause, reason, confidence = "p2p_unmatched", f"receives and sends do not pair: {shown}", 0.85
+    elif len({c.group for _, c in inside}) > 1:
+        cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
+    elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:
+        cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
+    else:
+        return None
+    return Finding(
+        cause=cause, ranks=ranks, where=inside[0][1].site, reason=reason, certain=cause != "transport_stuck",
+        confidence=confidence, facts=all_facts(evidence.ranks),
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""The verdict: outcome, culprit, cause, the evidence it rests on, and what to do. Written as verdict.json, schema 1."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """One piece of evidence: of which rank, its kind, the file it is in (relative to the test's folder), what it says."""
+
+    rank: int
+    kind: str
+    file: str
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a rule found: a cause of the closed list and what it rests on. ``confidence`` from 0 to 1."""
+
+    cause: str
+    ranks: tuple[int, ...]
+    reason: str
+    where: str = ""
+    module: str = ""
+    certain: bool = False
+    confidence: float = 0.5
+    advice: str = ""
+    facts: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the project says of a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds."""
+
+    scenario: str = ""
+    nodeid: str
+    outcome: Outcome
+    cause: str = ""
+    ranks: tuple[int, ...] = ()
+    where: str = ""
+    module: str = ""
+    parameters_missing: tuple[str, ...] = ()
+    evidence: tuple[Fact, ...] = ()
+    certain: bool = False
+    reason: str = ""
+    confidence: float = 1.0
+    advice: str = ""
+    duration_s: float = 0.0
+    stood_still_s: float = 0.0
+    time_to_verdict_s: float = 0.0
+    world_size: int = 1
+    backend: str = "gloo"
+    parallel: str = "none"
+    also: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that verdict.json holds."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Verdict:
+        """The inverse of `to_json`; keys of a later schema are ignored."""
+        names = set(cls.__dataclass_fields__)
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
+        values["evidence"] = tuple(Fact(**fact) for fact in values.get("evidence", ()))
+        return cls(**values)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the test fails by this verdict."""
+        return self.outcome not in ("PASS", "SKIP")
+
+    def culprits(self) -> str:
+        """'rank 1', 'ranks 0 and 1', 'all 4 ranks' or 'no rank in particular'."""
+        return describe_ranks(self.ranks, self.world_size)
+
+
+def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
+    """Ranks in words."""
+    if not ranks:
+        return "no rank in particular"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) == world_size and world_size > 2:
+        return f"all {world_size} ranks"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

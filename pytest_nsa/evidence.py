@@ -1,0 +1,190 @@
+"""A test's folder as values. Reads what is there, tolerates what is torn or missing, and holds no opinion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.launch.messages import Job
+from pytest_nsa.watch.board import BoardReader, BoardSnapshot
+from pytest_nsa.watch.stacks import ThreadStack, parse_dump, telling_thread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaisedException:
+    """An exception as the rank recorded it. ``where`` is the innermost line of the user's code."""
+
+    time: float
+    when: str
+    type: str
+    message: str
+    file: str
+    line: int
+    function: str
+
+    @property
+    def where(self) -> str:
+        """``file:line in function``."""
+        return f"{self.file}:{self.line} in {self.function}" if self.file else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEvidence:
+    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it.
+
+    ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
+    """
+
+    rank: int
+    exit_code: int | None
+    signal: int
+    exit_time: float
+    by_us: bool
+    finished: bool
+    passed: bool
+    skipped: str | None
+    xfailed: str | None
+    exceptions: tuple[RaisedException, ...]
+    parameter_names: tuple[str, ...]
+    board: BoardSnapshot | None
+    beat_age_s: float | None
+    process: dict[str, Any]
+    threads: tuple[ThreadStack, ...]
+    fatal: tuple[ThreadStack, ...]
+    reports: tuple[dict[str, Any], ...]
+    heartbeats: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    parallel: str | None
+    folder: Path
+
+    @property
+    def stack(self) -> ThreadStack | None:
+        """The thread that tells where the rank stands, from the dump of the stand-still or of the crash."""
+        return telling_thread(self.threads) or telling_thread(self.fatal)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for others: inside a collective, or in torch's own waits."""
+        stack = telling_thread(self.threads)
+        if stack is not None and self.threads:
+            for frame in stack.frames:  # from the innermost up to the user's own code
+                if frame.is_user:
+                    break
+                if _is_wait(frame.file):
+                    return True
+            if stack.frames[0].function != "_engine_run_backward" and self.board is not None and self.board.phase == "backward":
+                return False  # a bucket may be on its way while the rank itself stands in the user's code
+        return self.board is not None and bool(self.board.inside)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parameters whose gradient had not arrived in the last backward begun."""
+        if self.board is None or len(self.board.arrived) < len(self.parameter_names):
+            return ()
+        return tuple(n for n, seen in zip(self.parameter_names, self.board.arrived, strict=False) if not seen)
+
+
+def _is_wait(file: str) -> bool:
+    return any(part in file for part in ("torch/distributed/", "nn/parallel/distributed.py", "nsa/trace/collectives.py"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by themselves."""
+
+    job: Job
+    ranks: tuple[RankEvidence, ...]
+    stop: str
+    stood_still_s: float
+    moved_at_stop: bool
+    duration_s: float
+    started: float
+    stop_time: float
+    folder: Path
+
+    @property
+    def parallel(self) -> str:
+        """How the model was shared, as the ranks saw it, else as the test's fixtures say."""
+        return next((r.parallel for r in self.ranks if r.parallel), self.job.parallel)
+
+
+def load(folder: Path) -> Evidence:
+    """Read a test's folder. Raises FileNotFoundError when it holds no job.json."""
+    job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+    host = list(_lines(folder / "host.jsonl"))
+    stop = next((e for e in host if e["event"] == "stop"), {})
+    ended = next((e for e in host if e["event"] == "ended"), {})
+    started = next((e["time"] for e in host if e["event"] == "started"), job.created)
+    return Evidence(
+        job=job,
+        ranks=tuple(_load_rank(folder / f"rank{r}", r, host) for r in range(job.world_size)),
+        stop=stop.get("reason", "" if ended else "host_died"),
+        stood_still_s=stop.get("stood_still_s", 0.0),
+        moved_at_stop=stop.get("moved", False),
+        duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
+        started=started,
+        stop_time=stop.get("time", 0.0),
+        folder=folder,
+    )
+
+
+def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvidence:
+    events = list(_lines(folder / "events.jsonl"))
+    exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
+    done = next((e for e in events if e["event"] == "done"), None)
+    sampled = next((e for e in host if e["event"] == "sampled"), {})
+    return RankEvidence(
+        rank=rank,
+        exit_code=exit_event.get("code") if not exit_event.get("signal") else None,
+        signal=exit_event.get("signal", 0),
+        exit_time=exit_event.get("time", 0.0),
+        by_us=exit_event.get("by_us", False),
+        finished=done is not None,
+        passed=bool(done and done["passed"]),
+        skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
+        xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),
+        exceptions=tuple(
+            RaisedException(**{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")})
+            for e in events
+            if e["event"] == "exception"
+        ),
+        parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
+        board=BoardReader(folder / "board.bin").read(),
+        beat_age_s=sampled.get("beat_age_s", {}).get(str(rank)),
+        process=next((e for e in host if e["event"] == "process" and e["rank"] == rank), {}),
+        threads=parse_dump(_text(folder / "stacks.txt")),
+        fatal=parse_dump(_text(folder / "fatal.txt")),
+        reports=tuple(_lines(folder / "reports.jsonl")),
+        heartbeats=tuple(_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
+        notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
+        parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
+        folder=folder,
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, a line each; a torn line (the writer was killed) is passed over."""
+    for line in _text(path).splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def find_test_folders(folder: Path) -> list[Path]:
+    """``folder`` itself when it is a test's, else the tests' folders in it."""
+    if (folder / "job.json").is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/job.json"))

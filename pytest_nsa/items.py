@@ -1,0 +1,80 @@
+"""The ranked test: a `pytest.Function` whose body runs on ranks, so skip, xfail, junit and reruns work unasked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence import Evidence
+from pytest_nsa.launch.rank_access import current_rank
+from pytest_nsa.report import text
+from pytest_nsa.running import RankRunner
+
+runner_key = pytest.StashKey[RankRunner]()
+timeout_key = pytest.StashKey[float]()
+verdict_key = pytest.StashKey[Verdict]()
+
+
+class RankFailure(Exception):
+    """The test failed on its ranks. Carries the verdict and the evidence; its text is the report."""
+
+    def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
+        super().__init__(verdict.reason)
+        self.verdict, self.evidence = verdict, evidence
+
+
+class RankedFunction(pytest.Function):
+    """On the host `setup` does nothing and `runtest` launches; in a rank both are pytest's own."""
+
+    def setup(self) -> None:
+        if current_rank() is not None:
+            super().setup()
+
+    def runtest(self) -> None:
+        if current_rank() is not None:
+            super().runtest()
+            return
+        __tracebackhide__ = True
+        runner = self.config.stash[runner_key]
+        verdict, evidence = runner.run_item(self, self.stash.get(timeout_key, None))
+        self.stash[verdict_key] = verdict
+        self._take_over(evidence)
+        xfailed = next((r.xfailed for r in evidence.ranks if r.xfailed is not None), None)
+        if xfailed is not None:
+            pytest.xfail(xfailed)
+        if verdict.outcome == "SKIP":
+            pytest.skip(verdict.reason)
+        if verdict.failed:
+            raise RankFailure(verdict, evidence)
+
+    def _take_over(self, evidence: Evidence) -> None:
+        """Properties that the body recorded; what the ranks printed, when it failed."""
+        for entry in evidence.ranks[0].reports:
+            if entry["report"].get("when") == "call":
+                self.user_properties.extend((str(k), v) for k, v in entry["report"].get("user_properties", ()))
+        if self.stash[verdict_key].failed:
+            for title, body in text.sections(evidence):
+                self.add_report_section("call", title, body)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        error = excinfo.value
+        if isinstance(error, RankFailure):
+            return text.failure(error.verdict, error.evidence)
+        return super().repr_failure(excinfo)
+
+
+def make_ranked(item: pytest.Function) -> RankedFunction:
+    """The ranked form of a collected function, marks and parameters kept."""
+    ranked = RankedFunction.from_parent(
+        item.parent,
+        name=item.name,
+        callspec=getattr(item, "callspec", None),
+        callobj=item.obj,
+        fixtureinfo=item._fixtureinfo,
+        keywords=item.keywords,
+        originalname=item.originalname,
+    )
+    ranked.own_markers = item.own_markers
+    return ranked

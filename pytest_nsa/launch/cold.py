@@ -1,0 +1,36 @@
+"""A cold rank: a new interpreter that collects the tests itself, then becomes the one rank it was started for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.launch.messages import Job
+from pytest_nsa.launch.zygote import by_nodeid
+
+
+class ColdSession:
+    """Registered where the environment names a job: replaces the test loop."""
+
+    def __init__(self, spec: Path) -> None:
+        self.spec = spec
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        from pytest_nsa.launch import rank
+
+        data = json.loads(self.spec.read_text(encoding="utf-8"))
+        job = Job.from_json(data["job"])
+        try:
+            run = rank.prepare(job, by_nodeid(session.items))
+            code = rank.main(data["rank"], job, run)
+        except LookupError as error:
+            print(error, file=sys.stderr)
+            code = rank.EXIT_FAILED
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

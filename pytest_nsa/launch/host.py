@@ -1,0 +1,165 @@
+"""The host's side of a test on ranks: start them, watch them, end them, and leave the record. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pytest_nsa.artifacts import append_line, write_atomically
+from pytest_nsa.launch.messages import Job
+from pytest_nsa.watch.progress import ProgressWatch
+from pytest_nsa.watch.second_look import dump_stacks, sample_processes
+
+POLL_S = 0.05
+GRACE_S = 1.0  # for the others, once a rank has failed or died
+KILL_WAIT_S = 10.0
+DUMP_SIGNAL = signal.SIGUSR1
+
+
+class LaunchError(Exception):
+    """The ranks could not be started; the message says why and what to do."""
+
+
+class Launcher(Protocol):
+    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`)."""
+
+    description: str
+
+    def start(self, job: Job) -> list[int]:
+        """Start the ranks; returns their process ids. Raises LaunchError."""
+        ...
+
+    def exits(self, timeout: float) -> dict[int, int]:
+        """Wait statuses of ranks that have ended since the last call, by rank."""
+        ...
+
+    def signal(self, rank: int, number: int) -> None:
+        """Signal one rank, if it has not ended."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL every rank of the job that is still there, and what they started."""
+        ...
+
+    def close(self) -> None:
+        """End the launcher and everything it started."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Limits:
+    """Seconds: to form the group, for the body, and of stand-still after which to give up (0: never)."""
+
+    start: float
+    run: float
+    hang_after: float
+
+
+@dataclass
+class RanksRun:
+    """Runs one job to its end. Everything it sees goes to ``host.jsonl`` in the job's folder as it happens."""
+
+    job: Job
+    launcher: Launcher
+    limits: Limits
+    pids: list[int] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    _ended_by: str = ""
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.job.folder)
+        self.log = self.folder / "host.jsonl"
+        self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in range(self.job.world_size)})
+
+    def run(self) -> None:
+        """Start, watch, end. Raises LaunchError; a KeyboardInterrupt passes through once no rank is left."""
+        write_atomically(self.folder / "job.json", json.dumps(self.job.to_json(), indent=1) + "\n")
+        started = time.monotonic()
+        try:
+            self.pids = self.launcher.start(self.job)
+            self._note("started", pids=self.pids)
+            reason = self._watch(time.monotonic())
+            if reason:
+                self._stop(reason)
+        except KeyboardInterrupt:
+            self._note("stop", reason="interrupted", stood_still_s=self.watch.stood_still)
+            raise
+        finally:
+            self._kill()
+            self._note("ended", duration_s=time.monotonic() - started)
+            with contextlib.suppress(OSError):
+                (self.folder / "store").unlink()
+
+    def _watch(self, started: float) -> str:
+        """Wait until all ranks have ended ('') or there is a reason to stop them."""
+        failed_at = 0.0
+        while len(self.statuses) < self.job.world_size:
+            self._collect(POLL_S)
+            if len(self.statuses) == self.job.world_size:
+                return ""
+            self.watch.look()
+            now = time.monotonic()
+            if not failed_at and any(status != 0 for status in self.statuses.values()):
+                failed_at = now
+            if failed_at and now - failed_at >= GRACE_S and self.watch.stood_still >= GRACE_S:
+                return "failed"
+            if self.watch.has_departed():
+                return "departed"
+            if self._waits_for_the_finished():
+                return "left_alone"
+            reason = self._past_limits(started, now)
+            if reason:
+                return reason
+        return ""
+
+    def _past_limits(self, started: float, now: float) -> str:
+        since = self.watch.running_since
+        if not since:
+            return "start" if now - started >= self.limits.start else ""
+        if now - since >= self.limits.run:
+            return "deadline"
+        if self.limits.hang_after and self.watch.stood_still >= self.limits.hang_after:
+            return "hang_after"
+        return ""
+
+    def _waits_for_the_finished(self) -> bool:
+        """Some ranks ended well while the others wait in a collective for them: nobody will come."""
+        if not self.statuses or self.watch.stood_still < GRACE_S:
+            return False
+        alive = [board for rank, board in self.watch.boards.items() if rank not in self.statuses]
+        return bool(alive) and all(board.inside for board in alive)
+
+    def _collect(self, timeout: float) -> None:
+        for rank, status in self.launcher.exits(timeout).items():
+            self.statuses[rank] = status
+            code = os.waitstatus_to_exitcode(status)
+            self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=bool(self._ended_by))
+
+    def _stop(self, reason: str) -> None:
+        """Classify first, dump second: a signal may wake the very call that hung."""
+        self._note("stop", reason=reason, stood_still_s=self.watch.stood_still, moved=self.watch.stood_still < GRACE_S)
+        alive = {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
+        sample_processes(alive, self.log)
+        self.watch.look()
+        ages = {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.watch.boards.items()}
+        self._note("sampled", beat_age_s=ages)
+        self._ended_by = reason
+        stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
+        dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL))
+
+    def _kill(self) -> None:
+        self._ended_by = self._ended_by or "cleanup"
+        if len(self.statuses) < len(self.pids):
+            self.launcher.kill()
+        deadline = time.monotonic() + KILL_WAIT_S
+        while len(self.statuses) < len(self.pids) and time.monotonic() < deadline:
+            self._collect(POLL_S)
+
+    def _note(self, event: str, **facts: object) -> None:
+        append_line(self.log, {"event": event, "time": time.time(), **facts})

@@ -1,0 +1,97 @@
+"""What host, zygote and ranks say to each other: JSON lines over a socket pair. Nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A test, or a function, to run on ``world_size`` ranks. Written to ``job.json`` in its folder.
+
+    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
+    ``root`` is the tests' root folder, times are in seconds.
+    """
+
+    nodeid: str
+    folder: str
+    root: str = ""
+    world_size: int
+    backend: str
+    device: str = "cpu"
+    function: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    scenario: str = ""
+    parallel: str = "none"
+    static_graph: bool = False
+    fsdp_version: int = 2
+    traces: tuple[str, ...] = ()
+    group_timeout: float = 600.0
+    timeout: float = 300.0
+    created: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "traces": tuple(data["traces"])})
+
+    def rank_folder(self, rank: int) -> Path:
+        """Where a rank leaves its evidence."""
+        return Path(self.folder) / f"rank{rank}"
+
+
+class Channel:
+    """JSON lines over a connected stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._buffer = b""
+        self.closed = False
+
+    def fileno(self) -> int:
+        """For select."""
+        return self.socket.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send one message. A peer that has gone is noticed by the reader, not here."""
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            self.closed = True
+
+    def receive(self, timeout: float | None) -> list[dict[str, Any]]:
+        """Messages that have arrived, waiting ``timeout`` seconds for the first (None: for ever). [] at end of file too."""
+        messages = self._take()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not messages and not self.closed:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self.socket], [], [], left)[0]:
+                break
+            try:
+                data = self.socket.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self.closed = True
+            self._buffer += data
+            messages = self._take()
+        return messages
+
+    def _take(self) -> list[dict[str, Any]]:
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines if line]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.closed = True
+        self.socket.close()

@@ -1,0 +1,277 @@
+"""One rank: leaves evidence from its first moment, joins the group, runs the collected item by pytest's own protocol."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.launch.messages import Job
+
+if TYPE_CHECKING:
+    from nsa.trace.session import TraceSession
+
+DUMP_SIGNAL = signal.SIGUSR1
+EXIT_FAILED = 1
+MAX_TEXT = 200_000
+
+
+@dataclass(kw_only=True)
+class RankContext:
+    """What fixtures of this rank are made from."""
+
+    rank: int
+    job: Job
+    device: str
+    session: TraceSession
+    notes: list[str]
+    retired: object = None
+
+    @property
+    def folder(self) -> Path:
+        """This rank's own folder of evidence."""
+        return self.job.rank_folder(self.rank)
+
+
+context_key = pytest.StashKey[RankContext]()
+_context: RankContext | None = None
+
+
+def context() -> RankContext | None:
+    """The context of this process when it is a rank, else None."""
+    return _context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every rank of a job does: ``body`` returns whether it passed; ``place`` is 'file:line in name'."""
+
+    body: Callable[[RankContext], bool]
+    place: str
+
+
+def prepare(job: Job, items: dict[str, pytest.Item]) -> Run:
+    """What the ranks will run. Raises LookupError with a sentence when the zygote does not have it."""
+    if job.function:
+        module_name, _, name = job.function.partition(":")
+        module = sys.modules.get(module_name)
+        if module is None:
+            try:
+                module = importlib.import_module(module_name)
+            except ImportError:
+                raise LookupError(f"launch({name}): module {module_name!r} is not among those that were collected") from None
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise LookupError(f"launch({name}): no function of this name at the top level of {module_name}")
+        code = getattr(function, "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno} in {name}" if code else name
+        return Run(body=lambda ctx: _run_function(ctx, function), place=place)
+    item = items.get(job.nodeid)
+    if item is None:
+        raise LookupError(f"{job.nodeid}: was not collected by the process that starts the ranks")
+    path, line, _ = item.reportinfo()
+    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{(line or 0) + 1} in {item.name}")
+
+
+def main(number: int, job: Job, run: Run) -> int:
+    """Run as rank ``number``; returns the exit code. Everything is left in the rank's folder."""
+    global _context
+    folder = job.rank_folder(number)
+    folder.mkdir(exist_ok=True)
+    _take_over_output(folder)
+    _arm_stack_dumps(folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
+    os.environ.update(_launcher_variables(number, job))
+    notes = _tame_environment(job)
+
+    import torch
+
+    from nsa.trace import session as trace_session
+
+    torch.set_num_threads(1)
+    _record(folder, event="start", pid=os.getpid(), notes=notes)
+    device = "cpu"
+    if job.device == "cuda":
+        device = f"cuda:{number % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    session = trace_session.start(folder, number, job.world_size, job.parallel.upper(), beats=Path(job.folder))
+
+    def saw_model(kind: str) -> None:
+        if kind != "none":
+            session.heartbeat.label = kind.upper()
+            _record(folder, event="parallel", kind=kind)
+
+    session.observer.on_model = saw_model
+    session.observer.on_names = lambda names: _record(folder, event="parameters", names=names)
+    _listen_to_traces(folder)
+    ctx = _context = RankContext(rank=number, job=job, device=device, session=session, notes=notes)
+    try:
+        session.board.text("line", run.place)
+        _join_group(ctx)
+        session.board.phase("body")
+        passed = run.body(ctx)
+    except Exception as error:
+        record_exception(folder, error, "setup")
+        traceback.print_exc()
+        passed = False
+    session.board.phase("done")
+    session.heartbeat.stop()
+    _record(folder, event="done", passed=passed)
+    return 0 if passed else EXIT_FAILED
+
+
+def _take_over_output(folder: Path) -> None:
+    """File descriptors 1 and 2 go to this rank's output.log; standard input is empty."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+
+
+def _arm_stack_dumps(folder: Path) -> None:
+    """faulthandler in C, so that it answers while C++ holds the GIL; one file a rank that stays open."""
+    stacks = (folder / "stacks.txt").open("w", encoding="utf-8")
+    faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
+    fatal = (folder / "fatal.txt").open("w", encoding="utf-8")
+    faulthandler.enable(file=fatal, all_threads=True)
+    globals()["_open_files"] = (stacks, fatal)
+
+
+def _listen_to_traces(folder: Path) -> None:
+    """What the tracers say, through the logger ``nsa.trace``, goes to the output and to ``traces.log`` as it is said."""
+    log = logging.getLogger("nsa.trace")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in (logging.StreamHandler(sys.__stdout__), logging.FileHandler(folder / "traces.log", encoding="utf-8")):
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+
+
+def _launcher_variables(number: int, job: Job) -> dict[str, str]:
+    return {
+        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def _tame_environment(job: Job) -> list[str]:
+    """Settings that would take the rank down; each is changed for the rank alone, and said."""
+    notes = []
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and job.backend == "gloo":
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+        notes.append(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (SIGSEGV, seen with torch 2.13); the ranks use INFO instead"
+        )
+    elif not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # DDP's errors then name parameters, not indices
+    return notes
+
+
+def _join_group(ctx: RankContext) -> None:
+    import torch.distributed as dist
+
+    job = ctx.job
+    dist.set_debug_level_from_env()
+    store = dist.FileStore(str(Path(job.folder) / "store"), job.world_size)
+    dist.init_process_group(
+        job.backend, store=store, rank=ctx.rank, world_size=job.world_size, timeout=timedelta(seconds=job.group_timeout)
+    )
+
+
+def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
+    from pytest_nsa.fixtures import by_name
+
+    available = {**by_name(ctx), **ctx.job.arguments}
+    wanted = inspect.signature(function).parameters
+    try:
+        function(**{name: available[name] for name in wanted if name in available})
+    except pytest.skip.Exception as skip:
+        _record(ctx.folder, event="skipped", reason=str(skip))
+    except (Exception, pytest.fail.Exception) as error:
+        record_exception(ctx.folder, error, "call")
+        traceback.print_exc()
+        return False
+    return True
+
+
+def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
+    config = item.config
+    config.stash[context_key] = ctx
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        # Output belongs in this rank's file as it is written, not in a buffer that dies with the rank.
+        # The old capture is kept alive: closing it would write to files that the zygote shares.
+        ctx.retired = capture._global_capturing
+        capture._global_capturing = None
+        capture._method = "no"
+        capture.start_global_capturing()
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    config.option.runxfail = True  # the host applies xfail to the test as a whole
+    config.pluginmanager.register(ExceptionRecorder(ctx), "nsa-exceptions")
+    passed = True
+    for report in runtestprotocol(item, log=False, nextitem=None):
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        append_line(ctx.folder / "reports.jsonl", {"text": str(report.longreprtext)[:MAX_TEXT], "report": data})
+        passed = passed and not report.failed
+    return passed
+
+
+class ExceptionRecorder:
+    """Writes down each exception of the test the moment it is known, before teardown can hang."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        self.ctx = ctx
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        if call.excinfo is not None:
+            error = call.excinfo.value
+            if isinstance(error, pytest.skip.Exception):
+                _record(self.ctx.folder, event="skipped", reason=str(error.msg))
+            elif isinstance(error, pytest.xfail.Exception):
+                _record(self.ctx.folder, event="xfailed", reason=str(error.msg))
+            else:
+                record_exception(self.ctx.folder, error, call.when)
+        return (yield)
+
+
+def record_exception(folder: Path, error: BaseException, when: str) -> None:
+    """Append an exception with the innermost line of the user's code."""
+    from nsa.trace.frames import is_user_file
+
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
+    _record(
+        folder,
+        event="exception",
+        when=when,
+        type=type(error).__name__,
+        message=str(error)[:MAX_TEXT],
+        file=place.filename if place else "",
+        line=place.lineno if place else 0,
+        function=place.name if place else "",
+    )
+
+
+def _record(folder: Path, **event: Any) -> None:
+    append_line(folder / "events.jsonl", {"time": time.time(), **event})

@@ -1,0 +1,199 @@
+"""The marks: what each takes, what it does, and what it says when its argument is wrong; described in this one place.
+
+Each function below is the mark as a plain decorator; its docstring is its line in ``pytest --markers``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import unittest
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+BRANCHES = ("cmp", "sel", "win")
+BACKENDS = ("gloo", "nccl")
+TRACES = ("grads", "module_bwd", "ddp_buckets")
+RANK_FIXTURES = ("ddp", "fsdp", "group")
+DEFAULT_WORLD_SIZE = 2
+MAX_WORLD_SIZE = 64
+
+
+class LayerRange(str):
+    """Layers start <= i < end, as text ('0:6') with the numbers beside it. Raises ValueError with the right form."""
+
+    start: int
+    end: int
+
+    def __new__(cls, text: str) -> LayerRange:
+        first, colon, last = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if not (colon and first.isdigit() and last.isdigit()):
+            raise ValueError("must be 'start:end' in whole layers, as in '0:6' (layers 0 to 5)")
+        if int(first) >= int(last):
+            raise ValueError(f"the range must go up, as in '0:6' (layers 0 to 5); got start {first}, end {last}")
+        self = super().__new__(cls, text)
+        self.start, self.end = int(first), int(last)
+        return self
+
+
+def world_size(n: int) -> pytest.MarkDecorator:
+    """Run the test's body on n ranks, each a fresh process in one process group."""
+    return pytest.mark.world_size(n)
+
+
+def backend(name: str) -> pytest.MarkDecorator:
+    """The process group's backend, 'gloo' or 'nccl' (default: gloo on CPU; nccl where each rank has its own GPU)."""
+    return pytest.mark.backend(name)
+
+
+def branch(*names: str) -> pytest.MarkDecorator:
+    """The value of the fixture `branch`: 'cmp', 'sel' or 'win'; several names parametrize the test."""
+    return pytest.mark.branch(*names)
+
+
+def gc_range(*ranges: str) -> pytest.MarkDecorator:
+    """The value of the fixture `gc_range`: layers that checkpoint, 'start:end', half open; several parametrize the test."""
+    return pytest.mark.gc_range(*ranges)
+
+
+def trace(*kinds: str) -> pytest.MarkDecorator:
+    """What the fixture `trace` records and prints: any of 'grads', 'module_bwd', 'ddp_buckets' (default: all)."""
+    return pytest.mark.trace(*kinds)
+
+
+def scenario(name: str) -> pytest.MarkDecorator:
+    """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md."""
+    return pytest.mark.scenario(name)
+
+
+def static_graph(function: Any = None) -> Any:
+    """`ddp.wrap` makes DDP with static_graph=True."""
+    mark = pytest.mark.static_graph
+    return mark if function is None else mark(function)
+
+
+def gpu(function: Any = None) -> Any:
+    """The test needs a GPU: skipped with a reason where there is none, and its ranks get CUDA devices."""
+    mark = pytest.mark.gpu
+    return mark if function is None else mark(function)
+
+
+def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
+    if mark.kwargs or not mark.args or (single and len(mark.args) != 1):
+        return f"takes {'one' if single else 'one or more'} of {', '.join(allowed)}, as in {example}"
+    for value in mark.args:
+        if value not in allowed:
+            return f"{value!r} must be one of {', '.join(allowed)}, as in {example}"
+    return None
+
+
+def _check_world_size(mark: pytest.Mark) -> str | None:
+    if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int:
+        return "takes one whole number of ranks, as in world_size(2)"
+    if not 1 <= mark.args[0] <= MAX_WORLD_SIZE:
+        return f"must be from 1 to {MAX_WORLD_SIZE} ranks, as in world_size(2)"
+    return None
+
+
+def _check_gc_range(mark: pytest.Mark) -> str | None:
+    if mark.kwargs or not mark.args:
+        return "takes one or more ranges of layers, as in gc_range('0:6')"
+    for value in mark.args:
+        try:
+            LayerRange(value)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def _check_scenario(mark: pytest.Mark) -> str | None:
+    name = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
+    if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-." for c in name) or name.startswith("."):
+        return "takes one name of letters, digits, '_', '-' and '.', as in scenario('ddp_static_graph')"
+    return None
+
+
+def _check_bare(mark: pytest.Mark) -> str | None:
+    return f"takes no argument, as in @pytest.mark.{mark.name}" if mark.args or mark.kwargs else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MarkRule:
+    """A mark: its decorator, its check (None: fine, else what is wrong), and the fixture that it needs to have an effect."""
+
+    decorator: Callable[..., Any]
+    check: Callable[[pytest.Mark], str | None]
+    fixture: str | None = None
+
+    def describe(self) -> str:
+        """The line for ``pytest --markers``."""
+        parameters = inspect.signature(self.decorator).parameters
+        shown = "" if "function" in parameters else f"({', '.join(str(p).split(':')[0] for p in parameters.values())})"
+        return f"{self.decorator.__name__}{shown}: {inspect.getdoc(self.decorator)}"
+
+
+RULES: dict[str, MarkRule] = {
+    "world_size": MarkRule(decorator=world_size, check=_check_world_size),
+    "backend": MarkRule(decorator=backend, check=lambda m: _one_of(m, BACKENDS, "backend('gloo')", single=True)),
+    "branch": MarkRule(decorator=branch, check=lambda m: _one_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
+    "gc_range": MarkRule(decorator=gc_range, check=_check_gc_range, fixture="gc_range"),
+    "static_graph": MarkRule(decorator=static_graph, check=_check_bare),
+    "trace": MarkRule(decorator=trace, check=lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
+    "gpu": MarkRule(decorator=gpu, check=_check_bare),
+    "scenario": MarkRule(decorator=scenario, check=_check_scenario),
+}
+
+
+def wrong_marks(item: pytest.Item) -> Iterator[str]:
+    """A sentence for each mark on ``item`` that cannot be used: file, line, the mark, and the right form."""
+    path, line, _ = item.reportinfo()
+    where = f"{path}:{(line or 0) + 1}: {item.name}"
+    fixtures = getattr(item, "fixturenames", ())
+    own = {id(mark) for mark in getattr(getattr(item, "obj", None), "pytestmark", ())}
+    for mark in item.iter_markers():
+        rule = RULES.get(mark.name)
+        if rule is None:
+            continue
+        shown = f"{mark.name}({', '.join([*map(repr, mark.args), *(f'{k}={v!r}' for k, v in mark.kwargs.items())])})"
+        problem = rule.check(mark)
+        if problem:
+            yield f"{where}: {shown}: {problem}"
+        elif rule.fixture and id(mark) in own and rule.fixture not in fixtures:
+            yield f"{where}: {shown}: does nothing, as the test does not take the fixture '{rule.fixture}'; add it to its arguments"
+    if item.get_closest_marker("static_graph") and "ddp" not in fixtures:
+        yield f"{where}: static_graph: does nothing, as the test does not take the fixture 'ddp'; add it to its arguments"
+
+
+def not_for_ranks(item: pytest.Item) -> Iterator[str]:
+    """A sentence for a test that asks for ranks and cannot have them."""
+    path, line, _ = item.reportinfo()
+    where = f"{path}:{(line or 0) + 1}: {item.name}"
+    fixtures = getattr(item, "fixturenames", ())
+    if not is_ranked(item):
+        return
+    if not isinstance(item, pytest.Function) or isinstance(getattr(item, "instance", None), unittest.TestCase):
+        yield f"{where}: unittest.TestCase methods and doctests cannot run on ranks: write a plain test function or class"
+    elif "launch" in fixtures:
+        yield f"{where}: takes 'launch', which runs on the host, and runs on ranks itself: take one of the two out"
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Several values in branch() or gc_range() make several tests."""
+    for name in ("branch", "gc_range"):
+        mark = metafunc.definition.get_closest_marker(name)
+        if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:
+            metafunc.parametrize(name, mark.args, indirect=True)
+
+
+def is_ranked(item: pytest.Item) -> bool:
+    """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
+    fixtures = getattr(item, "fixturenames", ())
+    return item.get_closest_marker("world_size") is not None or any(name in fixtures for name in RANK_FIXTURES)
+
+
+def value(item: pytest.Item, name: str, default: Any = None) -> Any:
+    """The first argument of the closest mark ``name``, or ``default``."""
+    mark = item.get_closest_marker(name)
+    return mark.args[0] if mark is not None and mark.args else default

@@ -1,0 +1,141 @@
+"""The hooks, each a few lines that hand over to the module of its concept. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pytest_nsa import marks, settings
+from pytest_nsa.artifacts import RunFolder
+from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, trace
+from pytest_nsa.items import RankedFunction, make_ranked, runner_key, timeout_key, verdict_key
+from pytest_nsa.launch.rank_access import current_rank
+from pytest_nsa.launching import artifacts, failed_key, launch
+from pytest_nsa.report import session as session_report
+from pytest_nsa.report.text import headline, short_path
+from pytest_nsa.running import RankRunner
+from pytest_nsa.settings import settings_key
+
+# Fixtures are found by name in a plugin's module.
+__all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", "trace"]
+
+_LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    settings.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for rule in marks.RULES.values():
+        config.addinivalue_line("markers", rule.describe())
+    resolved = settings.resolve(config)
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    config.stash[runner_key] = RankRunner(config, resolved, RunFolder(resolved.artifacts, worker.get("nsa_run")))
+    if resolved.zygote_fd is not None:
+        from pytest_nsa.launch.zygote import ServeSession
+
+        config.pluginmanager.register(ServeSession(resolved.zygote_fd), "nsa-zygote")
+    elif resolved.cold_job is not None:
+        from pytest_nsa.launch.cold import ColdSession
+
+        config.pluginmanager.register(ColdSession(resolved.cold_job), "nsa-cold")
+    elif config.pluginmanager.hasplugin("xdist"):
+        from pytest_nsa.distributed import XdistHooks
+
+        config.pluginmanager.register(XdistHooks(), "nsa-xdist")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marks.parametrize(metafunc)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Iterator[None]:
+    collected: Any = yield
+    if isinstance(collected, list):
+        return [make_ranked(i) if type(i) is pytest.Function and marks.is_ranked(i) else i for i in collected]
+    return make_ranked(collected) if type(collected) is pytest.Function and marks.is_ranked(collected) else collected
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    problems = [problem for item in items for problem in (*marks.wrong_marks(item), *marks.not_for_ranks(item))]
+    if problems:
+        raise pytest.UsageError("\n".join(dict.fromkeys(problems)))
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
+    ranked = [item for item in items if isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())]
+    if not ranked or config.option.collectonly or _is_child(config):
+        return None
+    runner = config.stash[runner_key]
+    session_report.write_environment(runner.folder.path, runner.settings.gpus)
+    where = runner.prepare(ranked[0].session)
+    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {where}; {short_path(runner.folder.path)}/"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not item.config.stash[settings_key].gpus:
+        pytest.skip("needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)")
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """pytest-timeout's clock for tests on ranks is ours: it bounds the ranks, not the host that waits for them."""
+    item.stash[timeout_key] = settings.timeout
+    return True if isinstance(item, RankedFunction) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    if report.failed:
+        item.stash[failed_key] = True
+    verdict = item.stash.get(verdict_key, None)
+    if verdict is not None and call.when == "call":
+        report.nsa_outcome = verdict.outcome
+        if verdict.failed:
+            report.user_properties.append(("nsa.verdict", headline(verdict)))
+    return report
+
+
+def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
+    outcome = getattr(report, "nsa_outcome", "")
+    if getattr(report, "when", "") == "call" and report.failed and outcome in _LETTERS:
+        return "failed", _LETTERS[outcome], outcome
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
+    runner = config.stash.get(runner_key, None)
+    if runner is None or current_rank() is not None or _is_child(config):
+        return
+    runner.close()
+    if runner.folder.is_made and not hasattr(config, "workerinput"):
+        interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        session_report.write_reports(runner.folder.path, runner.settings.gpus, interrupted=interrupted)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    runner = config.stash[runner_key]
+    if not runner.folder.is_made or _is_child(config):
+        return
+    entries = session_report.summary.read_entries(runner.folder.path)
+    failed = [entry for entry in entries if entry.verdict.failed]
+    terminalreporter.write_sep("=", "nsa diagnosis")
+    if entries:
+        terminalreporter.write_line(session_report.summary.decision_of(entries).sentence)
+    for entry in failed:
+        terminalreporter.write_line(f"  {entry.name}: {headline(entry.verdict)}")
+    for name in ("SUMMARY.md", "report.html"):
+        terminalreporter.write_line(f"{name}: {short_path(runner.folder.path / name)}")
+
+
+def _is_child(config: pytest.Config) -> bool:
+    """Whether this pytest is a zygote or a cold rank of ours."""
+    resolved = config.stash[settings_key]
+    return resolved.zygote_fd is not None or resolved.cold_job is not None

@@ -1,0 +1,1 @@
+"""Verdicts for people: `text` (terminal), `summary` (SUMMARY.md), `html` (report.html)."""

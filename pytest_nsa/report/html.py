@@ -1,0 +1,162 @@
+"""report.html: one self-contained file: the sentence, the table, and for each scenario a lane a rank over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from pytest_nsa.diagnosis.decision import Decision
+from pytest_nsa.evidence import Evidence, RankEvidence, load
+from pytest_nsa.report.summary import Entry
+from pytest_nsa.report.text import short_place
+
+PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
+LANE_WIDTH, LANE_HEIGHT, LEFT = 860, 26, 64
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --soft: #f2f3f5; --line: #d5d8dc; --quiet: #5f6770;
+  --PASS: #1a7f37; --FAIL: #b42318; --CRASH: #b42318; --HANG: #b54708; --SLOW: #8a6100; --SKIP: #5f6770; --INTERRUPTED: #5f6770;
+  --start: #c9ced6; --body: #aeb6c2; --data: #8ecae6; --forward: #4c8dd6; --backward: #e08a2e; --optimizer: #5aa469; --done: #c9ced6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #16181c; --soft: #22262c; --line: #3a4048; --quiet: #a3abb5;
+  --PASS: #57c477; --FAIL: #ff7b6b; --CRASH: #ff7b6b; --HANG: #f5a35c; --SLOW: #e0b84c; --SKIP: #a3abb5; --INTERRUPTED: #a3abb5;
+  --start: #4a515b; --body: #646d79; --done: #4a515b; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.25rem; line-height: 1.4; } h2 { font-size: 1.1rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 2rem 0 .25rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; } td, th { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+code, pre { font: .85em ui-monospace, monospace; } td code { overflow-wrap: anywhere; } pre { background: var(--soft); padding: .75rem; overflow-x: auto; }
+.tag { font-weight: 600; } .quiet { color: var(--quiet); } .scroll { overflow-x: auto; } summary { cursor: pointer; }
+svg { display: block; width: 100%; min-width: 34rem; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
+.key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
+@media print { body { margin: 0; max-width: none; } details { break-inside: avoid; } }
+"""
+
+
+def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool) -> str:
+    """The whole page. Reads the folders of ``entries`` under ``run``."""
+    key = "".join(f'<span><i style="background:var(--{p})"></i>{p}</span>' for p in PHASES[:-1])
+    body = "".join(_scenario(run, entry) for entry in entries)
+    path = "".join(f"<li>{escape(step)}</li>" for step in decision.path)
+    state = "<p><strong>INTERRUPTED</strong>: what follows is what had run until then.</p>" if interrupted else ""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)}</title><style>{_STYLE}</style></head><body>\n"
+        f"{state}<h1>{escape(short_place(decision.sentence))}</h1>\n<p>{escape(decision.action)}</p>\n"
+        f"{_table(entries)}\n<h2>Path through the plan's tree</h2><ol>{path}</ol>\n"
+        f'<h2>Ranks over time</h2><p class="key quiet">{key}</p>\n{body}</body></html>\n'
+    )
+
+
+def _table(entries: list[Entry]) -> str:
+    rows = []
+    for entry in entries:
+        v = entry.verdict
+        ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
+        where = f"<code>{escape(short_place(v.where))}</code>" if v.where else ""
+        name = f'<a href="#{escape(entry.folder)}">{escape(entry.name)}</a>' if entry.folder else escape(entry.name)
+        rows.append(
+            f"<tr><td>{name}</td><td>{_tag(v.outcome)}</td><td>{escape(v.cause)}</td><td>{ranks}</td>"
+            f"<td>{where}</td><td>{v.duration_s:.1f} s</td></tr>"
+        )
+    head = "<tr><th>scenario</th><th>result</th><th>cause</th><th>rank</th><th>where</th><th>time</th></tr>"
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _tag(outcome: str) -> str:
+    return f'<span class="tag" style="color:var(--{outcome})">{outcome}</span>'
+
+
+def _scenario(run: Path, entry: Entry) -> str:
+    if not entry.folder:
+        return ""
+    v = entry.verdict
+    try:
+        evidence = load(run / entry.folder)
+    except (OSError, ValueError, TypeError):
+        return f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)}</h3><p>Its evidence cannot be read.</p>'
+    who = f"{v.culprits()}: {v.reason}" if v.failed else ""
+    stacks = "".join(_stack(rank, rank.rank in v.ranks) for rank in evidence.ranks)
+    return (
+        f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)} '
+        f'<span class="quiet">{v.duration_s:.1f} s</span></h3>'
+        f"<p>{escape(short_place(who))}</p>"
+        f'<div class="scroll">{_lanes(evidence, v.ranks if v.failed else ())}</div>{stacks}'
+    )
+
+
+def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
+    """A lane a rank: phases as bars, steps as ticks, a mark where it stood when it was stopped."""
+    beats = [b["time"] for r in evidence.ranks for b in r.heartbeats]
+    ends = [*beats, evidence.stop_time, *(r.exit_time for r in evidence.ranks)]
+    begin = min(beats, default=evidence.started)
+    end = max(max(ends, default=begin), begin + 1e-3)
+    scale = LANE_WIDTH / (end - begin)
+    height = len(evidence.ranks) * (LANE_HEIGHT + 8) + 22
+    parts = []
+    for index, rank in enumerate(evidence.ranks):
+        y = index * (LANE_HEIGHT + 8) + 4
+        mark = " ◀" if rank.rank in culprits else ""
+        parts.append(f'<text x="0" y="{y + 17}">rank {rank.rank}{mark}</text>')
+        for start, stop, phase, step in _spans(rank, evidence, end):
+            x, width = LEFT + (start - begin) * scale, max(1.0, (stop - start) * scale)
+            title = f"rank {rank.rank}: {phase}, step {step}, {stop - start:.3f} s"
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE_HEIGHT}" fill="var(--{phase})">'
+                f"<title>{escape(title)}</title></rect>"
+            )
+        for at, step in _steps(rank):
+            x = LEFT + (at - begin) * scale
+            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + LANE_HEIGHT + 2}" stroke="var(--ink)"/>')
+            parts.append(f'<text x="{x + 3:.1f}" y="{y + 17}">{step}</text>')
+        if rank.rank in culprits:
+            at = rank.exit_time if rank.signal and not rank.by_us else _last_moved(rank) or end
+            x = LEFT + (at - begin) * scale
+            parts.append(f'<path d="M{x:.1f} {y - 3} v{LANE_HEIGHT + 6}" stroke="var(--FAIL)" stroke-width="3"/>')
+    axis = height - 6
+    parts.append(f'<text x="{LEFT}" y="{axis}">0 s</text><text x="{LEFT + LANE_WIDTH}" y="{axis}" text-anchor="end">{end - begin:.2f} s</text>')
+    label = f"{len(evidence.ranks)} ranks over {end - begin:.1f} seconds"
+    return f'<svg viewBox="0 0 {LEFT + LANE_WIDTH + 8} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _spans(rank: RankEvidence, evidence: Evidence, end: float) -> Iterator[tuple[float, float, str, int]]:
+    """(start, stop, phase, step) of consecutive phases, from the heartbeat's lines."""
+    current: tuple[float, str, int] | None = None
+    last_time = 0.0
+    for beat in rank.heartbeats:
+        phase = beat["phase"] if beat["phase"] in PHASES else "body"
+        if current is None or (phase, beat["step"]) != current[1:]:
+            if current is not None:
+                yield current[0], beat["time"], current[1], current[2]
+            current = (beat["time"], phase, beat["step"])
+        last_time = beat["time"]
+    if current is not None and current[1] != "done":
+        ended = rank.exit_time or evidence.stop_time or last_time
+        yield current[0], min(end, max(ended, current[0])), current[1], current[2]
+
+
+def _steps(rank: RankEvidence) -> list[tuple[float, int]]:
+    """When each step began; at most twenty are drawn."""
+    starts: dict[int, float] = {}
+    for beat in rank.heartbeats:
+        if beat["step"]:
+            starts.setdefault(beat["step"], beat["time"])
+    every = max(1, len(starts) // 20)
+    return [(at, step) for step, at in starts.items() if step % every == 0 or step == 1]
+
+
+def _last_moved(rank: RankEvidence) -> float:
+    """When the rank last entered a phase or a collective."""
+    if rank.board is None:
+        return 0.0
+    return max(rank.board.numbers["phase_time"], *(c.entered for c in rank.board.collectives), 0.0)
+
+
+def _stack(rank: RankEvidence, is_culprit: bool) -> str:
+    stack = rank.stack
+    if stack is None:
+        line = rank.board.line if rank.board is not None and is_culprit else ""
+        return f"<p>rank {rank.rank} was last seen at <code>{escape(short_place(line))}</code></p>" if line else ""
+    frames = "\n".join(escape(("> " if f.is_user else "  ") + short_place(f.describe())) for f in stack.frames)
+    state = " open" if is_culprit else ""
+    return f"<details{state}><summary>last stack of rank {rank.rank}</summary><pre>{frames}</pre></details>"

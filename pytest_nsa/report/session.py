@@ -1,0 +1,65 @@
+"""What a session leaves at its end: env.json, the lists over all tests, SUMMARY.md and report.html."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.artifacts import write_atomically
+from pytest_nsa.report import html, summary
+from pytest_nsa.settings import outer_environment
+
+_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow")
+
+
+def environment(gpus: int) -> dict[str, Any]:
+    """Versions and machine facts, read without importing any of the packages."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "gpus": gpus,
+        **versions,
+        "variables": outer_environment(),
+    }
+
+
+def write_environment(run: Path, gpus: int) -> None:
+    """env.json, once a run, as soon as it begins."""
+    if not (run / "env.json").exists():
+        write_atomically(run / "env.json", json.dumps(environment(gpus), indent=1) + "\n")
+
+
+def write_reports(run: Path, gpus: int, *, interrupted: bool) -> list[summary.Entry]:
+    """Write everything that is about the whole run; returns its verdicts. Can be called again: it starts from the files."""
+    entries = summary.read_entries(run)
+    decision = summary.decision_of(entries)
+    write_environment(run, gpus)
+    _write_lists(run, entries)
+    text = summary.render(entries, decision, json.loads((run / "env.json").read_text(encoding="utf-8")), interrupted=interrupted)
+    write_atomically(run / "SUMMARY.md", text)
+    write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted))
+    return entries
+
+
+def _write_lists(run: Path, entries: list[summary.Entry]) -> None:
+    """all_missing_params.txt and ddp_buckets.txt over all scenarios."""
+    missing, buckets = [], []
+    for entry in entries:
+        names = list(entry.verdict.parameters_missing)
+        if entry.folder:
+            traces = run / entry.folder / "traces.log"
+            lines = traces.read_text(encoding="utf-8").splitlines() if traces.is_file() else []
+            names += [line.partition("MISSING:")[2].strip() for line in lines if "- MISSING:" in line]
+            buckets += [f"{entry.name} {line}\n" for line in lines if line.startswith("[DDP] ")]
+        missing += [f"{entry.name} {name}\n" for name in dict.fromkeys(names)]
+    write_atomically(run / "all_missing_params.txt", "".join(missing))
+    write_atomically(run / "ddp_buckets.txt", "".join(buckets))

@@ -1,0 +1,97 @@
+"""SUMMARY.md: one sentence that says what is wrong, the table, the path through the plan's tree, the verdicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.diagnosis.decision import Decision, decide
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.report.text import short_place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A verdict and the name of its folder in the run ('' when the folder was not kept)."""
+
+    folder: str
+    verdict: Verdict
+
+    @property
+    def name(self) -> str:
+        """The scenario, or the test's id."""
+        return self.verdict.scenario or self.verdict.nodeid
+
+
+def read_entries(run: Path) -> list[Entry]:
+    """The verdicts of a run, in the order in which they came; the last one wins where a test ran again."""
+    entries: dict[str, Entry] = {}
+    path = run / "verdicts.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            data = json.loads(line)
+            verdict = Verdict.from_json(data)
+        except (ValueError, TypeError):
+            continue  # torn: the writer was killed
+        folder = data["folder"] if (run / data["folder"]).is_dir() else ""
+        entries[verdict.scenario or verdict.nodeid] = Entry(folder=folder, verdict=verdict)
+    return list(entries.values())
+
+
+def decision_of(entries: list[Entry]) -> Decision:
+    """The plan's decision over a run's scenarios; over all its tests when it ran none."""
+    scenarios = {e.name: e.verdict for e in entries if e.verdict.scenario}
+    return decide(scenarios or {e.name: e.verdict for e in entries})
+
+
+def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool) -> str:
+    """The text of SUMMARY.md."""
+    out = [decision.sentence, ""]
+    if interrupted:
+        out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
+    out += ["| scenario | result | cause | rank | where | parameters missing | seconds |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    out += [_row(entry) for entry in entries]
+    out += ["", "## Decision", "", f"**{_sentence_case(decision.action)}**", ""]
+    out += [f"{number}. {step}" for number, step in enumerate(decision.path, 1)]
+    failed = [entry for entry in entries if entry.verdict.failed]
+    if failed:
+        out += ["", "## Verdicts"]
+    for entry in failed:
+        out += ["", *_verdict(entry)]
+    out += ["", "## Environment", "", "| | |", "| --- | --- |"]
+    out += [f"| {key} | {value} |" for key, value in env.items() if not isinstance(value, dict)]
+    return "\n".join(out) + "\n"
+
+
+def _row(entry: Entry) -> str:
+    v = entry.verdict
+    name = f"[{entry.name}]({entry.folder}/)" if entry.folder else entry.name
+    ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
+    missing = str(len(v.parameters_missing)) if v.parameters_missing else ""
+    cells = (name, v.outcome, v.cause, ranks, f"`{short_place(v.where)}`" if v.where else "", missing, f"{v.duration_s:.1f}")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _verdict(entry: Entry) -> list[str]:
+    v = entry.verdict
+    out = [f"### {entry.name}: {v.outcome}", "", f"- who: {v.culprits()} of {v.world_size} ({v.backend}, {v.parallel})"]
+    out.append(f"- cause: `{v.cause}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
+    if v.where:
+        out.append(f"- where: `{short_place(v.where)}`" + (f", module `{v.module}`" if v.module else ""))
+    out.append(f"- why: {v.reason}")
+    if v.parameters_missing:
+        shown = ", ".join(f"`{p}`" for p in v.parameters_missing[:5])
+        rest = len(v.parameters_missing) - 5
+        out.append(f"- gradients that never arrived: {shown}" + (f" and {rest} more" if rest > 0 else ""))
+    if v.stood_still_s:
+        out.append(f"- stood still for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
+    out.append(f"- do: {v.advice}")
+    for fact in v.evidence[:8]:
+        out.append(f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})")
+    return out
+
+
+def _sentence_case(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

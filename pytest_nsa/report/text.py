@@ -1,0 +1,111 @@
+"""A verdict in the terminal: at most twelve lines, culprit first, one stack, then where the rest is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence import Evidence, RankEvidence
+
+MAX_STACK = 4
+MAX_SECTION_LINES = 60
+
+
+def short_path(path: str | Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") and len(relative) < len(str(path)) else str(path)
+
+
+def short_place(where: str) -> str:
+    """``file:line in function`` with the file's path shortened."""
+    here = os.getcwd() + os.sep
+    return where.replace(here, "")
+
+
+def headline(verdict: Verdict) -> str:
+    """'HANG: rank 1 of 2, lock_deadlock, at tests/x.py:12 in backward'."""
+    who = verdict.culprits() if verdict.ranks else "no rank in particular"
+    of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
+    where = f", at {short_place(verdict.where)}" if verdict.where else ""
+    sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
+    return f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}"
+
+
+def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
+    """The verdict in at most twelve lines."""
+    out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
+    if verdict.module:
+        out.append(f"  module   {verdict.module}")
+    if verdict.parameters_missing:
+        rest = f" and {len(verdict.parameters_missing) - 2} more" if len(verdict.parameters_missing) > 2 else ""
+        out.append(f"  missing  {', '.join(verdict.parameters_missing[:2])}{rest}")
+    rank = next((r for r in evidence.ranks if r.rank in verdict.ranks and r.stack), None)
+    if rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
+        frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
+        out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
+    if verdict.stood_still_s:
+        out.append(f"  stood    still for {verdict.stood_still_s:.1f} s before it was stopped")
+    if verdict.advice:
+        out.append(f"  do       {verdict.advice}")
+    out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
+    return out[:12]
+
+
+def failure(verdict: Verdict, evidence: Evidence) -> str:
+    """What the test's report shows: the verdict, then each different failure of the ranks once."""
+    parts = ["\n".join(lines(verdict, evidence))]
+    for ranks, body in _failures(evidence, verdict):
+        numbers = ", ".join(map(str, ranks))
+        parts.append(f"--- rank{'s' if len(ranks) > 1 else ''} {numbers} ---\n{body}")
+    notes = {note for rank in evidence.ranks for note in rank.notes}
+    parts += sorted(notes)
+    return "\n\n".join(parts)
+
+
+def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int], str]]:
+    """The ranks' own failure texts, equal ones together, culprits first."""
+    grouped: dict[str, list[int]] = {}
+    for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
+        for entry in rank.reports:
+            if entry["report"].get("outcome") == "failed":
+                grouped.setdefault(entry["text"], []).append(rank.rank)
+        if not rank.reports and rank.exceptions:
+            error = rank.exceptions[0]
+            grouped.setdefault(f"{error.type}: {error.message}\n  at {error.where}", []).append(rank.rank)
+    for body, ranks in grouped.items():
+        yield ranks, body
+
+
+def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Report sections: what each rank printed, and its stack when it was stopped or crashed."""
+    for rank in evidence.ranks:
+        output = _tail(rank.folder / "output.log")
+        if output:
+            yield f"output of rank {rank.rank}", output
+        stack = _stack_text(rank)
+        if stack:
+            yield f"stack of rank {rank.rank}", stack
+
+
+def _stack_text(rank: RankEvidence) -> str:
+    """Each thread's frames down to where pytest called the test; the whole dump is in the rank's folder."""
+    parts = []
+    for thread in rank.threads or rank.fatal:
+        if thread.is_ours:
+            continue
+        user = [i for i, frame in enumerate(thread.frames) if frame.is_user]
+        shown = thread.frames[: user[-1] + 1] if user else thread.frames[:MAX_STACK]
+        parts.append("\n".join(("> " if f.is_user else "  ") + short_place(f.describe()) for f in shown[:MAX_SECTION_LINES]))
+    return "\n\n".join(parts)
+
+
+def _tail(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    left_out = len(lines) - MAX_SECTION_LINES
+    head = [f"... {left_out} lines before, in {short_path(path)}"] if left_out > 0 else []
+    return "\n".join(head + lines[-MAX_SECTION_LINES:])

@@ -1,0 +1,144 @@
+"""One session's way from a test to its verdict: folder, launcher, run, evidence, diagnosis, files."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa import marks
+from pytest_nsa.artifacts import RunFolder, append_line, discard, safe_name, write_atomically
+from pytest_nsa.diagnosis.diagnose import diagnose
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence import Evidence, load
+from pytest_nsa.launch import launchers
+from pytest_nsa.launch.host import Launcher, LaunchError, Limits, RanksRun
+from pytest_nsa.launch.messages import Job
+from pytest_nsa.launch.zygote import plain_nodeid
+from pytest_nsa.settings import Settings
+
+# Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
+RESERVE_S = 2.0
+VERDICTS = "verdicts.jsonl"
+
+
+class RankRunner:
+    """Runs jobs for the tests of this process (the pytest process, or an xdist worker)."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, folder: RunFolder) -> None:
+        self.config, self.settings, self.folder = config, settings, folder
+        self._launcher: Launcher | None = None
+
+    def prepare(self, session: pytest.Session) -> str:
+        """Start the launcher once the tests are collected; returns where ranks come from, in words."""
+        if self._launcher is None:
+            self._launcher = launchers.choose(self.config, self.settings, session, self.folder.path / "zygote.log")
+        return self._launcher.description
+
+    def launcher(self, session: pytest.Session) -> Launcher:
+        """The launcher; started again when it has ended."""
+        self.prepare(session)
+        assert self._launcher is not None
+        return self._launcher
+
+    def close(self) -> None:
+        """End the launcher and everything it started."""
+        if self._launcher is not None:
+            self._launcher.close()
+            self._launcher = None
+
+    def run_item(self, item: pytest.Function, timeout: float | None) -> tuple[Verdict, Evidence]:
+        """Run a collected test on its ranks and write everything that is known of it."""
+        nodeid = plain_nodeid(item.nodeid)
+        name = marks.value(item, "scenario", "")
+        folder = self.folder.test_folder(name or safe_name(nodeid))
+        limit = timeout or self.settings.timeout
+        job = Job(nodeid=nodeid, scenario=name, folder=str(folder), root=str(self.config.rootpath), timeout=limit, created=time.time(), **job_settings(item, self.settings))
+        verdict, evidence = self._run(item.session, job)
+        append_line(self.folder.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
+        where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
+        self.folder.note(f"{verdict.outcome} {name or nodeid} {verdict.duration_s:.2f} s{where}")
+        if verdict.outcome in ("PASS", "SKIP") and not name and not self.settings.keep_passed and "artifacts" not in item.fixturenames:
+            discard(folder)
+        return verdict, evidence
+
+    def run_function(self, session: pytest.Session, job: Job) -> Verdict:
+        """Run a function for the fixture `launch`; its folder has been made."""
+        return self._run(session, job)[0]
+
+    def _run(self, session: pytest.Session, job: Job) -> tuple[Verdict, Evidence]:
+        reserve = min(RESERVE_S, 0.2 * job.timeout)
+        limits = Limits(start=self.settings.start_timeout, run=job.timeout - reserve, hang_after=self.settings.hang_after)
+        try:
+            RanksRun(job, self.launcher(session), limits).run()
+        except LaunchError:
+            self.close()  # the next test gets a new one
+            raise
+        finally:
+            written = _conclude(Path(job.folder))
+        return written
+
+
+def _conclude(folder: Path) -> tuple[Verdict, Evidence]:
+    """Diagnose a folder and write what follows from it beside the evidence."""
+    began = time.time()
+    evidence = load(folder)
+    verdict = diagnose(evidence)
+    known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
+    verdict = replace_time(verdict, max(0.0, time.time() - known) if verdict.failed else 0.0)
+    write_verdict(folder, verdict)
+    _merge_logs(folder, evidence)
+    return verdict, evidence
+
+
+def replace_time(verdict: Verdict, seconds: float) -> Verdict:
+    """The verdict with the time it took, in seconds from the stop (or the first end of a rank) to here."""
+    import dataclasses
+
+    return dataclasses.replace(verdict, time_to_verdict_s=round(seconds, 3))
+
+
+def write_verdict(folder: Path, verdict: Verdict) -> None:
+    """verdict.json, and result.txt with the outcome's one word."""
+    write_atomically(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1) + "\n")
+    write_atomically(folder / "result.txt", verdict.outcome + "\n")
+
+
+def _merge_logs(folder: Path, evidence: Evidence) -> None:
+    """output.log and traces.log of the whole test, from the ranks' own; a stack dump a rank where there is one."""
+    several = len(evidence.ranks) > 1
+    with (folder / "output.log").open("w", encoding="utf-8") as output, (folder / "traces.log").open("w", encoding="utf-8") as traces:
+        for rank in evidence.ranks:
+            prefix = f"[rank {rank.rank}] " if several else ""
+            output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))
+            lines = _lines(rank.folder / "traces.log")
+            traces.writelines(f"{line}\n" for line in lines if rank.rank == 0 or line.startswith("[DDP]"))
+            dump = rank.folder / "stacks.txt"
+            if dump.is_file() and dump.stat().st_size:
+                text = dump.read_text(encoding="utf-8", errors="replace")
+                (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+
+
+def job_settings(item: pytest.Item, settings: Settings) -> dict[str, Any]:
+    """What marks and options say of a test's ranks, as fields of Job."""
+    fixtures = getattr(item, "fixturenames", ())
+    on_gpu = item.get_closest_marker("gpu") is not None
+    world_size = marks.value(item, "world_size", marks.DEFAULT_WORLD_SIZE)
+    own_gpu = on_gpu and settings.gpus >= world_size
+    traces = item.get_closest_marker("trace")
+    return {
+        "world_size": world_size,
+        "backend": marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
+        "device": "cuda" if on_gpu else "cpu",
+        "parallel": "ddp" if "ddp" in fixtures else "fsdp" if "fsdp" in fixtures else "none",
+        "static_graph": item.get_closest_marker("static_graph") is not None,
+        "fsdp_version": settings.fsdp_version,
+        "traces": traces.args if traces is not None else (),
+    }

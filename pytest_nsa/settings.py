@@ -1,0 +1,108 @@
+"""Options, ini values and environment, resolved once into `Settings`. The one place of the host that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAUNCHES = ("auto", "fork", "clean", "cold")
+# Set for a child pytest of ours: the descriptor on which it serves as zygote, or the job of a cold rank.
+ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
+COLD_JOB = "PYTEST_NSA_COLD_JOB"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What a run was asked for. Times in seconds; 0 means never."""
+
+    artifacts: Path
+    launch: str
+    fsdp_version: int
+    timeout: float
+    start_timeout: float
+    hang_after: float
+    keep_passed: bool
+    backend: str | None
+    zygote_fd: int | None
+    cold_job: Path | None
+    gpus: int
+
+
+settings_key = pytest.StashKey[Settings]()
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare options and ini values."""
+    group = parser.getgroup("nsa", "tests on ranks (pytest-nsa)")
+    group.addoption("--artifacts", metavar="DIR", help="Folder for evidence and reports (default: ini artifacts_dir)")
+    group.addoption(
+        "--nsa-launch", choices=LAUNCHES, default="auto",
+        help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter a rank (default: auto)",
+    )  # fmt: skip
+    group.addoption("--fsdp-version", choices=("1", "2"), default="2", help="What the fixture fsdp wraps with (default: 2)")
+    group.addoption("--nsa-keep", choices=("failed", "all"), default="failed", help="Whose folders to keep (default: failed)")
+    parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
+    parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
+    parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
+    parser.addini("ranks_hang_after", "End a test whose ranks all stood still for so many seconds (0: never)", default="0")
+
+
+def resolve(config: pytest.Config) -> Settings:
+    """Read everything, check it, and keep it on the config. Raises UsageError naming the setting."""
+    directory = config.getoption("--artifacts") or config.getini("artifacts_dir")
+    backend = os.environ.get("TORCH_BACKEND") or None
+    if backend not in (None, "gloo", "nccl"):
+        raise pytest.UsageError(f"TORCH_BACKEND={backend!r}: must be gloo or nccl")
+    settings = Settings(
+        artifacts=config.rootpath / directory,
+        launch=config.getoption("--nsa-launch"),
+        fsdp_version=int(config.getoption("--fsdp-version")),
+        timeout=_seconds(config, "ranks_timeout", at_least=1),
+        start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
+        hang_after=_seconds(config, "ranks_hang_after", at_least=0),
+        keep_passed=config.getoption("--nsa-keep") == "all",
+        backend=backend,
+        zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
+        cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
+        gpus=count_gpus(),
+    )
+    config.stash[settings_key] = settings
+    return settings
+
+
+def _seconds(config: pytest.Config, name: str, at_least: float) -> float:
+    text = str(config.getini(name))
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= at_least:
+        raise pytest.UsageError(f"ini {name} = {text!r}: must be a number of seconds, at least {at_least:g}")
+    return value
+
+
+def count_gpus() -> int:
+    """GPUs that ranks could use, without importing torch: the NVIDIA device files, less what CUDA_VISIBLE_DEVICES hides."""
+    found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        named = [v for v in visible.split(",") if v.strip() and v.strip() != "-1"]
+        found = min(found, len(named))
+    return found
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment for a child pytest of ours, without what makes this process an xdist worker."""
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k not in (ZYGOTE_FD, COLD_JOB)}
+    mine.pop("PYTEST_CURRENT_TEST", None)
+    return {**mine, **extra}
+
+
+def outer_environment() -> dict[str, Any]:
+    """Variables that say how this run was set up, for env.json; values of secrets never."""
+    prefixes = ("NSA_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "WORLD_SIZE", "RANK", "PYTEST_ADDOPTS")
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}

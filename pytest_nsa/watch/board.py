@@ -1,0 +1,125 @@
+"""Reads a rank's board, the mapped file that describes itself; works on the file of a dead rank and of another version."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HEADER = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch."""
+
+    index: int
+    op: str
+    group: str
+    sequence: int
+    dtype: str
+    count: int
+    site: str
+    step: int
+    phase: str
+    peer: int
+    entered: float
+    left: float
+
+    @property
+    def is_inside(self) -> bool:
+        """Entered and not left."""
+        return self.left == 0
+
+    @property
+    def shape(self) -> tuple[str, str, str, int]:
+        """What must be equal on all ranks of the group."""
+        return (self.group, self.op, self.dtype, self.count)
+
+    def describe(self) -> str:
+        """'allreduce #7 (float32 x 1) at train.py:210 in step'."""
+        payload = f" ({self.dtype} x {self.count})" if self.dtype else ""
+        return f"{self.op} #{self.sequence}{payload}" + (f" at {self.site}" if self.site else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoardSnapshot:
+    """A board as it stood when it was read."""
+
+    numbers: dict[str, float]
+    phase: str
+    module: str
+    parameter: str
+    line: str
+    arrived: bytes
+    collectives: tuple[Collective, ...]
+
+    @property
+    def signature(self) -> tuple[float, ...]:
+        """What moves when the rank makes progress."""
+        n = self.numbers
+        return (n["progress"], n["collectives_entered"], n["collectives_left"], n["gradients"])
+
+    @property
+    def inside(self) -> tuple[Collective, ...]:
+        """Collectives entered and not left, oldest first."""
+        return tuple(c for c in self.collectives if c.is_inside)
+
+
+class BoardReader:
+    """Reads one board file again and again; None until the rank has made it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._layout: dict[str, Any] | None = None
+
+    def read(self) -> BoardSnapshot | None:
+        """The board now. None while there is none, or while its header is being written."""
+        try:
+            data = self.path.read_bytes()
+        except OSError:
+            return None
+        if self._layout is None:
+            try:
+                self._layout = json.loads(data[:HEADER].rstrip(b"\0 "))
+            except ValueError:
+                return None
+        try:
+            return _decode(self._layout, data)
+        except (struct.error, KeyError, IndexError, ValueError):
+            return None
+
+
+def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
+    phases = layout["phases"]
+    numbers = {name: struct.unpack_from("<" + code, data, offset)[0] for name, (offset, code) in layout["numbers"].items()}
+    texts = {name: _text(data[offset : offset + size]) for name, (offset, size) in layout["texts"].items()}
+    start, size = layout["arrived"]
+    return BoardSnapshot(
+        numbers=numbers,
+        phase=phases[int(numbers["phase"])],
+        module=texts["module"],
+        parameter=texts["parameter"],
+        line=texts["line"],
+        arrived=data[start : start + min(size, int(numbers["gradients_expected"]))],
+        collectives=_ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),
+    )
+
+
+def _ring(ring: dict[str, Any], data: bytes, entered: int, phases: list[str]) -> tuple[Collective, ...]:
+    names = [name for name, _ in ring["record"]]
+    record = struct.Struct("<" + "".join(code for _, code in ring["record"]))
+    found = []
+    for index in range(max(0, entered - ring["size"]), entered):
+        values = dict(zip(names, record.unpack_from(data, ring["offset"] + (index % ring["size"]) * ring["stride"]), strict=True))
+        if values.pop("commit") != index + 1:
+            continue  # torn: being written as we read
+        texts = {k: _text(v) for k, v in values.items() if isinstance(v, bytes)}
+        found.append(Collective(index=index, **{**values, **texts, "phase": phases[values["phase"]]}))
+    return tuple(found)
+
+
+def _text(data: bytes) -> str:
+    return data.split(b"\0", 1)[0].decode(errors="replace")

@@ -1,0 +1,90 @@
+"""Parses what faulthandler writes, and finds the thread and the line that matter."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):")
+_FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+# For a folder that comes from another machine, whose Python lay elsewhere.
+_PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
+_LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def describe(self) -> str:
+        """``file:line in function``."""
+        return f"{self.file}:{self.line} in {self.function}"
+
+    @property
+    def is_user(self) -> bool:
+        """Neither Python's own, nor an installed package, nor this plugin's machinery."""
+        ours = "/pytest_nsa/" in self.file or "/nsa/trace/" in self.file or self.file.startswith("<")
+        return not ours and not self.file.startswith(_LIBRARIES) and not _PYTHON_LIBRARY.search(self.file)
+
+    @property
+    def source(self) -> str:
+        """The line's text, '' where the file is not here."""
+        return _source_line(self.file, self.line)
+
+
+@cache
+def _source_line(file: str, line: int) -> str:
+    try:
+        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStack:
+    """A thread's frames, innermost first."""
+
+    frames: tuple[Frame, ...]
+    is_main: bool
+
+    @property
+    def user_frame(self) -> Frame | None:
+        """The innermost frame of the user's code."""
+        return next((f for f in self.frames if f.is_user), None)
+
+    @property
+    def is_ours(self) -> bool:
+        """The heartbeat or another thread of the tracers."""
+        return any("/nsa/trace/heartbeat.py" in f.file for f in self.frames)
+
+
+def parse_dump(text: str) -> tuple[ThreadStack, ...]:
+    """The threads of the last dump in a file. The main thread is the one whose outermost frames are the oldest call."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (match := _FRAME.match(line)):
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            threads[-1].append(Frame(match["file"], number, match["function"]))
+    stacks = [frames for frames in threads if frames]
+    # faulthandler names no main thread before Python 3.14: it is the one that does not begin in threading's bootstrap.
+    return tuple(ThreadStack(tuple(f), is_main=f[-1].function != "_bootstrap") for f in stacks)
+
+
+def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
+    """The thread to show: the main one, unless it waits in autograd for a thread that runs the user's backward."""
+    main = next((t for t in threads if t.is_main), None)
+    if main is not None and main.frames[0].function == "_engine_run_backward":
+        for thread in threads:
+            if not thread.is_main and not thread.is_ours and thread.user_frame is not None:
+                return thread
+    return main or next((t for t in threads if not t.is_ours), None)
