@@ -25,7 +25,7 @@ _NUMBERS = {
     "pid": "q", "rank": "q", "world_size": "q", "step": "q", "phase": "q", "phase_time": "d",
     "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
     "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
-    "collectives_entered": "q", "collectives_left": "q",
+    "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 256}
 

@@ -1,15 +1,16 @@
 """Every collective that Python starts, written to the board as it is entered and left.
 
 The methods of torch's ProcessGroup are wrapped, not the functions of torch.distributed: so names bound early
-(``from torch.distributed import all_reduce``) are seen too. DDP's reducer is C++ and calls none of them; its
-buckets come through the communication hook of `nsa.trace.ddp_buckets`.
+(``from torch.distributed import all_reduce``) are seen too. DDP's reducer is C++ and calls none of them: its buckets
+come through the communication hook of `nsa.trace.ddp_buckets`, and its own waits between backwards are wrapped here. The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,11 +50,44 @@ class CollectiveRecorder:
         wait = work_class.wait
 
         def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            result = wait(work, *args, **kwargs)
+            entry = self._pending.get(id(work))
+            if entry is None:
+                return wait(work, *args, **kwargs)
+            with self._blocked(entry[0]):
+                result = wait(work, *args, **kwargs)
             self._leave(id(work))
             return result
 
         work_class.wait = recorded_wait
+        # What DDP does between backwards, in C++: agree on new buckets, broadcast buffers.
+        self._wrap_blocking(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", "ddp_rebuild_buckets")
+        self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
+
+    def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
+        """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept in a group 'ddp'."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._sequence["ddp"] += 1
+            index = self.board.enter(op, "ddp", self._sequence["ddp"], "", 0, call_site())
+            with self._blocked(index):
+                result = original(*args, **kwargs)
+            self.board.leave(index)
+            return result
+
+        setattr(owner, name, recorded)
+
+    @contextmanager
+    def _blocked(self, index: int) -> Iterator[None]:
+        """The main thread waits in collective ``index``; an exception leaves the mark, as it says where it was raised."""
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main:
+            self.board.number("blocked_in", index + 1)
+        yield
+        if on_main:
+            self.board.number("blocked_in", 0)
 
     def poll(self) -> None:
         """Mark collectives that have completed without anybody waiting for them. Called by the heartbeat."""
@@ -82,7 +116,8 @@ class CollectiveRecorder:
             index = self.board.enter(name.strip("_"), label, self._sequence[label], dtype, count, call_site(), peer)
             self._inside.depth = 1
             try:
-                work = original(group, *args, **kwargs)
+                with self._blocked(index):  # some calls wait before they return
+                    work = original(group, *args, **kwargs)
             finally:
                 self._inside.depth = 0
             if work is None:

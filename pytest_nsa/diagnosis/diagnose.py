@@ -48,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     autograd.unused_parameters,
     autograd.static_graph_changed,
     order.departed,
+    order.waiting_apart,
     exits.init_timeout,
     exits.rank_raised,
     exits.rank_died,

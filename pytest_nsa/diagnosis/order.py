@@ -10,6 +10,8 @@ from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 from pytest_nsa.watch.board import Collective
 
+STOPS = ("departed", "deadline", "hang_after", "host_died")
+
 
 def _first_departure(evidence: Evidence) -> dict[int, Collective] | None:
     """What each rank entered at the first sequence number of a group where they differ."""
@@ -48,6 +50,72 @@ def departed(evidence: Evidence) -> Finding | None:
         confidence=0.9 if len(culprits) < len(entered) else 0.6,
         facts=facts + all_facts(evidence.ranks),
     )
+
+
+def waiting_apart(evidence: Evidence) -> Finding | None:
+    """Every rank waits, and not in the same collective: the one that is ahead went on without the one behind it."""
+    if evidence.stop not in STOPS:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished]
+    found = {r.rank: c for r in alive if (c := _waits_in(r)) is not None}
+    if len(alive) < 2 or not found or any(not r.is_waiting for r in alive):
+        return None
+    if len(found) < len(alive):
+        return _ahead_in_unseen_wait(evidence, alive, found)
+    if len({(c.group, c.sequence) for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
+        return None
+    facts = all_facts(evidence.ranks)
+    shown = "; ".join(f"rank {r} in {c.describe()} in step {c.step}" for r, c in sorted(found.items()))
+    ahead = _went_ahead(evidence, found)
+    if not ahead:
+        ranks = tuple(sorted(found))
+        return Finding(
+            cause="group_order_deadlock" if _crossed(found) else "collective_mismatch", ranks=ranks,
+            where=found[ranks[0]].site, reason=f"the ranks wait in different collectives: {shown}", certain=True,
+            confidence=0.85 if _crossed(found) else 0.6, facts=facts,
+        )  # fmt: skip
+    missed = next(c for r, c in sorted(found.items()) if r not in ahead)
+    who = describe_ranks(ahead, evidence.job.world_size)
+    return Finding(
+        cause="skipped_collective",
+        ranks=ahead,
+        where=missed.site,
+        reason=f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}",
+        certain=True,
+        confidence=0.9,
+        facts=facts,
+    )
+
+
+def _ahead_in_unseen_wait(evidence: Evidence, alive: list[RankEvidence], found: dict[int, Collective]) -> Finding | None:
+    """Some ranks wait inside torch, in a call that the board does not see, in a later step than the others' collective."""
+    steps = {r.rank: r.board.numbers["step"] for r in alive if r.board is not None}
+    ahead = tuple(rank for rank in sorted(steps) if rank not in found)
+    if not ahead or min(steps[rank] for rank in ahead) <= max(steps[rank] for rank in found):
+        return None
+    missed = found[min(found)]
+    return Finding(
+        cause="skipped_collective",
+        ranks=ahead,
+        where=missed.site,
+        reason=f"{describe_ranks(ahead, evidence.job.world_size)} went on to the next step without {missed.describe()}, "
+        "in which the others wait (call skipped)",
+        certain=True,
+        confidence=0.85,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _waits_in(rank: RankEvidence) -> Collective | None:
+    """The collective that a rank waits in: the one that blocks its main thread, else the oldest it is inside."""
+    if rank.board is None:
+        return None
+    return rank.board.blocked or (rank.board.inside[0] if rank.board.inside else None)
+
+
+def _crossed(found: dict[int, Collective]) -> bool:
+    """Whether the ranks wait in different groups and none has entered what another waits in."""
+    return len({c.group for c in found.values()}) == len(found)
 
 
 def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:

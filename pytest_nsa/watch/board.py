@@ -63,6 +63,12 @@ class BoardSnapshot:
         return (n["progress"], n["collectives_entered"], n["collectives_left"], n["gradients"])
 
     @property
+    def blocked(self) -> Collective | None:
+        """The collective that the main thread waits in."""
+        index = int(self.numbers.get("blocked_in", 0)) - 1
+        return next((c for c in self.collectives if c.index == index), None) if index >= 0 else None
+
+    @property
     def inside(self) -> tuple[Collective, ...]:
         """Collectives entered and not left, oldest first."""
         return tuple(c for c in self.collectives if c.is_inside)

@@ -29,6 +29,24 @@ def first_departure(boards: dict[int, BoardSnapshot]) -> tuple[Collective, ...] 
     return None
 
 
+def waits_apart(boards: dict[int, BoardSnapshot]) -> dict[int, Collective] | None:
+    """What each rank waits in, when every rank's main thread waits and no two of them in the same collective's call.
+
+    Nobody can come to anybody's help then. Point-to-point calls are left out: they pair by tag, not by sequence.
+    """
+    waiting = {rank: board.blocked for rank, board in boards.items()}
+    found = {rank: c for rank, c in waiting.items() if c is not None and c.peer == -1 and c.is_inside}
+    if len(found) < max(2, len(boards)):
+        return None
+    places = {(c.group, c.sequence) for c in found.values()}
+    entered = [{(c.group, c.sequence) for c in board.collectives} for board in boards.values()]
+    # A collective that every rank has entered completes by itself; one that some rank has yet to enter does not, as that
+    # rank waits elsewhere.
+    if len(places) < 2 or any(all(place in seen for seen in entered) for place in places):
+        return None
+    return found
+
+
 @dataclass
 class ProgressWatch:
     """Feeds on the ranks' boards; knows since when nothing has moved."""
@@ -74,7 +92,7 @@ class ProgressWatch:
 
     def has_departed(self) -> bool:
         """Whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
-        if first_departure(self.boards) is None:
+        if first_departure(self.boards) is None and waits_apart(self.boards) is None:
             self._departed_since = 0.0
             return False
         now = time.monotonic()
