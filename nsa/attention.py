@@ -36,7 +36,7 @@ class Rotary(nn.Module):
 class MeanCompression(nn.Module):
     """phi as the mean over a block of l tokens every d; no parameters. [B, S, G, D] -> [B, Nc, G, D]."""
 
-    def __init__(self, l: int, d: int) -> None:  # noqa: E741
+    def __init__(self, l: int, d: int) -> None:
         super().__init__()
         self.l, self.d = l, d
 
@@ -49,7 +49,7 @@ class MeanCompression(nn.Module):
 class MLPCompression(nn.Module):
     """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7)."""
 
-    def __init__(self, l: int, d: int, width: int) -> None:  # noqa: E741
+    def __init__(self, l: int, d: int, width: int) -> None:
         super().__init__()
         self.l, self.d = l, d
         self.position = nn.Parameter(torch.randn(l, width) * 0.02)
@@ -85,7 +85,7 @@ class NSAAttention(nn.Module):
         n_kv_heads: int,
         d_k: int,
         d_v: int,
-        l: int,  # noqa: E741
+        l: int,
         d: int,
         l_sel: int,
         n_sel: int,
@@ -146,7 +146,10 @@ class NSAAttention(nn.Module):
         q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, self.d_k)), t)
         k_sel, k_win = self.rotary(self._heads(self.k_sel(x)), t), self.rotary(self._heads(self.k_win(x)), t)
         v_sel, v_win = self._heads(self.v_sel(x)), self._heads(self.v_win(x))
-        k_cmp, v_cmp = self.compress_k(self._heads(self.k_cmp(x))), self.compress_v(self._heads(self.v_cmp(x)))
+        k_cmp, v_cmp = (
+            self.compress_k(self._heads(self.k_cmp(x))),
+            self.compress_v(self._heads(self.v_cmp(x))),
+        )
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         k_cmp = self.rotary(k_cmp, torch.arange(k_cmp.shape[1], device=x.device) * self.d + (self.l - 1))
         gates = self.gate(x)

@@ -14,7 +14,9 @@ from nsa.config import ConfigError
 KEEP = 3
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int, rank: int) -> Path | None:
+def save(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int, rank: int
+) -> Path | None:
     """Write ``step_{N}.pt`` and point ``latest`` at it; every rank calls this, rank 0 writes.
 
     Under FSDP the full state is gathered (a collective). The oldest beyond KEEP are removed.
@@ -26,7 +28,13 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     if rank != 0:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"step": step, "batches": batches, "model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
+    state = {
+        "step": step,
+        "batches": batches,
+        "model": weights,
+        "optimizer": moments,
+        "rng": torch.get_rng_state(),
+    }
     target = folder / f"step_{step:08d}.pt"
     partial = target.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -68,8 +76,16 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"checkpoint {str(path)!r}: cannot be read ({reason}); give --resume with another one") from None
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: cannot be read ({reason}); give --resume with another one"
+        ) from None
     options = StateDictOptions(full_state_dict=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
     torch.set_rng_state(state["rng"])
     return int(state["step"]), int(state["batches"])

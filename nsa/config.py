@@ -35,7 +35,7 @@ class ModelConfig:
     n_kv_heads: int = 2
     d_k: int = 64
     d_v: int = 64
-    l: int = 32  # noqa: E741 - the paper's name
+    l: int = 32
     d: int = 16
     l_sel: int = 64
     n_sel: int = 16
@@ -181,7 +181,9 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"config {str(path)!r}: {error.strerror or error}; give a YAML file, as in configs/tiny_cpu.yaml") from None
+        raise ConfigError(
+            f"config {str(path)!r}: {error.strerror or error}; give a YAML file, as in configs/tiny_cpu.yaml"
+        ) from None
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -190,7 +192,9 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"config {str(path)!r}: must hold sections ({', '.join(SECTIONS)}), got {type(tree).__name__}")
+        raise ConfigError(
+            f"config {str(path)!r}: must hold sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"
+        )
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     _merge_tree(values, tree, f"config {str(path)!r}")
     _merge_environment(values, os.environ)
@@ -338,7 +342,19 @@ def _build(values: dict[str, dict[str, Any]], source: str) -> Config:
 def validate(config: Config) -> None:
     """Check what fields must be to each other. Raises ConfigError naming the field."""
     m, t = config.model, config.train
-    for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "d_k", "d_v", "l", "d", "l_sel", "w"):
+    for name in (
+        "vocab_size",
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "d_k",
+        "d_v",
+        "l",
+        "d",
+        "l_sel",
+        "w",
+    ):
         if getattr(m, name) < 1:
             raise ConfigError(f"model.{name}={getattr(m, name)}: must be at least 1")
     if m.n_heads % m.n_kv_heads:
@@ -349,11 +365,17 @@ def validate(config: Config) -> None:
         if getattr(m, name) % m.d:
             raise ConfigError(f"model.{name}={getattr(m, name)}: must be a multiple of the stride d={m.d}")
     if m.n_sel < 3:
-        raise ConfigError(f"model.n_sel={m.n_sel}: must be at least 3 (1 initial and 2 local blocks are always selected)")
+        raise ConfigError(
+            f"model.n_sel={m.n_sel}: must be at least 3 (1 initial and 2 local blocks are always selected)"
+        )
     if t.steps < 1 or t.batch_size < 1 or t.accumulation < 1:
-        raise ConfigError(f"train.steps={t.steps}, batch_size={t.batch_size}, accumulation={t.accumulation}: must be at least 1")
+        raise ConfigError(
+            f"train.steps={t.steps}, batch_size={t.batch_size}, accumulation={t.accumulation}: must be at least 1"
+        )
     if t.seq_len < m.l:
-        raise ConfigError(f"train.seq_len={t.seq_len}: shorter than one compression block (model.l={m.l}); use at least {m.l}")
+        raise ConfigError(
+            f"train.seq_len={t.seq_len}: shorter than one compression block (model.l={m.l}); use at least {m.l}"
+        )
     if t.gc_range is not None:
         start, end = t.gc_range
         try:

@@ -56,7 +56,9 @@ class ParquetSource:
         self.shape = (config.train.batch_size, config.train.seq_len + 1)
         counts = [check_parquet(file) for file in self.files]
         if sum(counts) < world_size:
-            raise ConfigError(f"dataset {path!r}: {sum(counts)} documents for {world_size} ranks; each rank needs at least one")
+            raise ConfigError(
+                f"dataset {path!r}: {sum(counts)} documents for {world_size} ranks; each rank needs at least one"
+            )
 
     def documents(self) -> Iterator[str]:
         """This rank's documents, once."""
@@ -104,7 +106,9 @@ def check_parquet(file: Path) -> int:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise ConfigError(f"dataset {str(file)!r}: reading parquet needs pyarrow; pip install 'pytest-nsa[data]'") from None
+        raise ConfigError(
+            f"dataset {str(file)!r}: reading parquet needs pyarrow; pip install 'pytest-nsa[data]'"
+        ) from None
     if file.stat().st_size == 0:
         raise ConfigError(f"dataset {str(file)!r}: the file is empty (0 bytes); give a parquet file with rows")
     try:
@@ -117,7 +121,9 @@ def check_parquet(file: Path) -> int:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
     if "text" not in columns:
-        raise ConfigError(f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one")
+        raise ConfigError(
+            f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
+        )
     if rows == 0:
         raise ConfigError(f"dataset {str(file)!r}: 0 rows; give a parquet file with documents")
     return int(rows)
@@ -129,7 +135,9 @@ def open_source(config: Config, rank: int, world_size: int) -> BatchSource:
         return SyntheticSource(config, rank)
     if config.data.dataset == "fineweb_edu":
         if not config.data.path:
-            raise ConfigError("dataset fineweb_edu: data.path is not set; name the folder of parquet files, or use --dataset PATH")
+            raise ConfigError(
+                "dataset fineweb_edu: data.path is not set; name the folder of parquet files, or use --dataset PATH"
+            )
         return ParquetSource(config, config.data.path, rank, world_size)
     return ParquetSource(config, config.data.dataset, rank, world_size)
 

@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.config import Config, ConfigError, config_path_from_environment, environment_help, load_config, unknown_variables
+from nsa.config import (
+    Config,
+    ConfigError,
+    config_path_from_environment,
+    environment_help,
+    load_config,
+    unknown_variables,
+)
 
 if TYPE_CHECKING:
     from nsa.parallel import RankInfo
@@ -30,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.config or config_path_from_environment()
     try:
         if not path:
-            raise ConfigError("no configuration: give --config PATH, or CONFIG=PATH, as in --config configs/tiny_cpu.yaml")
+            raise ConfigError(
+                "no configuration: give --config PATH, or CONFIG=PATH, as in --config configs/tiny_cpu.yaml"
+            )
         config = load_config(path, **_overrides(arguments))
         return _train(config, arguments)
     except ConfigError as error:
@@ -49,14 +58,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="PATH", help="YAML file (default: the variable CONFIG)")
-    parser.add_argument("--dataset", metavar="NAME", help="synthetic, fineweb_edu (data.path), or a parquet file or folder")
+    parser.add_argument(
+        "--dataset", metavar="NAME", help="synthetic, fineweb_edu (data.path), or a parquet file or folder"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="how many steps, instead of train.steps")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: --parallel ddp; 0: --parallel none")
     parser.add_argument("--parallel", choices=("none", "ddp", "fsdp"), help="how ranks share the work")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: train.device")
-    parser.add_argument("--out", metavar="DIR", help="where metrics, checkpoints and traces go (default: artifacts/train_TIME)")
-    parser.add_argument("--save-every", type=int, default=0, metavar="K", help="checkpoint every K steps (default: 0, never)")
-    parser.add_argument("--resume", default="none", metavar="auto|none|PATH", help="go on from a checkpoint (default: none)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where metrics, checkpoints and traces go (default: artifacts/train_TIME)",
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=0, metavar="K", help="checkpoint every K steps (default: 0, never)"
+    )
+    parser.add_argument(
+        "--resume", default="none", metavar="auto|none|PATH", help="go on from a checkpoint (default: none)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: must be at least 1")
@@ -86,7 +105,9 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
 
     rank, world_size, local_rank = launched_ranks()
     if world_size > 1 and config.parallel.mode == "none":
-        raise ConfigError(f"{world_size} ranks with --parallel none would train {world_size} unrelated models; use --ddp 1")
+        raise ConfigError(
+            f"{world_size} ranks with --parallel none would train {world_size} unrelated models; use --ddp 1"
+        )
     device = choose_device(config.train.device, local_rank)
     backend = choose_backend(config.parallel.backend, device, world_size)
     source = open_source(config, rank, world_size)  # before any group starts: a bad file is refused here
@@ -136,7 +157,9 @@ def _folder(out: str | None, info: RankInfo) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {str(folder)!r}: cannot be made ({error.strerror}); give a folder that can be written") from None
+        raise ConfigError(
+            f"--out {str(folder)!r}: cannot be made ({error.strerror}); give a folder that can be written"
+        ) from None
     return folder
 
 
@@ -170,7 +193,9 @@ def _listen_to_traces(folder: Path, rank: int) -> None:
     trace_log.setLevel(logging.INFO)
     trace_log.propagate = False
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    handlers.append(logging.FileHandler(folder / ("traces.log" if rank == 0 else f"traces_rank{rank}.log"), encoding="utf-8"))
+    handlers.append(
+        logging.FileHandler(folder / ("traces.log" if rank == 0 else f"traces_rank{rank}.log"), encoding="utf-8")
+    )
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
         if rank != 0:

@@ -62,7 +62,10 @@ class Trainer:
             self.buckets.attach(self.model)
         decayed = [p for p in self.module.parameters() if p.ndim > 1]
         plain = [p for p in self.module.parameters() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": config.train.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": config.train.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95))
         folder.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:

@@ -15,7 +15,17 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.launch.outcome import Outcome
-from pytest_nsa.marks import LayerRange, backend, branch, gc_range, gpu, scenario, static_graph, trace, world_size
+from pytest_nsa.marks import (
+    LayerRange,
+    backend,
+    branch,
+    gc_range,
+    gpu,
+    scenario,
+    static_graph,
+    trace,
+    world_size,
+)
 
 __all__ = [
     "LayerRange",

@@ -18,7 +18,9 @@ from pytest_nsa.report.text import lines
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left.")
+    parser = argparse.ArgumentParser(
+        prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("diagnose", help="say the verdict on a test's folder, or on every test of a run")
     command.add_argument("folder", metavar="DIR", type=Path, help="as in artifacts/latest or artifacts/latest/SCENARIO")
@@ -26,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folders = find_test_folders(arguments.folder)
     if not folders:
-        print(f"error: {str(arguments.folder)!r}: no evidence here (no job.json); give a run's or a test's folder", file=sys.stderr)
+        print(
+            f"error: {str(arguments.folder)!r}: no evidence here (no job.json); give a run's or a test's folder",
+            file=sys.stderr,
+        )
         return 2
     failed = False
     for folder in folders:

@@ -75,7 +75,11 @@ class RankEvidence:
                     break
                 if _is_wait(frame.file):
                     return True
-            if stack.frames[0].function != "_engine_run_backward" and self.board is not None and self.board.phase == "backward":
+            if (
+                stack.frames[0].function != "_engine_run_backward"
+                and self.board is not None
+                and self.board.phase == "backward"
+            ):
                 return False  # a bucket may be on its way while the rank itself stands in the user's code
         return self.board is not None and bool(self.board.inside)
 
@@ -88,7 +92,9 @@ class RankEvidence:
 
 
 def _is_wait(file: str) -> bool:
-    return any(part in file for part in ("torch/distributed/", "nn/parallel/distributed.py", "nsa/trace/collectives.py"))
+    return any(
+        part in file for part in ("torch/distributed/", "nn/parallel/distributed.py", "nsa/trace/collectives.py")
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,14 @@ class FSDP(Group):
 
     version: int
 
-    def wrap(self, model: nn.Module, *, blocks: list[nn.Module] | None = None, version: int | None = None, **options: Any) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        *,
+        blocks: list[nn.Module] | None = None,
+        version: int | None = None,
+        **options: Any,
+    ) -> nn.Module:
         """``model`` sharded over the group, each of ``blocks`` a unit (default: the items of its ModuleLists).
 
         ``options`` are those of fully_shard or of FullyShardedDataParallel.
@@ -146,13 +153,17 @@ class Trace:
     def missing_gradients(self) -> list[str]:
         """Names of parameters whose gradient did not arrive in the last traced step."""
         if self._gradients is None:
-            raise RuntimeError("trace: gradients are not traced; use @trace('grads') and `with trace(model): ...` first")
+            raise RuntimeError(
+                "trace: gradients are not traced; use @trace('grads') and `with trace(model): ...` first"
+            )
         return self._gradients.missing()
 
     def modules_not_reached(self) -> list[str]:
         """Names of modules whose backward did not run in the last traced step."""
         if self._modules is None:
-            raise RuntimeError("trace: module backwards are not traced; use @trace('module_bwd') and `with trace(model): ...` first")
+            raise RuntimeError(
+                "trace: module backwards are not traced; use @trace('module_bwd') and `with trace(model): ...` first"
+            )
         return self._modules.not_reached()
 
 

@@ -49,10 +49,19 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
         folder = runner.folder.test_folder(safe_name(nodeid))
         folders.append(folder)
         job = Job(
-            nodeid=nodeid, folder=str(folder), root=str(request.config.rootpath), world_size=world_size, backend=backend, timeout=timeout, parallel=parallel,
-            static_graph=static_graph, function=f"{function.__module__}:{function.__qualname__}",
-            arguments=arguments or {}, fsdp_version=runner.settings.fsdp_version, created=time.time(),
-        )  # fmt: skip
+            nodeid=nodeid,
+            folder=str(folder),
+            root=str(request.config.rootpath),
+            world_size=world_size,
+            backend=backend,
+            timeout=timeout,
+            parallel=parallel,
+            static_graph=static_graph,
+            function=f"{function.__module__}:{function.__qualname__}",
+            arguments=arguments or {},
+            fsdp_version=runner.settings.fsdp_version,
+            created=time.time(),
+        )
         verdict = runner.run_function(request.session, job)
         return Outcome(verdict=verdict, folder=folder, world_size=world_size)
 
@@ -62,12 +71,18 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             discard(folder)
 
 
-def _check(request: pytest.FixtureRequest, function: Any, world_size: int, timeout: float, arguments: dict[str, Any]) -> None:
+def _check(
+    request: pytest.FixtureRequest, function: Any, world_size: int, timeout: float, arguments: dict[str, Any]
+) -> None:
     name = getattr(function, "__qualname__", repr(function))
     if current_rank() is not None:
-        raise RuntimeError(f"launch({name}): called on a rank; a test with `launch` takes no world_size, ddp, fsdp or group")
+        raise RuntimeError(
+            f"launch({name}): called on a rank; a test with `launch` takes no world_size, ddp, fsdp or group"
+        )
     if "<locals>" in name or "<lambda>" in name or "." in name:
-        raise ValueError(f"launch({name}): the function must stand at the top level of its module, so that ranks find it by name")
+        raise ValueError(
+            f"launch({name}): the function must stand at the top level of its module, so that ranks find it by name"
+        )
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")
     if not timeout > 0:

@@ -110,7 +110,12 @@ def _check_gc_range(mark: pytest.Mark) -> str | None:
 
 def _check_scenario(mark: pytest.Mark) -> str | None:
     name = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
-    if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-." for c in name) or name.startswith("."):
+    if (
+        not isinstance(name, str)
+        or not name
+        or not all(c.isalnum() or c in "_-." for c in name)
+        or name.startswith(".")
+    ):
         return "takes one name of letters, digits, '_', '-' and '.', as in scenario('ddp_static_graph')"
     return None
 
@@ -140,7 +145,9 @@ RULES: dict[str, MarkRule] = {
     "branch": MarkRule(decorator=branch, check=lambda m: _one_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
     "gc_range": MarkRule(decorator=gc_range, check=_check_gc_range, fixture="gc_range"),
     "static_graph": MarkRule(decorator=static_graph, check=_check_bare),
-    "trace": MarkRule(decorator=trace, check=lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
+    "trace": MarkRule(
+        decorator=trace, check=lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"
+    ),
     "gpu": MarkRule(decorator=gpu, check=_check_bare),
     "scenario": MarkRule(decorator=scenario, check=_check_scenario),
 }

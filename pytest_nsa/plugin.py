@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Iterator[None]:
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Generator[None, Any, Any]:
     collected: Any = yield
     if isinstance(collected, list):
         return [make_ranked(i) if type(i) is pytest.Function and marks.is_ranked(i) else i for i in collected]
@@ -67,7 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
-    ranked = [item for item in items if isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())]
+    ranked = [
+        item for item in items if isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())
+    ]
     if not ranked or config.option.collectonly or _is_child(config):
         return None
     runner = config.stash[runner_key]
@@ -89,7 +91,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report: Any = yield
     if report.failed:
         item.stash[failed_key] = True

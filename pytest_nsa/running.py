@@ -56,12 +56,25 @@ class RankRunner:
         name = marks.value(item, "scenario", "")
         folder = self.folder.test_folder(name or safe_name(nodeid))
         limit = timeout or self.settings.timeout
-        job = Job(nodeid=nodeid, scenario=name, folder=str(folder), root=str(self.config.rootpath), timeout=limit, created=time.time(), **job_settings(item, self.settings))
+        job = Job(
+            nodeid=nodeid,
+            scenario=name,
+            folder=str(folder),
+            root=str(self.config.rootpath),
+            timeout=limit,
+            created=time.time(),
+            **job_settings(item, self.settings),
+        )
         verdict, evidence = self._run(item.session, job)
         append_line(self.folder.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
         where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
         self.folder.note(f"{verdict.outcome} {name or nodeid} {verdict.duration_s:.2f} s{where}")
-        if verdict.outcome in ("PASS", "SKIP") and not name and not self.settings.keep_passed and "artifacts" not in item.fixturenames:
+        if (
+            verdict.outcome in ("PASS", "SKIP")
+            and not name
+            and not self.settings.keep_passed
+            and "artifacts" not in item.fixturenames
+        ):
             discard(folder)
         return verdict, evidence
 
@@ -71,7 +84,9 @@ class RankRunner:
 
     def _run(self, session: pytest.Session, job: Job) -> tuple[Verdict, Evidence]:
         reserve = min(RESERVE_S, 0.2 * job.timeout)
-        limits = Limits(start=self.settings.start_timeout, run=job.timeout - reserve, hang_after=self.settings.hang_after)
+        limits = Limits(
+            start=self.settings.start_timeout, run=job.timeout - reserve, hang_after=self.settings.hang_after
+        )
         try:
             RanksRun(job, self.launcher(session), limits).run()
         except LaunchError:
@@ -110,7 +125,10 @@ def write_verdict(folder: Path, verdict: Verdict) -> None:
 def _merge_logs(folder: Path, evidence: Evidence) -> None:
     """output.log and traces.log of the whole test, from the ranks' own; a stack dump a rank where there is one."""
     several = len(evidence.ranks) > 1
-    with (folder / "output.log").open("w", encoding="utf-8") as output, (folder / "traces.log").open("w", encoding="utf-8") as traces:
+    with (
+        (folder / "output.log").open("w", encoding="utf-8") as output,
+        (folder / "traces.log").open("w", encoding="utf-8") as traces,
+    ):
         for rank in evidence.ranks:
             prefix = f"[rank {rank.rank}] " if several else ""
             output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))

@@ -43,12 +43,26 @@ def add_options(parser: pytest.Parser) -> None:
         "--nsa-launch", choices=LAUNCHES, default="auto",
         help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter a rank (default: auto)",
     )  # fmt: skip
-    group.addoption("--fsdp-version", choices=("1", "2"), default="2", help="What the fixture fsdp wraps with (default: 2)")
-    group.addoption("--nsa-keep", choices=("failed", "all"), default="failed", help="Whose folders to keep (default: failed)")
+    group.addoption(
+        "--fsdp-version",
+        choices=("1", "2"),
+        default="2",
+        help="What the fixture fsdp wraps with (default: 2)",
+    )
+    group.addoption(
+        "--nsa-keep",
+        choices=("failed", "all"),
+        default="failed",
+        help="Whose folders to keep (default: failed)",
+    )
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
     parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
     parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
-    parser.addini("ranks_hang_after", "End a test whose ranks all stood still for so many seconds (0: never)", default="0")
+    parser.addini(
+        "ranks_hang_after",
+        "End a test whose ranks all stood still for so many seconds (0: never)",
+        default="0",
+    )
 
 
 def resolve(config: pytest.Config) -> Settings:
@@ -104,5 +118,16 @@ def child_environment(**extra: str) -> dict[str, str]:
 
 def outer_environment() -> dict[str, Any]:
     """Variables that say how this run was set up, for env.json; values of secrets never."""
-    prefixes = ("NSA_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "WORLD_SIZE", "RANK", "PYTEST_ADDOPTS")
+    prefixes = (
+        "NSA_",
+        "TORCH_",
+        "NCCL_",
+        "GLOO_",
+        "OMP_",
+        "CUDA_",
+        "MASTER_",
+        "WORLD_SIZE",
+        "RANK",
+        "PYTEST_ADDOPTS",
+    )
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}

@@ -12,7 +12,7 @@ import torch
 NUM_LOCAL = 2
 
 
-def num_compressed(seq_len: int, l: int, d: int) -> int:  # noqa: E741
+def num_compressed(seq_len: int, l: int, d: int) -> int:
     """How many whole compression blocks fit in ``seq_len`` tokens."""
     return max(0, (seq_len - l) // d + 1)
 
@@ -22,14 +22,16 @@ def num_selection(seq_len: int, l_sel: int) -> int:
     return -(-seq_len // l_sel)
 
 
-def compressed_visible(seq_len: int, n_cmp: int, l: int, d: int, device: torch.device) -> torch.Tensor:  # noqa: E741
+def compressed_visible(seq_len: int, n_cmp: int, l: int, d: int, device: torch.device) -> torch.Tensor:
     """bool [S, Nc]: block i is visible to query t when its last token is not later, i*d + l - 1 <= t."""
     t = torch.arange(seq_len, device=device)
     last = torch.arange(n_cmp, device=device) * d + (l - 1)
     return last[None, :] <= t[:, None]
 
 
-def overlap(n_cmp: int, n_blocks: int, l: int, d: int, l_sel: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:  # noqa: E741
+def overlap(
+    n_cmp: int, n_blocks: int, l: int, d: int, l_sel: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     """[Nc, Ns]: the number of strides of d tokens that compression block i and selection block j share (Eq. 9).
 
     Strides of i are i ... i + l/d - 1; of j they are j*r ... j*r + r - 1, with r = l_sel/d.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -41,7 +42,7 @@ def run_branches(
     sel: tuple[torch.Tensor, torch.Tensor],
     win: tuple[torch.Tensor, torch.Tensor],
     *,
-    l: int,  # noqa: E741
+    l: int,
     d: int,
     l_sel: int,
     n_sel: int,
@@ -81,7 +82,7 @@ def nsa_attention(
     v_win: torch.Tensor,
     gates: torch.Tensor,
     *,
-    l: int,  # noqa: E741
+    l: int,
     d: int,
     l_sel: int,
     n_sel: int,
@@ -119,7 +120,17 @@ def nsa_attention(
             t[:, c0:c1] if index in (1, 2) else t[:, s0:s1] for index, t in enumerate(tensors)
         )
         out, _ = run_branches(
-            qs, (kc, vc), (ks, vs), (kw, vw), l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale, backend=backend
+            qs,
+            (kc, vc),
+            (ks, vs),
+            (kw, vw),
+            l=l,
+            d=d,
+            l_sel=l_sel,
+            n_sel=n_sel,
+            w=w,
+            scale=scale,
+            backend=backend,
         )
         parts.append(sum_branches(out, g))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -146,15 +157,15 @@ def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.
     return g["cmp"] * out["cmp"] + g["sel"] * out["sel"] + g["win"] * out["win"]
 
 
-def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:  # noqa: E741
+def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:
     """(first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
     ends = [int(v) for v in cu_seqlens.tolist()]
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs batch 1, got {q.shape[0]}")
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != q.shape[1] or any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != q.shape[1] or any(b < a for a, b in pairwise(ends)):
         raise ValueError(f"cu_seqlens={ends}: must start at 0, never fall, and end at S={q.shape[1]}")
     spans, at = [], 0
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         count = blocks.num_compressed(end - start, l, d)
         if end > start:
             spans.append((start, end, at, at + count))
@@ -165,7 +176,7 @@ def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tu
 def _check(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
     k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor,
-    l: int, d: int, l_sel: int, n_sel: int, w: int,  # noqa: E741
+    l: int, d: int, l_sel: int, n_sel: int, w: int,
 ) -> None:  # fmt: skip
     B, S, H, Dk = q.shape
     G, Dv = k_sel.shape[2], v_sel.shape[3]

@@ -34,7 +34,14 @@ def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def compressed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float  # noqa: E741
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    l: int,
+    d: int,
+    l_sel: int,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The compressed branch and what it says of selection blocks.
 
@@ -51,7 +58,9 @@ def compressed(
     return _weighted(p, v), importance
 
 
-def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float) -> torch.Tensor:
+def selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float
+) -> torch.Tensor:
     """Causal attention over the tokens of the chosen blocks. k [B, S, G, Dk], chosen bool [B, S, G, Ns]."""
     visible = blocks.selected_visible(chosen, l_sel)[:, :, None]
     return _weighted(_probabilities(q, k, visible, scale), v)

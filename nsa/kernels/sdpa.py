@@ -20,7 +20,9 @@ def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
     return x.transpose(1, 2).repeat_interleave(n_heads // x.shape[2], dim=1)
 
 
-def selected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float) -> torch.Tensor:
+def selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float
+) -> torch.Tensor:
     """As `reference.selected`: one fused call with the block mask; memory for the mask is B*G*S*S bytes."""
     H, G = q.shape[2], k.shape[2]
     visible = blocks.selected_visible(chosen, l_sel).repeat_interleave(H // G, dim=1)
@@ -34,7 +36,7 @@ def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale:
     """As `reference.sliding`, in chunks of ``w`` queries against 2w keys."""
     B, S, H, Dk = q.shape
     q, k, v = q.transpose(1, 2), _expand_groups(k, H), _expand_groups(v, H)
-    if S <= w:
+    if w >= S:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
     chunks = -(-S // w)
     tail = chunks * w - S

@@ -47,10 +47,25 @@ def _layout() -> tuple[dict[str, Any], int]:
     for name, size in _TEXTS.items():
         texts[name] = [offset, size]
         offset += size
-    arrived = [offset, MAX_PARAMETERS]  # a byte a parameter, in the model's order: 1 when its gradient has arrived
+    arrived = [
+        offset,
+        MAX_PARAMETERS,
+    ]  # a byte a parameter, in the model's order: 1 when its gradient has arrived
     offset += MAX_PARAMETERS
-    ring = {"offset": offset, "size": RING_SIZE, "stride": _RECORD_STRUCT.size, "record": [list(f) for f in _RECORD]}
-    layout = {"schema": SCHEMA, "phases": PHASES, "numbers": numbers, "texts": texts, "arrived": arrived, "ring": ring}
+    ring = {
+        "offset": offset,
+        "size": RING_SIZE,
+        "stride": _RECORD_STRUCT.size,
+        "record": [list(f) for f in _RECORD],
+    }
+    layout = {
+        "schema": SCHEMA,
+        "phases": PHASES,
+        "numbers": numbers,
+        "texts": texts,
+        "arrived": arrived,
+        "ring": ring,
+    }
     return layout, offset + RING_SIZE * _RECORD_STRUCT.size
 
 
@@ -70,13 +85,20 @@ class Board:
         finally:
             os.close(fd)
         self._map[: len(header)] = header
-        self._numbers = {name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()}
+        self._numbers = {
+            name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()
+        }
         self._texts = layout["texts"]
         self._arrived = layout["arrived"][0]
         self._ring = layout["ring"]["offset"]
         self._counts = dict.fromkeys(_NUMBERS, 0)
         self.phase_name = "start"
-        for name, value in (("pid", os.getpid()), ("rank", rank), ("world_size", world_size), ("phase_time", time.time())):
+        for name, value in (
+            ("pid", os.getpid()),
+            ("rank", rank),
+            ("world_size", world_size),
+            ("phase_time", time.time()),
+        ):
             self.number(name, value)
 
     def number(self, name: str, value: float) -> None:

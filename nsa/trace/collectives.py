@@ -2,7 +2,8 @@
 
 The methods of torch's ProcessGroup are wrapped, not the functions of torch.distributed: so names bound early
 (``from torch.distributed import all_reduce``) are seen too. DDP's reducer is C++ and calls none of them: its buckets
-come through the communication hook of `nsa.trace.ddp_buckets`, and its own waits between backwards are wrapped here. The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
+come through the communication hook of `nsa.trace.ddp_buckets`, and its own waits between backwards are wrapped here.
+The board's ``blocked_in`` is the index + 1 of the collective that the main thread waits in, else 0.
 """
 
 from __future__ import annotations

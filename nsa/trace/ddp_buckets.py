@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa.trace import logger
 
 Listener = Callable[[dist.GradBucket], None]
-Reduced = torch.futures.Future[torch.Tensor]
 
 
 @dataclass
@@ -22,7 +21,7 @@ class BucketHook:
     listeners: list[Listener] = field(default_factory=list)
 
 
-def _reduce(state: BucketHook, bucket: dist.GradBucket) -> Reduced:
+def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     for listener in state.listeners:
         listener(bucket)
     # DDP multiplies by 1/n before it sums; dividing would round differently when n is no power of two.

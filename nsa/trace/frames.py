@@ -8,13 +8,8 @@ import sysconfig
 from types import FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_FOREIGN = tuple(
-    {
-        os.path.realpath(path) + os.sep
-        for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-        if path
-    }
-) + (_HERE, "<")
+_LIBRARIES = {os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")}
+_FOREIGN = (*_LIBRARIES, _HERE, "<")
 # An installed `nsa` is the user's code too: its model is what hangs.
 _OURS = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep + "nsa" + os.sep
 

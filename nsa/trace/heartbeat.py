@@ -22,7 +22,12 @@ class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase."""
 
     def __init__(
-        self, board: Board, recorder: CollectiveRecorder | None, path: str | os.PathLike[str], rank: int, label: str = ""
+        self,
+        board: Board,
+        recorder: CollectiveRecorder | None,
+        path: str | os.PathLike[str],
+        rank: int,
+        label: str = "",
     ) -> None:
         self.board = board
         self.recorder = recorder

@@ -40,7 +40,10 @@ def dump(folder: Path, step: int, rank: int) -> Path:
     facts = snapshot(step, rank)
     target = folder / f"mem_step{step}_rank{rank}.json"
     target.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-    lines = [f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value}" for name, value in facts.items()]
+    lines = [
+        f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value}"
+        for name, value in facts.items()
+    ]
     if "cuda_allocated_mib" in facts:
         lines.append(torch.cuda.memory_summary(abbreviated=True))
     target.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -30,7 +30,11 @@ def plain_name(name: str) -> str:
 def _parallel_kind(root: nn.Module) -> str:
     if isinstance(root, DistributedDataParallel):
         return "ddp"
-    return "fsdp" if any(type(m).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for m in root.modules()) else "none"
+    return (
+        "fsdp"
+        if any(type(m).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for m in root.modules())
+        else "none"
+    )
 
 
 class Observer:
@@ -123,5 +127,3 @@ class Observer:
             self.board.text("parameter", name)
 
         return arrived
-
-

@@ -17,7 +17,12 @@ class TraceSession:
     """Leaves ``board.bin`` in ``folder`` and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too)."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], rank: int, world_size: int, label: str = "", beats: Path | None = None
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        world_size: int,
+        label: str = "",
+        beats: Path | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.board = Board(self.folder / "board.bin", rank, world_size)

@@ -47,9 +47,7 @@ class GateStatistics:
 
     def write(self, path: Path, step: int) -> None:
         """Append a line to ``gate_health.jsonl``: mean and spread a layer, and whether a branch has died out."""
-        layers = {
-            name: {"mean": mean.tolist(), "std": std.tolist()} for name, (mean, std) in self._last.items()
-        }
+        layers = {name: {"mean": mean.tolist(), "std": std.tolist()} for name, (mean, std) in self._last.items()}
         means = self.means()
         collapsed = [branch for branch, mean in means.items() if mean < COLLAPSED]
         with path.open("a", encoding="utf-8") as file:

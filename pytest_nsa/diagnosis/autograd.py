@@ -52,7 +52,11 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
         return None
     rank, error = found[0]
     indices = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", error.message)
-    names = [rank.parameter_names[int(i)] for i in indices[1].split() if int(i) < len(rank.parameter_names)] if indices else []
+    names = (
+        [rank.parameter_names[int(i)] for i in indices[1].split() if int(i) < len(rank.parameter_names)]
+        if indices
+        else []
+    )
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return Finding(
         cause="unused_parameters",

@@ -38,14 +38,20 @@ def decide(verdicts: Mapping[str, Verdict]) -> Decision:
         return _nothing_wrong(verdicts)
     path: list[str] = []
     planned = bool(verdicts.keys() & {*BRANCHES.values(), *ONE_PROCESS, *ALL_TOGETHER, "ddp_static_graph"})
-    action = (planned and _tree(verdicts, path)) or _own(failed, path) or "read the verdicts below; no branch of the tree fits them"
+    action = (
+        (planned and _tree(verdicts, path))
+        or _own(failed, path)
+        or "read the verdicts below; no branch of the tree fits them"
+    )
     return Decision(sentence=_sentence(verdicts, failed), action=action, path=tuple(path))
 
 
 def _nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
     passed = sum(v.outcome == "PASS" for v in verdicts.values())
     skipped = len(verdicts) - passed
-    sentence = f"Nothing is wrong: {_count(passed, _noun(verdicts))} passed" + (f", {skipped} skipped." if skipped else ".")
+    sentence = f"Nothing is wrong: {_count(passed, _noun(verdicts))} passed" + (
+        f", {skipped} skipped." if skipped else "."
+    )
     return Decision(sentence=sentence, action="nothing to do", path=("nothing failed",))
 
 
@@ -76,6 +82,7 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
     failing = [v for v in verdicts.values() if v.failed]
     shared = {v.cause for v in failing}
     if len(shared) == 1 and shared <= _OF_THE_RANK:
+        path.append(f"is one cause behind every failure, and none of backward? yes: {shared.pop()}; the plan's tree ends here")
         return ""
     hung = [n for n in ONE_PROCESS if n in verdicts and verdicts[n].failed]
     path.append(f"does backward fail in one process? {_answer(verdicts, ONE_PROCESS, hung)}")
@@ -83,14 +90,16 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
         layers = {"gc_bisect_layers_0_5": "layers 0 to 5", "gc_bisect_layers_6_11": "layers 6 to 11"}
         halves = [layers[n] for n in hung if n in layers]
         which = f", {halves[0]}" if len(halves) == 1 else ""
-        return f"look at gradient checkpointing{which}: reentrant or not, block boundaries, in-place writes in a checkpointed region"
+        return f"look at gradient checkpointing{which}: reentrant or not, boundaries, in-place writes in a checkpointed region"
     baseline = [n for n in ALL_TOGETHER if n in verdicts and verdicts[n].failed]
     static = verdicts.get("ddp_static_graph")
     path.append(f"does a static graph pass where plain DDP fails? {_passes(static)}")
     if baseline and static is not None and static.outcome == "PASS":
         return "enable static_graph in production (NSA_DDP_STATIC_GRAPH=1); it requires that every step touches every parameter"
     alone = [b for b, n in BRANCHES.items() if n in verdicts and verdicts[n].failed]
-    path.append(f"does one branch alone fail? {_answer(verdicts, tuple(BRANCHES.values()), [BRANCHES[b] for b in alone])}")
+    path.append(
+        f"does one branch alone fail? {_answer(verdicts, tuple(BRANCHES.values()), [BRANCHES[b] for b in alone])}"
+    )
     if len(alone) == 1:
         v = verdicts[BRANCHES[alone[0]]]
         return f"fix the backward of branch {alone[0]}" + (f" ({v.where})" if v.where else "")
@@ -98,12 +107,16 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
         return "look at the gates: each branch alone passes, all together fail"
     missing = [set(v.parameters_missing) for v in failing if v.parameters_missing]
     common = set.intersection(*missing) if len(missing) > 1 else set()
-    path.append(f"are the same parameters missing every time? {'yes: ' + ', '.join(sorted(common)[:5]) if common else 'no'}")
+    path.append(
+        f"are the same parameters missing every time? {'yes: ' + ', '.join(sorted(common)[:5]) if common else 'no'}"
+    )
     if common and all(m == common for m in missing):
         owner = sorted(common)[0].rpartition(".")[0]
         return f"look for in-place operations in the module that owns them ({owner})"
     gloo = verdicts.get("ddp_gloo_sanity")
-    path.append(f"does gloo fail too? {'yes' if gloo is not None and gloo.failed else 'no' if gloo is not None else 'not run'}")
+    path.append(
+        f"does gloo fail too? {'yes' if gloo is not None and gloo.failed else 'no' if gloo is not None else 'not run'}"
+    )
     if gloo is None or shared <= _OF_THE_RANK:
         return ""
     if gloo.failed:
@@ -116,7 +129,11 @@ def _own(failed: Mapping[str, Verdict], path: list[str]) -> str:
     causes = sorted({v.cause for v in failed.values() if v.cause})
     name, first = _telling(failed)
     path.append(f"do the verdicts name one cause? {', '.join(causes) or 'none'}")
-    return f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})" if first.advice else ""
+    return (
+        f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})"
+        if first.advice
+        else ""
+    )
 
 
 def _noun(verdicts: Mapping[str, Verdict]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from pytest_nsa.diagnosis import autograd, exits, order, standing
 from pytest_nsa.diagnosis.causes import ADVICE
@@ -63,7 +64,7 @@ RULES: tuple[Rule, ...] = (
 def diagnose(evidence: Evidence) -> Verdict:
     """The verdict on a test's evidence."""
     ranks, job = evidence.ranks, evidence.job
-    common = {
+    common: dict[str, Any] = {
         "scenario": job.scenario, "nodeid": job.nodeid, "duration_s": round(evidence.duration_s, 3),
         "stood_still_s": round(evidence.stood_still_s, 3), "world_size": job.world_size,
         "backend": job.backend, "parallel": evidence.parallel,
@@ -98,22 +99,27 @@ def _relative(finding: Finding, root: str) -> Finding:
         return finding
     prefix = root.rstrip("/") + "/"
     facts = tuple(replace(fact, says=fact.says.replace(prefix, "")) for fact in finding.facts)
-    return replace(finding, where=finding.where.replace(prefix, ""), reason=finding.reason.replace(prefix, ""), facts=facts)
+    return replace(
+        finding,
+        where=finding.where.replace(prefix, ""),
+        reason=finding.reason.replace(prefix, ""),
+        facts=facts,
+    )
 
 
-def _of_the_passed(evidence: Evidence, common: dict[str, object]) -> Verdict:
+def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     ranks = evidence.ranks
     skipped = tuple(r.rank for r in ranks if r.skipped is not None)
     if not skipped:
-        return Verdict(outcome="PASS", **common)  # type: ignore[arg-type]
+        return Verdict(outcome="PASS", **common)
     reason = next(r.skipped for r in ranks if r.skipped is not None) or "skipped"
     if len(skipped) == len(ranks):
-        return Verdict(outcome="SKIP", reason=reason, **common)  # type: ignore[arg-type]
+        return Verdict(outcome="SKIP", reason=reason, **common)
     return Verdict(
         outcome="FAIL", cause="data_dependent_branch", ranks=skipped, certain=True, confidence=0.95,
         reason=f"skipped on some ranks only ({', '.join(map(str, skipped))}): {reason}",
         advice="decide the skip from what all ranks know, so that all skip or none", **common,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _outcome(evidence: Evidence, finding: Finding) -> Outcome:

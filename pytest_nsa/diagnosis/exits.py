@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, exception_fact, exit_fact, last_seen, owning_module, signal_text
+from pytest_nsa.diagnosis.facts import (
+    all_facts,
+    exception_fact,
+    exit_fact,
+    last_seen,
+    owning_module,
+    signal_text,
+)
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RaisedException, RankEvidence
 

@@ -31,7 +31,12 @@ def exit_fact(rank: RankEvidence) -> Fact:
 def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
     """The first line of an exception and where it was raised."""
     first = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
-    return Fact(rank=rank.rank, kind="exception", file=f"rank{rank.rank}/events.jsonl", says=f"{error.type}: {first} at {error.where}")
+    return Fact(
+        rank=rank.rank,
+        kind="exception",
+        file=f"rank{rank.rank}/events.jsonl",
+        says=f"{error.type}: {first} at {error.where}",
+    )
 
 
 def stack_fact(rank: RankEvidence) -> Fact | None:
@@ -64,7 +69,9 @@ def process_fact(rank: RankEvidence) -> Fact | None:
     if not rank.process:
         return None
     p = rank.process
-    says = f"state {p['state']}, {100 * p['cpu_share']:.0f}% CPU" + (f", waits in {p['wchan']}" if p["wchan"] not in ("", "0") else "")
+    says = f"state {p['state']}, {100 * p['cpu_share']:.0f}% CPU" + (
+        f", waits in {p['wchan']}" if p["wchan"] not in ("", "0") else ""
+    )
     return Fact(rank=rank.rank, kind="process", file="host.jsonl", says=says)
 
 

@@ -33,7 +33,12 @@ def departed(evidence: Evidence) -> Finding | None:
         return None
     culprits, cause, why = _blame(evidence, entered)
     facts = tuple(
-        Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", says=f"entered {c.describe()} in step {c.step}")
+        Fact(
+            rank=r,
+            kind="collective",
+            file=f"rank{r}/board.bin",
+            says=f"entered {c.describe()} in step {c.step}",
+        )
         for r, c in sorted(entered.items())
     )
     first = entered[culprits[0]] if culprits else next(iter(entered.values()))
@@ -87,7 +92,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     )
 
 
-def _ahead_in_unseen_wait(evidence: Evidence, alive: list[RankEvidence], found: dict[int, Collective]) -> Finding | None:
+def _ahead_in_unseen_wait(
+    evidence: Evidence, alive: list[RankEvidence], found: dict[int, Collective]
+) -> Finding | None:
     """Some ranks wait inside torch, in a call that the board does not see, in a later step than the others' collective."""
     steps = {r.rank: r.board.numbers["step"] for r in alive if r.board is not None}
     ahead = tuple(rank for rank in sorted(steps) if rank not in found)
@@ -128,15 +135,27 @@ def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[in
         culprits = _departs_from_history(evidence, entered) or _went_ahead(evidence, entered)
     if not culprits:
         shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
-        return tuple(sorted(entered)), "collective_mismatch", f"the ranks are in different collectives: {shown}"
+        return (
+            tuple(sorted(entered)),
+            "collective_mismatch",
+            f"the ranks are in different collectives: {shown}",
+        )
     mine = entered[culprits[0]]
     other = next(c for r, c in entered.items() if r not in culprits)
     who = describe_ranks(culprits, evidence.job.world_size)
     if mine.site == other.site or (mine.op == other.op and mine.step == other.step and _same_line(mine, other)):
-        return culprits, "collective_mismatch", f"{who} entered {mine.describe()} where the others entered {other.describe()}"
+        return (
+            culprits,
+            "collective_mismatch",
+            f"{who} entered {mine.describe()} where the others entered {other.describe()}",
+        )
     history = _previous_step(evidence, culprits[0], mine)
     if history and mine.shape not in [c.shape for c in history]:
-        return culprits, "extra_collective", f"{who} entered {mine.describe()}, which the step before did not have"
+        return (
+            culprits,
+            "extra_collective",
+            f"{who} entered {mine.describe()}, which the step before did not have",
+        )
     reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, "skipped_collective", f"{reason} (call skipped)"
 
@@ -158,7 +177,11 @@ def _departs_from_history(evidence: Evidence, entered: dict[int, Collective]) ->
         previous = _previous_step(evidence, rank, collective)
         if board is None or not previous or collective.step < 2:
             return ()
-        place = sum(1 for c in board.collectives if c.group == collective.group and c.step == collective.step and c.index < collective.index)
+        place = sum(
+            1
+            for c in board.collectives
+            if c.group == collective.group and c.step == collective.step and c.index < collective.index
+        )
         if place >= len(previous) or previous[place].shape != collective.shape:
             departing.append(rank)
     return tuple(sorted(departing)) if len(departing) < len(entered) else ()
@@ -224,6 +247,7 @@ def not_entered(evidence: Evidence) -> Finding | None:
     absent = [r for r in evidence.ranks if not r.is_waiting]
     if not waiting or not absent:
         return None
+    who = describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)
     board = waiting[0].board
     missed = board.inside[0].describe() if board is not None and board.inside else "a collective"
     return Finding(
@@ -231,7 +255,7 @@ def not_entered(evidence: Evidence) -> Finding | None:
         ranks=tuple(r.rank for r in absent),
         where=last_seen(absent[0]),
         module=owning_module(absent[0]),
-        reason=f"{describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)} never entered {missed}, in which the others wait",
+        reason=f"{who} never entered {missed}, in which the others wait",
         confidence=0.6,
         facts=all_facts(evidence.ranks),
     )

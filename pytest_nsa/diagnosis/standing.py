@@ -53,42 +53,49 @@ def _why(rank: RankEvidence) -> tuple[str, str, float]:
     process, stack = rank.process, rank.stack
     state, cpu = process.get("state", "?"), process.get("cpu_share", 0.0)
     frame = user_frame(rank)
-    at = f" at {frame.describe()}" if frame else ""
     if state in ("T", "t"):
         return "rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95
     files = [f.file for f in stack.frames] if stack else []
     if any(part in file for file in files for part in _COMPILERS):
-        return "compiling", f"compiles{at}", 0.7
+        return "compiling", "compiles", 0.7
     if any("torch/utils/data/dataloader.py" in file for file in files[:6]):
-        return "dataloader_stuck", f"waits for its data loader{at}", 0.85
+        return "dataloader_stuck", "waits for its data loader", 0.85
     if any(file.endswith("/subprocess.py") for file in files[:4]):
-        return "child_process", f"waits for a child process{at}: {', '.join(process.get('children', ())) or 'unknown'}", 0.85
+        return (
+            "child_process",
+            f"waits for a child process: {', '.join(process.get('children', ())) or 'unknown'}",
+            0.85,
+        )
     if cpu >= BUSY:
-        return _why_busy(rank, frame, at)
+        return _why_busy(rank, frame)
     source = frame.source if frame else ""
     wchan = process.get("wchan", "")
     if "sleep" in source or "nanosleep" in wchan:
-        return "sleeping", f"sleeps{at}", 0.8
-    if state == "D" or any(part in wchan for part in ("pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner")):
-        return "io_stuck", f"waits for I/O{at} ({wchan or 'state D'})", 0.8
+        return "sleeping", "sleeps", 0.8
+    if state == "D" or any(
+        part in wchan for part in ("pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner")
+    ):
+        return "io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8
     if (files and files[0].endswith(_LOCK_FILES)) or any(part in (files[0] if files else "") for part in _LOCK_FILES):
-        return "lock_deadlock", f"waits for a lock that is not released{at}", 0.9
-    if _LOCK.search(source) or ("futex" in wchan and frame is not None and stack is not None and stack.frames[0] == frame):
-        return "lock_deadlock", f"waits for a lock that is not released{at}", 0.9 if _LOCK.search(source) else 0.7
+        return "lock_deadlock", "waits for a lock that is not released", 0.9
+    if _LOCK.search(source) or (
+        "futex" in wchan and frame is not None and stack is not None and stack.frames[0] == frame
+    ):
+        return "lock_deadlock", "waits for a lock that is not released", 0.9 if _LOCK.search(source) else 0.7
     board = rank.board
     if board is not None and board.phase == "backward" and not board.numbers["gradients"]:
-        return "backward_deadlock", f"stands in backward before any gradient{at}", 0.6
+        return "backward_deadlock", "stands in backward before any gradient", 0.6
     return "", "", 0.0
 
 
-def _why_busy(rank: RankEvidence, frame: Frame | None, at: str) -> tuple[str, str, float]:
+def _why_busy(rank: RankEvidence, frame: Frame | None) -> tuple[str, str, float]:
     if rank.beat_age_s is not None and rank.beat_age_s > SILENT_S:
-        return "gil_held", f"holds the interpreter's lock in native code{at}", 0.8
+        return "gil_held", "holds the interpreter's lock in native code", 0.8
     stack = rank.stack
     in_python = stack is not None and frame is not None and stack.frames[0] == frame
     if in_python:
-        return "infinite_loop", f"runs in Python without making progress{at}", 0.8
-    return "native_busy", f"is busy in native code{at}", 0.6
+        return "infinite_loop", "runs in Python without making progress", 0.8
+    return "native_busy", "is busy in native code", 0.6
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
@@ -101,9 +108,17 @@ def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
     if any(c.peer != -1 or c.op.startswith("recv") for _, c in inside):
         cause, reason, confidence = "p2p_unmatched", f"receives and sends do not pair: {shown}", 0.85
     elif len({c.group for _, c in inside}) > 1:
-        cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
+        cause, reason, confidence = (
+            "group_order_deadlock",
+            f"the ranks wait in different groups: {shown}",
+            0.9,
+        )
     elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:
-        cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
+        cause, reason, confidence = (
+            "transport_stuck",
+            f"all ranks are inside the same collective: {shown}",
+            0.7,
+        )
     else:
         return None
     return Finding(

@@ -67,7 +67,7 @@ class Verdict:
     def from_json(cls, data: dict[str, Any]) -> Verdict:
         """The inverse of `to_json`; keys of a later schema are ignored."""
         names = set(cls.__dataclass_fields__)
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         values["evidence"] = tuple(Fact(**fact) for fact in values.get("evidence", ()))
         return cls(**values)
 

@@ -143,7 +143,12 @@ class RanksRun:
 
     def _stop(self, reason: str) -> None:
         """Classify first, dump second: a signal may wake the very call that hung."""
-        self._note("stop", reason=reason, stood_still_s=self.watch.stood_still, moved=self.watch.stood_still < GRACE_S)
+        self._note(
+            "stop",
+            reason=reason,
+            stood_still_s=self.watch.stood_still,
+            moved=self.watch.stood_still < GRACE_S,
+        )
         alive = {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
         sample_processes(alive, self.log)
         self.watch.look()

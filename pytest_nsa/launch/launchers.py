@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.artifacts import write_atomically
-from pytest_nsa.launch.host import LaunchError, Launcher
+from pytest_nsa.launch.host import Launcher, LaunchError
 from pytest_nsa.launch.messages import Channel, Job
 from pytest_nsa.launch.processes import die_with, native_threads
 from pytest_nsa.settings import COLD_JOB, ZYGOTE_FD, Settings, child_environment
@@ -228,5 +228,3 @@ def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
     if config.pluginmanager.hasplugin("xdist"):
         arguments += ["-n0"]
     return arguments
-
-

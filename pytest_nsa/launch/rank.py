@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,7 +74,9 @@ def prepare(job: Job, items: dict[str, pytest.Item]) -> Run:
             try:
                 module = importlib.import_module(module_name)
             except ImportError:
-                raise LookupError(f"launch({name}): module {module_name!r} is not among those that were collected") from None
+                raise LookupError(
+                    f"launch({name}): module {module_name!r} is not among those that were collected"
+                ) from None
         function = getattr(module, name, None)
         if not callable(function):
             raise LookupError(f"launch({name}): no function of this name at the top level of {module_name}")
@@ -160,7 +162,10 @@ def _listen_to_traces(folder: Path) -> None:
     log = logging.getLogger("nsa.trace")
     log.setLevel(logging.INFO)
     log.propagate = False
-    for handler in (logging.StreamHandler(sys.__stdout__), logging.FileHandler(folder / "traces.log", encoding="utf-8")):
+    for handler in (
+        logging.StreamHandler(sys.__stdout__),
+        logging.FileHandler(folder / "traces.log", encoding="utf-8"),
+    ):
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
 
@@ -192,7 +197,11 @@ def _join_group(ctx: RankContext) -> None:
     dist.set_debug_level_from_env()
     store = dist.FileStore(str(Path(job.folder) / "store"), job.world_size)
     dist.init_process_group(
-        job.backend, store=store, rank=ctx.rank, world_size=job.world_size, timeout=timedelta(seconds=job.group_timeout)
+        job.backend,
+        store=store,
+        rank=ctx.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.group_timeout),
     )
 
 
@@ -243,7 +252,7 @@ class ExceptionRecorder:
         self.ctx = ctx
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         if call.excinfo is not None:
             error = call.excinfo.value
             if isinstance(error, pytest.skip.Exception):

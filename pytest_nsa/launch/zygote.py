@@ -59,7 +59,8 @@ class Zygote:
         for client in self.clients:
             client.send(op="ready", pid=os.getpid())
         while self.clients:
-            readable, _, _ = select.select([wake_read, *self.clients], [], [])
+            sources: list[Any] = [wake_read, *self.clients]
+            readable, _, _ = select.select(sources, [], [])
             if wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)

@@ -4,44 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.evidence import Evidence, RankEvidence, load
 from pytest_nsa.report.summary import Entry
-from pytest_nsa.report.text import short_place
+from pytest_nsa.report.text import frame_lines, short_place
 
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 LANE_WIDTH, LANE_HEIGHT, LEFT = 860, 26, 64
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --soft: #f2f3f5; --line: #d5d8dc; --quiet: #5f6770;
-  --PASS: #1a7f37; --FAIL: #b42318; --CRASH: #b42318; --HANG: #b54708; --SLOW: #8a6100; --SKIP: #5f6770; --INTERRUPTED: #5f6770;
-  --start: #c9ced6; --body: #aeb6c2; --data: #8ecae6; --forward: #4c8dd6; --backward: #e08a2e; --optimizer: #5aa469; --done: #c9ced6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --paper: #16181c; --soft: #22262c; --line: #3a4048; --quiet: #a3abb5;
-  --PASS: #57c477; --FAIL: #ff7b6b; --CRASH: #ff7b6b; --HANG: #f5a35c; --SLOW: #e0b84c; --SKIP: #a3abb5; --INTERRUPTED: #a3abb5;
-  --start: #4a515b; --body: #646d79; --done: #4a515b; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.25rem; line-height: 1.4; } h2 { font-size: 1.1rem; margin-top: 2.5rem; } h3 { font-size: 1rem; margin: 2rem 0 .25rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; } td, th { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-code, pre { font: .85em ui-monospace, monospace; } td code { overflow-wrap: anywhere; } pre { background: var(--soft); padding: .75rem; overflow-x: auto; }
-.tag { font-weight: 600; } .quiet { color: var(--quiet); } .scroll { overflow-x: auto; } summary { cursor: pointer; }
-svg { display: block; width: 100%; min-width: 34rem; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
-.key span { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; border-radius: 2px; }
-@media print { body { margin: 0; max-width: none; } details { break-inside: avoid; } }
-"""
+_STYLE = resources.files("pytest_nsa.report").joinpath("report.css")
+# Over a phase that stopped moving: the colour stays, the stripes say that nothing happened.
+_HATCH = (
+    '<defs><pattern id="still" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="4" height="8" fill="var(--paper)" fill-opacity="0.55"/></pattern></defs>'
+)
 
 
 def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool) -> str:
     """The whole page. Reads the folders of ``entries`` under ``run``."""
     key = "".join(f'<span><i style="background:var(--{p})"></i>{p}</span>' for p in PHASES[:-1])
+    key += "<span>striped: stood still</span><span>◀ and red line: the culprit, when it last moved</span>"
     body = "".join(_scenario(run, entry) for entry in entries)
     path = "".join(f"<li>{escape(step)}</li>" for step in decision.path)
     state = "<p><strong>INTERRUPTED</strong>: what follows is what had run until then.</p>" if interrupted else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<title>{escape(run.name)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style></head><body>\n"
         f"{state}<h1>{escape(short_place(decision.sentence))}</h1>\n<p>{escape(decision.action)}</p>\n"
         f"{_table(entries)}\n<h2>Path through the plan's tree</h2><ol>{path}</ol>\n"
         f'<h2>Ranks over time</h2><p class="key quiet">{key}</p>\n{body}</body></html>\n'
@@ -107,16 +99,29 @@ def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
             )
         for at, step in _steps(rank):
             x = LEFT + (at - begin) * scale
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + LANE_HEIGHT + 2}" stroke="var(--ink)"/>')
+            parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + LANE_HEIGHT + 2}" stroke="var(--ink)"/>'
+            )
             parts.append(f'<text x="{x + 3:.1f}" y="{y + 17}">{step}</text>')
+        stood = _last_moved(rank)
+        if evidence.stop and rank.by_us and stood:
+            x, width = LEFT + (stood - begin) * scale, max(0.0, (evidence.stop_time - stood) * scale)
+            place = short_place(_place(rank))
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE_HEIGHT}" fill="url(#still)">'
+                f"<title>{escape(f'stood still for {evidence.stop_time - stood:.1f} s at {place}')}</title></rect>"
+            )
+            if width > 300:
+                parts.append(f'<text x="{x + 24:.1f}" y="{y + 17}" class="place">{escape(place[:110])}</text>')
         if rank.rank in culprits:
-            at = rank.exit_time if rank.signal and not rank.by_us else _last_moved(rank) or end
+            at = rank.exit_time if rank.signal and not rank.by_us else stood or end
             x = LEFT + (at - begin) * scale
             parts.append(f'<path d="M{x:.1f} {y - 3} v{LANE_HEIGHT + 6}" stroke="var(--FAIL)" stroke-width="3"/>')
     axis = height - 6
-    parts.append(f'<text x="{LEFT}" y="{axis}">0 s</text><text x="{LEFT + LANE_WIDTH}" y="{axis}" text-anchor="end">{end - begin:.2f} s</text>')
+    parts.append(f'<text x="{LEFT}" y="{axis}">0 s</text>')
+    parts.append(f'<text x="{LEFT + LANE_WIDTH}" y="{axis}" text-anchor="end">{end - begin:.2f} s</text>')
     label = f"{len(evidence.ranks)} ranks over {end - begin:.1f} seconds"
-    return f'<svg viewBox="0 0 {LEFT + LANE_WIDTH + 8} {height}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {LEFT + LANE_WIDTH + 8} {height}" role="img" aria-label="{label}">{_HATCH}{"".join(parts)}</svg>'
 
 
 def _spans(rank: RankEvidence, evidence: Evidence, end: float) -> Iterator[tuple[float, float, str, int]]:
@@ -152,11 +157,17 @@ def _last_moved(rank: RankEvidence) -> float:
     return max(rank.board.numbers["phase_time"], *(c.entered for c in rank.board.collectives), 0.0)
 
 
+def _place(rank: RankEvidence) -> str:
+    """The line where a rank stands, as well as it is known."""
+    frame = rank.stack.user_frame if rank.stack is not None else None
+    return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""
+
+
 def _stack(rank: RankEvidence, is_culprit: bool) -> str:
     stack = rank.stack
     if stack is None:
         line = rank.board.line if rank.board is not None and is_culprit else ""
         return f"<p>rank {rank.rank} was last seen at <code>{escape(short_place(line))}</code></p>" if line else ""
-    frames = "\n".join(escape(("> " if f.is_user else "  ") + short_place(f.describe())) for f in stack.frames)
+    frames = escape("\n".join(frame_lines(stack)))
     state = " open" if is_culprit else ""
     return f"<details{state}><summary>last stack of rank {rank.rank}</summary><pre>{frames}</pre></details>"

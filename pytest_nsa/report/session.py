@@ -44,7 +44,9 @@ def write_reports(run: Path, gpus: int, *, interrupted: bool) -> list[summary.En
     decision = summary.decision_of(entries)
     write_environment(run, gpus)
     _write_lists(run, entries)
-    text = summary.render(entries, decision, json.loads((run / "env.json").read_text(encoding="utf-8")), interrupted=interrupted)
+    text = summary.render(
+        entries, decision, json.loads((run / "env.json").read_text(encoding="utf-8")), interrupted=interrupted
+    )
     write_atomically(run / "SUMMARY.md", text)
     write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted))
     return entries

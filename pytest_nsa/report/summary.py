@@ -51,7 +51,10 @@ def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, int
     out = [decision.sentence, ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
-    out += ["| scenario | result | cause | rank | where | parameters missing | seconds |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    out += [
+        "| scenario | result | cause | rank | where | parameters missing | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     out += [_row(entry) for entry in entries]
     out += ["", "## Decision", "", f"**{_sentence_case(decision.action)}**", ""]
     out += [f"{number}. {step}" for number, step in enumerate(decision.path, 1)]
@@ -70,13 +73,25 @@ def _row(entry: Entry) -> str:
     name = f"[{entry.name}]({entry.folder}/)" if entry.folder else entry.name
     ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
     missing = str(len(v.parameters_missing)) if v.parameters_missing else ""
-    cells = (name, v.outcome, v.cause, ranks, f"`{short_place(v.where)}`" if v.where else "", missing, f"{v.duration_s:.1f}")
+    cells = (
+        name,
+        v.outcome,
+        v.cause,
+        ranks,
+        f"`{short_place(v.where)}`" if v.where else "",
+        missing,
+        f"{v.duration_s:.1f}",
+    )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _verdict(entry: Entry) -> list[str]:
     v = entry.verdict
-    out = [f"### {entry.name}: {v.outcome}", "", f"- who: {v.culprits()} of {v.world_size} ({v.backend}, {v.parallel})"]
+    out = [
+        f"### {entry.name}: {v.outcome}",
+        "",
+        f"- who: {v.culprits()} of {v.world_size} ({v.backend}, {v.parallel})",
+    ]
     out.append(f"- cause: `{v.cause}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:
         out.append(f"- where: `{short_place(v.where)}`" + (f", module `{v.module}`" if v.module else ""))
@@ -88,8 +103,10 @@ def _verdict(entry: Entry) -> list[str]:
     if v.stood_still_s:
         out.append(f"- stood still for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
     out.append(f"- do: {v.advice}")
-    for fact in v.evidence[:8]:
-        out.append(f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})")
+    out += [
+        f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})"
+        for fact in v.evidence[:8]
+    ]
     return out
 
 

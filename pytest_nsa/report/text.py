@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence, RankEvidence
+from pytest_nsa.watch.stacks import ThreadStack
 
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
@@ -96,10 +97,13 @@ def _stack_text(rank: RankEvidence) -> str:
     for thread in rank.threads or rank.fatal:
         if thread.is_ours:
             continue
-        user = [i for i, frame in enumerate(thread.frames) if frame.is_user]
-        shown = thread.frames[: user[-1] + 1] if user else thread.frames[:MAX_STACK]
-        parts.append("\n".join(("> " if f.is_user else "  ") + short_place(f.describe()) for f in shown[:MAX_SECTION_LINES]))
+        parts.append("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]))
     return "\n\n".join(parts)
+
+
+def frame_lines(thread: ThreadStack) -> list[str]:
+    """A thread's frames down to where the test was called, the user's own marked."""
+    return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames]
 
 
 def _tail(path: Path) -> str:

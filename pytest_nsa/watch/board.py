@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,9 @@ class Collective:
         return f"{self.op} #{self.sequence}{payload}" + (f" at {self.site}" if self.site else "")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class BoardSnapshot:
-    """A board as it stood when it was read."""
+    """A board as it stood when it was read. Its ring of collectives is decoded only when somebody asks."""
 
     numbers: dict[str, float]
     phase: str
@@ -54,7 +56,12 @@ class BoardSnapshot:
     parameter: str
     line: str
     arrived: bytes
-    collectives: tuple[Collective, ...]
+    decode_ring: Callable[[], tuple[Collective, ...]] = field(repr=False)
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The last collectives, oldest first."""
+        return self.decode_ring()
 
     @property
     def signature(self) -> tuple[float, ...]:
@@ -100,7 +107,9 @@ class BoardReader:
 
 def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
     phases = layout["phases"]
-    numbers = {name: struct.unpack_from("<" + code, data, offset)[0] for name, (offset, code) in layout["numbers"].items()}
+    numbers = {
+        name: struct.unpack_from("<" + code, data, offset)[0] for name, (offset, code) in layout["numbers"].items()
+    }
     texts = {name: _text(data[offset : offset + size]) for name, (offset, size) in layout["texts"].items()}
     start, size = layout["arrived"]
     return BoardSnapshot(
@@ -110,7 +119,7 @@ def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
         parameter=texts["parameter"],
         line=texts["line"],
         arrived=data[start : start + min(size, int(numbers["gradients_expected"]))],
-        collectives=_ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),
+        decode_ring=lambda: _ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),
     )
 
 
@@ -119,7 +128,13 @@ def _ring(ring: dict[str, Any], data: bytes, entered: int, phases: list[str]) ->
     record = struct.Struct("<" + "".join(code for _, code in ring["record"]))
     found = []
     for index in range(max(0, entered - ring["size"]), entered):
-        values = dict(zip(names, record.unpack_from(data, ring["offset"] + (index % ring["size"]) * ring["stride"]), strict=True))
+        values = dict(
+            zip(
+                names,
+                record.unpack_from(data, ring["offset"] + (index % ring["size"]) * ring["stride"]),
+                strict=True,
+            )
+        )
         if values.pop("commit") != index + 1:
             continue  # torn: being written as we read
         texts = {k: _text(v) for k, v in values.items() if isinstance(v, bytes)}

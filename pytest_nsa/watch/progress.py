@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pytest_nsa.watch.board import BoardReader, BoardSnapshot, Collective
 
+QUIET_S = 0.2
 CONFIRM_MISMATCH_S = 1.0
 
 
@@ -92,7 +93,8 @@ class ProgressWatch:
 
     def has_departed(self) -> bool:
         """Whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
-        if first_departure(self.boards) is None and waits_apart(self.boards) is None:
+        # Ranks that still move are not looked at more closely: decoding every ring at every look costs.
+        if self.stood_still < QUIET_S or (first_departure(self.boards) is None and waits_apart(self.boards) is None):
             self._departed_since = 0.0
             return False
         now = time.monotonic()

@@ -24,7 +24,15 @@ def sample_processes(pids: Mapping[int, int], evidence: Path) -> None:
     for rank, pid in pids.items():
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
-            append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **_difference(before, after, elapsed)})
+            append_line(
+                evidence,
+                {
+                    "event": "process",
+                    "time": time.time(),
+                    "rank": rank,
+                    **_difference(before, after, elapsed),
+                },
+            )
 
 
 def _difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:

@@ -61,6 +61,12 @@ class ThreadStack:
         return next((f for f in self.frames if f.is_user), None)
 
     @property
+    def test_frames(self) -> tuple[Frame, ...]:
+        """Innermost to the outermost of the user's frames: what lies below called the test, and tells nothing."""
+        last = max((i for i, frame in enumerate(self.frames) if frame.is_user), default=len(self.frames) - 1)
+        return self.frames[: last + 1]
+
+    @property
     def is_ours(self) -> bool:
         """The heartbeat or another thread of the tracers."""
         return any("/nsa/trace/heartbeat.py" in f.file for f in self.frames)

@@ -23,7 +23,10 @@ def settings(fault: str | None, row: Scenario) -> dict[str, Any]:
     if fault != "gc_reentrant" or row.parallel != "ddp":
         return {}
     # Under static_graph DDP finds unused parameters by itself.
-    return {"train.gc_reentrant": True, "parallel.find_unused_parameters": not row.overrides.get("parallel.static_graph", False)}
+    return {
+        "train.gc_reentrant": True,
+        "parallel.find_unused_parameters": not row.overrides.get("parallel.static_graph", False),
+    }
 
 
 def plant(fault: str | None, trainer: Trainer) -> None:

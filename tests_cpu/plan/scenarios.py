@@ -47,7 +47,12 @@ class Size:
 CPU = Size(config="tiny_cpu.yaml", timeout=30)
 GPU = Size(config="m7c_125m_2xa100_production.yaml", timeout=300, on_gpu=True)
 
-ALL_TRACES = {"trace.grads": True, "trace.module_bwd": True, "trace.ddp_buckets": True, "trace.mem_dump_every": 1}
+ALL_TRACES = {
+    "trace.grads": True,
+    "trace.module_bwd": True,
+    "trace.ddp_buckets": True,
+    "trace.mem_dump_every": 1,
+}
 TWO_TRACES = {"trace.grads": True, "trace.module_bwd": True}
 
 TABLE: tuple[Scenario, ...] = (
@@ -70,7 +75,10 @@ TABLE: tuple[Scenario, ...] = (
         phase=4, name="ddp_static_graph", id="static_graph", overrides={**TWO_TRACES, "parallel.static_graph": True},
         reads_as="passes where the others fail: a mitigation for production",
     ),
-    Scenario(phase=5, name="gc_baseline_full", id="all", parallel="none", overrides=TWO_TRACES, reads_as="checkpointing all layers"),
+    Scenario(
+        phase=5, name="gc_baseline_full", id="all", parallel="none", overrides=TWO_TRACES,
+        reads_as="checkpointing all layers",
+    ),
     Scenario(
         phase=5, name="gc_bisect_layers_0_5", id="0:6", parallel="none",
         overrides={**TWO_TRACES, "train.gc_range": "0:6"}, reads_as="checkpointing layers 0 to 5",
@@ -109,7 +117,9 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
         "train.batch_size": 1, "data.dataset": "synthetic", **row.overrides,
     }  # fmt: skip
     config = load_config(ROOT / "configs" / size.config, **{**overrides, **faults.settings(fault, row)})
-    ranks = RankInfo(rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device))
+    ranks = RankInfo(
+        rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device)
+    )
     trainer = Trainer(config, ranks, folder)
     faults.plant(fault, trainer)
     batches = iter(SyntheticSource(config, group.rank))
