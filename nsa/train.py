@@ -100,6 +100,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(config: Config, arguments: argparse.Namespace) -> int:
+    from nsa import checkpoint
     from nsa.data import open_source
     from nsa.parallel import choose_backend, choose_device, launched_ranks
 
@@ -111,6 +112,8 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     device = choose_device(config.train.device, local_rank)
     backend = choose_backend(config.parallel.backend, device, world_size)
     source = open_source(config, rank, world_size)  # before any group starts: a bad file is refused here
+    if arguments.resume not in ("none", "auto"):
+        checkpoint.find(Path(), arguments.resume)
 
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pytest_nsa.running import RankRunner
 runner_key = pytest.StashKey[RankRunner]()
 timeout_key = pytest.StashKey[float]()
 verdict_key = pytest.StashKey[Verdict]()
+folder_key = pytest.StashKey[Path]()
 
 
 class RankFailure(Exception):
@@ -40,6 +42,7 @@ class RankedFunction(pytest.Function):
         runner = self.config.stash[runner_key]
         verdict, evidence = runner.run_item(self, self.stash.get(timeout_key, None))
         self.stash[verdict_key] = verdict
+        self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
         xfailed = next((r.xfailed for r in evidence.ranks if r.xfailed is not None), None)
         if xfailed is not None:

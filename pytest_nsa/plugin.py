@@ -10,7 +10,7 @@ import pytest
 from pytest_nsa import marks, settings
 from pytest_nsa.artifacts import RunFolder
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, trace
-from pytest_nsa.items import RankedFunction, make_ranked, runner_key, timeout_key, verdict_key
+from pytest_nsa.items import RankedFunction, folder_key, make_ranked, runner_key, timeout_key, verdict_key
 from pytest_nsa.launch.rank_access import current_rank
 from pytest_nsa.launching import artifacts, failed_key, launch
 from pytest_nsa.report import session as session_report
@@ -63,6 +63,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     problems = [problem for item in items for problem in (*marks.wrong_marks(item), *marks.not_for_ranks(item))]
     if problems:
+        items.clear()  # nothing is started for a session that ends here
         raise pytest.UsageError("\n".join(dict.fromkeys(problems)))
 
 
@@ -96,7 +97,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed:
         item.stash[failed_key] = True
     verdict = item.stash.get(verdict_key, None)
-    if verdict is not None and call.when == "call":
+    if verdict is not None and call.when == "call" and verdict.failed and hasattr(report, "wasxfail"):
+        item.config.stash[runner_key].expect_failure(item.stash[folder_key], verdict)
+    elif verdict is not None and call.when == "call":
         report.nsa_outcome = verdict.outcome
         if verdict.failed:
             report.user_properties.append(("nsa.verdict", headline(verdict)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class RankRunner:
             root=str(self.config.rootpath),
             timeout=limit,
             created=time.time(),
+            tmp=_temporary_folder(item, folder.name),
             **job_settings(item, self.settings),
         )
         verdict, evidence = self._run(item.session, job)
@@ -77,6 +79,12 @@ class RankRunner:
         ):
             discard(folder)
         return verdict, evidence
+
+    def expect_failure(self, folder: Path, verdict: Verdict) -> None:
+        """The failure was foreseen by xfail: say so in the test's folder and in the run's list, where the last line counts."""
+        verdict = replace(verdict, expected=True)
+        write_verdict(folder, verdict)
+        append_line(self.folder.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
 
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
         """Run a function for the fixture `launch`; its folder has been made."""
@@ -97,23 +105,24 @@ class RankRunner:
         return written
 
 
+def _temporary_folder(item: pytest.Function, name: str) -> str:
+    """A folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none."""
+    if not any(fixture.startswith("tmp") for fixture in item.fixturenames):
+        return ""
+    return str(item.config._tmp_path_factory.mktemp(name))  # type: ignore[attr-defined]
+
+
 def _conclude(folder: Path) -> tuple[Verdict, Evidence]:
     """Diagnose a folder and write what follows from it beside the evidence."""
     began = time.time()
     evidence = load(folder)
     verdict = diagnose(evidence)
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
-    verdict = replace_time(verdict, max(0.0, time.time() - known) if verdict.failed else 0.0)
+    if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
+        verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
     write_verdict(folder, verdict)
     _merge_logs(folder, evidence)
     return verdict, evidence
-
-
-def replace_time(verdict: Verdict, seconds: float) -> Verdict:
-    """The verdict with the time it took, in seconds from the stop (or the first end of a rank) to here."""
-    import dataclasses
-
-    return dataclasses.replace(verdict, time_to_verdict_s=round(seconds, 3))
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:

@@ -95,7 +95,7 @@ class CollectiveRecorder:
         with self._lock:
             waiting = list(self._pending.items())
         for key, (_, work) in waiting:
-            if work.is_completed():
+            if work.is_completed() and _succeeded(work):
                 self._leave(key)
 
     def _leave(self, key: int) -> None:
@@ -129,6 +129,14 @@ class CollectiveRecorder:
             return work
 
         return recorded
+
+
+def _succeeded(work: Any) -> bool:
+    """A collective that failed was never left: its rank still stands in it, as far as the others are concerned."""
+    try:
+        return bool(work.is_success())
+    except RuntimeError:  # not every backend tells
+        return True
 
 
 def _label(group: Any) -> str:

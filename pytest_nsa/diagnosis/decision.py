@@ -47,11 +47,13 @@ def decide(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def _nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
-    passed = sum(v.outcome == "PASS" for v in verdicts.values())
-    skipped = len(verdicts) - passed
-    sentence = f"Nothing is wrong: {_count(passed, _noun(verdicts))} passed" + (
-        f", {skipped} skipped." if skipped else "."
-    )
+    counts = [
+        (sum(v.outcome == "PASS" for v in verdicts.values()), "passed"),
+        (sum(v.expected for v in verdicts.values()), "failed as expected"),
+        (sum(v.outcome == "SKIP" for v in verdicts.values()), "skipped"),
+    ]
+    said = ", ".join(f"{count} {word}" for count, word in counts if count)
+    sentence = f"Nothing is wrong: of {_count(len(verdicts), _noun(verdicts))}, {said}."
     return Decision(sentence=sentence, action="nothing to do", path=("nothing failed",))
 
 
@@ -60,7 +62,7 @@ def _sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict]) ->
     name, first = _telling(failed)
     same = sum(v.cause == first.cause for v in failed.values())
     where = f" at {first.where}" if first.where else ""
-    share = f"{len(failed)} of {_count(len(verdicts), _noun(verdicts))} fail"
+    share = f"{len(failed)} of {_count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
     share += f", {same} of them so" if same < len(failed) else ", all of them so" if len(failed) > 1 else ""
     cause = f" ({first.cause})" if first.cause else ""
     culprits = first.culprits() if first.ranks else ""
@@ -82,7 +84,9 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
     failing = [v for v in verdicts.values() if v.failed]
     shared = {v.cause for v in failing}
     if len(shared) == 1 and shared <= _OF_THE_RANK:
-        path.append(f"is one cause behind every failure, and none of backward? yes: {shared.pop()}; the plan's tree ends here")
+        path.append(
+            f"is one cause behind every failure, and none of backward? yes: {shared.pop()}; the plan's tree ends here"
+        )
         return ""
     hung = [n for n in ONE_PROCESS if n in verdicts and verdicts[n].failed]
     path.append(f"does backward fail in one process? {_answer(verdicts, ONE_PROCESS, hung)}")
@@ -137,7 +141,7 @@ def _own(failed: Mapping[str, Verdict], path: list[str]) -> str:
 
 
 def _noun(verdicts: Mapping[str, Verdict]) -> str:
-    return "scenario" if any(v.scenario for v in verdicts.values()) else "test on ranks"
+    return "scenario" if any(v.scenario for v in verdicts.values()) else "test"
 
 
 def _answer(verdicts: Mapping[str, Verdict], names: tuple[str, ...], failing: list[str]) -> str:
@@ -152,6 +156,4 @@ def _passes(verdict: Verdict | None) -> str:
 
 
 def _count(n: int, noun: str) -> str:
-    if n == 1:
-        return f"1 {noun}"
-    return f"{n} {noun.replace('test', 'tests')}" if noun.startswith("test") else f"{n} {noun}s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

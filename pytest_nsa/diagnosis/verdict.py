@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
@@ -36,7 +36,10 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the project says of a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds."""
+    """What the project says of a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
+
+    ``expected`` is true where pytest's xfail foresaw the failure.
+    """
 
     scenario: str = ""
     nodeid: str
@@ -57,7 +60,7 @@ class Verdict:
     world_size: int = 1
     backend: str = "gloo"
     parallel: str = "none"
-    also: tuple[str, ...] = field(default=())
+    expected: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The object that verdict.json holds."""
@@ -74,7 +77,7 @@ class Verdict:
     @property
     def failed(self) -> bool:
         """Whether the test fails by this verdict."""
-        return self.outcome not in ("PASS", "SKIP")
+        return self.outcome not in ("PASS", "SKIP") and not self.expected
 
     def culprits(self) -> str:
         """'rank 1', 'ranks 0 and 1', 'all 4 ranks' or 'no rank in particular'."""

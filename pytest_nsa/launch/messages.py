@@ -16,7 +16,7 @@ class Job:
     """A test, or a function, to run on ``world_size`` ranks. Written to ``job.json`` in its folder.
 
     ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
-    ``root`` is the tests' root folder, times are in seconds.
+    ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; times are in seconds.
     """
 
     nodeid: str
@@ -35,6 +35,7 @@ class Job:
     group_timeout: float = 600.0
     timeout: float = 300.0
     created: float = 0.0
+    tmp: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

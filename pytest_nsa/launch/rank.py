@@ -235,6 +235,8 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if ctx.job.tmp:
+        _share_temporary_folder(config, Path(ctx.job.tmp))
     config.option.runxfail = True  # the host applies xfail to the test as a whole
     config.pluginmanager.register(ExceptionRecorder(ctx), "nsa-exceptions")
     passed = True
@@ -243,6 +245,19 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
         append_line(ctx.folder / "reports.jsonl", {"text": str(report.longreprtext)[:MAX_TEXT], "report": data})
         passed = passed and not report.failed
     return passed
+
+
+def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
+    """tmp_path is the same folder on all ranks; numbering it, as pytest does, would race between them."""
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    factory._basetemp = base
+
+    def mktemp(basename: str, numbered: bool = True) -> Path:
+        folder = base / basename
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    factory.mktemp = mktemp
 
 
 class ExceptionRecorder:

@@ -75,7 +75,7 @@ def _row(entry: Entry) -> str:
     missing = str(len(v.parameters_missing)) if v.parameters_missing else ""
     cells = (
         name,
-        v.outcome,
+        v.outcome + (" (expected)" if v.expected else ""),
         v.cause,
         ranks,
         f"`{short_place(v.where)}`" if v.where else "",

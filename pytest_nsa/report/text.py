@@ -67,17 +67,31 @@ def failure(verdict: Verdict, evidence: Evidence) -> str:
 
 
 def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int], str]]:
-    """The ranks' own failure texts, equal ones together, culprits first."""
+    """The ranks' own failure texts, equal ones together, culprits first.
+
+    Equal means the same error at the same lines: arguments that name the rank differ by nature.
+    """
     grouped: dict[str, list[int]] = {}
+    shown: dict[str, str] = {}
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
         for entry in rank.reports:
             if entry["report"].get("outcome") == "failed":
-                grouped.setdefault(entry["text"], []).append(rank.rank)
+                key = _error_lines(entry["text"])
+                shown.setdefault(key, entry["text"])
+                grouped.setdefault(key, []).append(rank.rank)
         if not rank.reports and rank.exceptions:
             error = rank.exceptions[0]
-            grouped.setdefault(f"{error.type}: {error.message}\n  at {error.where}", []).append(rank.rank)
-    for body, ranks in grouped.items():
-        yield ranks, body
+            text = f"{error.type}: {error.message}\n  at {error.where}"
+            shown[text] = text
+            grouped.setdefault(text, []).append(rank.rank)
+    for key, ranks in grouped.items():
+        yield ranks, shown[key]
+
+
+def _error_lines(text: str) -> str:
+    """The lines of pytest's failure text that say what failed and where."""
+    lines = text.splitlines()
+    return "\n".join([line for line in lines if line.startswith(("E ", ">"))] + lines[-1:])
 
 
 def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:

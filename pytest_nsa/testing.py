@@ -1,0 +1,68 @@
+"""A harness for tests of ranked tests: files in, verdicts out. For this project's suite, and for plugins built on it.
+
+def test_my_fixture(pytester):
+    result = run_example(pytester, "@world_size(2)\ndef test_it(group): assert group.world_size == 2")
+    assert result.outcomes == {"passed": 1}
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.diagnosis.verdict import Verdict
+
+HEADER = """\
+import os, signal, sys, threading, time
+import pytest, torch
+import torch.distributed as dist
+from pytest_nsa import *
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleResult:
+    """What a run gave: pytest's counts, its output and exit code, and the verdict of each test on ranks that left one."""
+
+    outcomes: dict[str, int]
+    returncode: int
+    stdout: str
+    run: Path | None
+    verdicts: dict[str, Verdict]
+
+    def folder(self, name: str) -> Path:
+        """The folder of the test whose id ends in ``name``."""
+        assert self.run is not None
+        entries = [json.loads(line) for line in (self.run / "verdicts.jsonl").read_text().splitlines()]
+        return self.run / next(e["folder"] for e in entries if e["nodeid"].endswith(name) or e["scenario"] == name)
+
+
+def run_example(
+    pytester: pytest.Pytester, source: str, *arguments: str, name: str = "test_example.py", timeout: float = 120
+) -> ExampleResult:
+    """Write ``source`` behind HEADER as a test module, run pytest on it in a process of its own, read what it left."""
+    pytester.path.joinpath(name).write_text(HEADER + textwrap.dedent(source), encoding="utf-8")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=timeout)
+    return read_result(pytester, result)
+
+
+def read_result(pytester: pytest.Pytester, result: pytest.RunResult) -> ExampleResult:
+    """The result of any run below ``pytester.path``; verdicts by the test's name without its file."""
+    latest = pytester.path / "artifacts" / "latest"
+    run = latest.resolve() if latest.exists() else None
+    verdicts = {}
+    if run is not None and (run / "verdicts.jsonl").is_file():
+        for line in (run / "verdicts.jsonl").read_text(encoding="utf-8").splitlines():
+            verdict = Verdict.from_json(json.loads(line))
+            verdicts[verdict.nodeid.partition("::")[2]] = verdict
+    return ExampleResult(
+        outcomes=result.parseoutcomes(),
+        returncode=int(result.ret),
+        stdout=result.stdout.str(),
+        run=run,
+        verdicts=verdicts,
+    )

@@ -1,0 +1,186 @@
+"""The three branches against loops over positions and heads that are written from the equations, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from nsa import NSAAttention, nsa_attention, reference_attention
+
+SHAPE: dict[str, int] = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
+Inputs = list[torch.Tensor]
+
+
+def make_inputs(S: int, *, B: int = 2, H: int = 4, G: int = 2, Dk: int = 8, Dv: int = 6, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    n_cmp = max(0, (S - SHAPE["l"]) // SHAPE["d"] + 1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    k_and_v = [random(B, n, G, D) for n in (n_cmp, S, S) for D in (Dk, Dv)]
+    gates = torch.rand(B, S, H, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    return [random(B, S, H, Dk), *k_and_v, gates]
+
+
+def by_loops(inputs: Inputs, l: int, d: int, l_sel: int, n_sel: int, w: int) -> torch.Tensor:
+    """Equations 5 and 7 to 11 of arXiv 2502.11089 with a loop over everything; 0-based."""
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    B, S, H, Dk = q.shape
+    G = k_sel.shape[2]
+    out = torch.zeros(B, S, H, v_sel.shape[3], dtype=torch.float64)
+    for b in range(B):
+        for t in range(S):
+            for g in range(G):
+                heads = range(g * (H // G), (g + 1) * (H // G))
+                importance = [0.0] * (t // l_sel + 1)
+                for head in heads:
+                    visible = [i for i in range(k_cmp.shape[1]) if i * d + l - 1 <= t]
+                    if visible:
+                        p = torch.softmax(k_cmp[b, visible, g] @ q[b, t, head] / math.sqrt(Dk), 0)
+                        out[b, t, head] += gates[b, t, head, 0] * (p @ v_cmp[b, visible, g])
+                        for i, weight in zip(visible, p.tolist(), strict=True):
+                            for j in range(len(importance)):
+                                shared = {i + n for n in range(l // d)} & {
+                                    j * (l_sel // d) + m for m in range(l_sel // d)
+                                }
+                                importance[j] += weight * len(shared)
+                forced = [j for j in range(len(importance)) if j == 0 or j >= t // l_sel - 1]
+                rest = sorted((j for j in range(len(importance)) if j not in forced), key=lambda j: (-importance[j], j))
+                chosen = (forced + rest)[:n_sel]
+                tokens = [s for s in range(t + 1) if s // l_sel in chosen]
+                window = [s for s in range(t + 1) if s > t - w]
+                for head in heads:
+                    for which, keys, k, v in ((1, tokens, k_sel, v_sel), (2, window, k_win, v_win)):
+                        p = torch.softmax(k[b, keys, g] @ q[b, t, head] / math.sqrt(Dk), 0)
+                        out[b, t, head] += gates[b, t, head, which] * (p @ v[b, keys, g])
+    return out
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("S", [1, 7, 8, 33, 100])
+def test_forward_and_gradients_equal_the_equations(S: int, backend: str) -> None:
+    inputs = make_inputs(S, B=1, seed=S)
+    expected = by_loops(inputs, **SHAPE)
+    actual = nsa_attention(*inputs, **SHAPE, backend=backend)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, inputs, weight, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(actual, inputs, weight, allow_unused=True, materialize_grads=True)
+    for a, e in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
+
+
+def test_float32_stays_close_to_float64() -> None:
+    inputs = make_inputs(150, seed=3)
+    expected = reference_attention(*inputs, **SHAPE)
+    actual = nsa_attention(*(x.float() for x in inputs), **SHAPE)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-5)
+
+
+def test_first_tokens_have_no_compressed_block_and_no_nan() -> None:
+    inputs = make_inputs(SHAPE["l"] + 3)
+    only_cmp = [*inputs[:-1], torch.zeros_like(inputs[-1])]
+    only_cmp[-1][..., 0] = 1
+    out = nsa_attention(*only_cmp, **SHAPE, backend="sdpa")
+    assert torch.equal(out[:, : SHAPE["l"] - 1], torch.zeros_like(out[:, : SHAPE["l"] - 1]))
+    assert out[:, SHAPE["l"] - 1 :].abs().min() > 0
+    for gradient in torch.autograd.grad(out.sum(), inputs[:-1], allow_unused=True, materialize_grads=True):
+        assert torch.isfinite(gradient).all()
+
+
+def test_selection_is_causal_attention_while_it_covers_all_blocks() -> None:
+    S = SHAPE["l_sel"] * SHAPE["n_sel"]
+    inputs = make_inputs(S, G=1, H=3)
+    gates = torch.zeros_like(inputs[-1])
+    gates[..., 1] = 1
+    out = nsa_attention(*inputs[:-1], gates, **SHAPE)
+    q, k, v = (x.transpose(1, 2) for x in (inputs[0], inputs[3].expand(-1, -1, 3, -1), inputs[4].expand(-1, -1, 3, -1)))
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, dense.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+def test_a_pack_of_sequences_equals_each_alone() -> None:
+    lengths = [5, 40, 0, 33]
+    alone = [make_inputs(S, B=1, seed=S) for S in lengths if S]
+    packed = [torch.cat([inputs[i] for inputs in alone], 1) for i in range(8)]
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    out = nsa_attention(*packed, **SHAPE, cu_seqlens=ends)
+    expected = torch.cat([nsa_attention(*inputs, **SHAPE) for inputs in alone], 1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"l": 6}, r"l=6: must be a multiple of d=4"),
+        ({"n_sel": 2}, r"n_sel=2: must be at least 3"),
+        ({"w": 0}, r"w=0: must be at least 1"),
+        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa"),
+        ({"cu_seqlens": torch.tensor([0, 30, 20, 40])}, r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
+    ],
+)
+def test_a_wrong_argument_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nsa_attention(*make_inputs(40, B=1), **{**SHAPE, **change})
+
+
+def test_a_wrong_shape_is_named() -> None:
+    inputs = make_inputs(40)
+    inputs[3] = inputs[3][:, :-1]
+    with pytest.raises(ValueError, match=r"k_sel has shape \(2, 39, 2, 8\): must be \(2, 40, 2, 8\)"):
+        nsa_attention(*inputs, **SHAPE)
+
+
+def make_module(**options: Any) -> NSAAttention:
+    torch.manual_seed(0)
+    return NSAAttention(32, 4, 2, 8, 8, **SHAPE, **options).double()
+
+
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+def test_a_changed_token_moves_no_earlier_output(compression: str) -> None:
+    module = make_module(compression=compression)
+    x = torch.randn(1, 90, 32, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 57] += 1
+    before, after = module(x), module(changed)
+    torch.testing.assert_close(after[:, :57], before[:, :57], rtol=0, atol=1e-13)
+    assert (after[:, 57] - before[:, 57]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
+def test_a_forced_branch_gives_every_parameter_a_gradient(branch: Any) -> None:
+    module = make_module(force_branch=branch)
+    module(torch.randn(2, 70, 32, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        trained = name.startswith(("w_q", "out", f"k_{branch}", f"v_{branch}"))
+        assert (parameter.grad.abs().max() > 0) == trained, name
+
+
+def count_nodes(root: Any) -> int:
+    seen, stack = set(), [root]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [n for n, _ in node.next_functions]
+    return len(seen)
+
+
+def test_the_graph_does_not_depend_on_length_or_data() -> None:
+    module = make_module()
+    sizes = {count_nodes(module(torch.randn(1, S, 32, dtype=torch.float64)).grad_fn) for S in (90, 90, 160, 333)}
+    assert len(sizes) == 1
+
+
+def test_learnable_compression_is_trained() -> None:
+    module = make_module(compression="mlp")
+    module(torch.randn(1, 64, 32, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        if name.startswith("compress"):
+            assert parameter.grad is not None
+            assert parameter.grad.abs().max() > 0, name

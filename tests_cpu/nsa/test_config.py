@@ -1,0 +1,88 @@
+"""Every wrong setting is one line that names the value and the right form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nsa.config import ConfigError, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("NSA_GC_RANGE", "6:3", "NSA_GC_RANGE='6:3': the range must go up, as in '0:6'"),
+        ("NSA_GC_RANGE", "0:60", "gc_range('0:60'): the model has 12 layers"),
+        ("NSA_GC_RANGE", "a:b", "NSA_GC_RANGE='a:b': must be start:end in whole layers, as in '0:6'"),
+        ("NSA_GC_RANGE", "3", "NSA_GC_RANGE='3': must be start:end"),
+        ("NSA_FORCE_BRANCH", "foo", "NSA_FORCE_BRANCH='foo': must be one of cmp, sel, win"),
+        ("NSA_TRACE_GRADS", "yes", "NSA_TRACE_GRADS='yes': must be 0 or 1"),
+        ("NSA_MEM_DUMP_EVERY", "x", "NSA_MEM_DUMP_EVERY='x': must be a number"),
+        ("NSA_MEM_DUMP_EVERY", "-1", "NSA_MEM_DUMP_EVERY=-1: must be 0 (never) or a number of steps"),
+        ("TORCH_BACKEND", "mpi", "TORCH_BACKEND='mpi': must be one of auto, nccl, gloo"),
+        ("NSA_USE_FA2", "2", "NSA_USE_FA2='2': must be 0 or 1"),
+    ],
+)
+def test_bad_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as error:
+        load_config(TINY)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NSA_GC_RANGE": "0:6", "NSA_FORCE_BRANCH": "sel", "NSA_DDP_STATIC_GRAPH": "1"}.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(TINY, gradient_checkpointing=False)
+    assert (config.train.gc_range, config.model.force_branch, config.parallel.static_graph) == ((0, 6), "sel", True)
+    assert config.train.gradient_checkpointing is False  # an override is stronger than the environment
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  layers: 3\n", "unknown key model.layers; did you mean 'n_layers'?"),
+        ("modle:\n  dim: 3\n", "unknown section 'modle'; did you mean 'model'?"),
+        ("model:\n  dim: wide\n", "model.dim: must be a whole number, got 'wide'"),
+        ("model:\n  n_heads: 5\n", "model.n_heads=5: must be a multiple of n_kv_heads=2"),
+        ("model:\n  l: 20\n", "model.l=20: must be a multiple of the stride d=16"),
+        (
+            "train:\n  seq_len: 16\n",
+            "train.seq_len=16: shorter than one compression block (model.l=32); use at least 32",
+        ),
+        ("train:\n  steps: 0\n", "train.steps=0"),
+        ("train: [1]\n", "section 'train' must hold key: value pairs"),
+        ("- a\n", "must hold sections"),
+        ("model: {dim: [\n", "not valid YAML"),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_numbers_in_scientific_form_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "lr.yaml"
+    path.write_text("train:\n  lr: 1e-4\n")
+    assert load_config(path).train.lr == 1e-4
+
+
+def test_overrides_by_field_section_and_dotted_name() -> None:
+    config = load_config(TINY, steps=3, model={"n_layers": 2}, **{"train.lr": 0.5})
+    assert (config.train.steps, config.model.n_layers, config.train.lr) == (3, 2, 0.5)
+    with pytest.raises(ConfigError, match="unknown key 'stepz'; did you mean 'steps'"):
+        load_config(TINY, stepz=3)
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"config 'nowhere.yaml': No such file"):
+        load_config("nowhere.yaml")

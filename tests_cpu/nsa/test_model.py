@@ -1,0 +1,64 @@
+"""The model's identity, and that recomputation changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa import build_model, load_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_identity(path: Path) -> None:
+    with torch.device("meta"):
+        model = build_model(load_config(path))
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == 195
+    assert names[192] == "blocks.11.mlp.fc2.weight"
+    assert [n for n in names if n.startswith("blocks.4.attn.gate")]
+    assert len([n for n in names if n.startswith("blocks.4.")]) == 16
+
+
+def test_production_has_125_million_parameters() -> None:
+    with torch.device("meta"):
+        model = build_model(load_config(CONFIGS / "m7c_125m_2xa100_production.yaml"))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(125e6, rel=0.01)
+
+
+def gradients(**overrides: object) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = build_model(load_config(CONFIGS / "tiny_cpu.yaml", **overrides))
+    tokens = torch.arange(100).reshape(1, 100) * 7 % 256
+    logits = model(tokens)
+    assert logits.shape == (1, 100, 256)
+    logits.float().logsumexp(-1).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("gc_range", ["0:12", "0:6", "6:12"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_gives_the_same_gradients(gc_range: str, reentrant: bool) -> None:
+    plain = gradients(gradient_checkpointing=False)
+    recomputed = gradients(gradient_checkpointing=True, gc_range=gc_range, gc_reentrant=reentrant)
+    assert len(plain) == len(recomputed) == 195
+    for a, b in zip(plain, recomputed, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_the_named_layers_recompute() -> None:
+    model = build_model(load_config(CONFIGS / "tiny_cpu.yaml", gc_range="2:5"))
+    runs = dict.fromkeys(range(12), 0)
+    for index, block in enumerate(model.get_submodule("blocks").children()):
+        block.register_forward_pre_hook(lambda module, args, i=index: runs.__setitem__(i, runs[i] + 1))
+    model(torch.zeros(1, 64, dtype=torch.long)).sum().backward()
+    assert runs == {i: 2 if 2 <= i < 5 else 1 for i in range(12)}
+
+
+@pytest.mark.parametrize(("mlp", "attention"), [("gelu", "nsa"), ("swiglu", "dense")])
+def test_variants_train(mlp: str, attention: str) -> None:
+    found = gradients(mlp=mlp, attention=attention)
+    assert all(torch.isfinite(g).all() for g in found)

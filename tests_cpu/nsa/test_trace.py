@@ -1,0 +1,90 @@
+"""The tracers on a module of somebody else's: what they say, and what they leave on disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nsa.trace.board import RING_SIZE, Board
+from nsa.trace.gradients import GradientTrace
+from nsa.trace.module_backward import ModuleBackwardTrace
+from pytest_nsa.watch.board import BoardReader
+
+
+class Detached(nn.Module):
+    """A module whose second layer takes no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) + self.layers[1](x).detach()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="nsa.trace")
+    return caplog
+
+
+def test_missing_gradients_are_named_in_the_fixed_format(lines: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    model = Detached()
+    with GradientTrace(model) as trace:
+        model(torch.ones(1, 4)).sum().backward()
+        missing = trace.report(1, tmp_path / "missing.txt")
+    assert missing == ["layers.1.weight", "layers.1.bias"]
+    assert lines.messages == [
+        "[GRAD-TRACE] after_backward_step1 arrived=2 missing=2",
+        "  - MISSING: layers.1.weight",
+        "  - MISSING: layers.1.bias",
+    ]
+    assert (tmp_path / "missing.txt").read_text() == "step1 layers.1.weight\nstep1 layers.1.bias\n"
+
+
+def test_modules_whose_backward_never_ran_are_named(lines: pytest.LogCaptureFixture) -> None:
+    model = Detached()
+    trace = ModuleBackwardTrace(model)
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert trace.report(1) == ["layers.1"]
+    assert "[MODULE-BWD] step=1 module=layers.0" in lines.messages
+    assert "  - NOT REACHED: layers.1" in lines.messages
+
+
+def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board.bin", rank=3, world_size=4)
+    board.phase("backward")
+    board.text("parameter", "blocks.4.attn.out.weight")
+    board.number("gradients_expected", 3)
+    board.mark_arrived(1)
+    first = board.enter("allreduce", "0", 1, "float32", 16, "/a/b.py:3 in f")
+    board.enter("barrier", "0", 2, "", 0, "/a/b.py:9 in f")
+    board.leave(first)
+    snapshot = BoardReader(tmp_path / "board.bin").read()
+    assert snapshot is not None
+    assert (snapshot.phase, snapshot.parameter, snapshot.arrived) == ("backward", "blocks.4.attn.out.weight", b"\0\1\0")
+    assert [c.op for c in snapshot.collectives] == ["allreduce", "barrier"]
+    assert [c.op for c in snapshot.inside] == ["barrier"]
+    assert snapshot.collectives[0].describe() == "allreduce #1 (float32 x 16) at /a/b.py:3 in f"
+
+
+def test_the_ring_keeps_the_newest(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board.bin", rank=0, world_size=1)
+    for number in range(RING_SIZE + 10):
+        board.leave(board.enter("allreduce", "0", number, "float32", 1, ""))
+    snapshot = BoardReader(tmp_path / "board.bin").read()
+    assert snapshot is not None
+    assert [c.sequence for c in snapshot.collectives] == list(range(10, RING_SIZE + 10))
+    assert snapshot.inside == ()
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_truncated_board_is_no_board(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "board.bin"
+    Board(path, rank=0, world_size=1)
+    path.write_bytes(path.read_bytes()[:size])
+    assert BoardReader(path).read() is None

@@ -1,0 +1,165 @@
+"""``python -m nsa.train`` as a user runs it: its lines, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa import train
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
+PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
+
+
+def run(*arguments: str, ranks: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "nsa.train", "--config", TINY, *arguments],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, text=True, capture_output=True, timeout=150,
+    )  # fmt: skip
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_boot_lines_and_progress(tmp_path: Path) -> None:
+    result = run(
+        "--steps", "2", "--out", str(tmp_path), NSA_GC_RANGE="0:6", NSA_TRACE_GRADS="1", NSA_MEM_DUMP_EVERY="1"
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[:7] == [
+        f"[boot] loading config {TINY}",
+        "[env-guard] ok",
+        "[train] dataset=synthetic tokenizer=byte",
+        "[train] gradient_checkpointing=on range=0:6",
+        "[trace] overriding steps to 2",
+        "[trace] grad-arrival hooks registered",
+        "[debug] step 1: input shape torch.Size([4, 128]), seq_len 128",
+    ]
+    assert "[GRAD-TRACE] after_backward_step1 arrived=195 missing=0" in lines
+    progress = (
+        r"\[train\] step 1/2 loss 5\.\d+ lr 1\.50e-04 tokens/s \d+ peak \d+ MiB gates cmp 0\.\d+ sel 0\.\d+ win 0\.\d+"
+    )
+    assert re.search(progress, result.stdout)
+    assert {p.name for p in tmp_path.iterdir()} >= {
+        "metrics.jsonl", "traces.log", "heartbeat_rank0.jsonl", "mem_step1_rank0.json", "mem_step1_rank0.txt",
+        "k_stats.csv", "fallback_counters.csv", "gate_health.jsonl", "dtypes_report.txt",
+    }  # fmt: skip
+
+
+def test_two_ranks_under_torchrun_with_every_trace(tmp_path: Path) -> None:
+    traces = {
+        "NSA_TRACE_GRADS": "1",
+        "NSA_TRACE_MODULE_BWD": "1",
+        "NSA_TRACE_DDP_BUCKETS": "1",
+        "TORCH_BACKEND": "gloo",
+    }
+    result = run("--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), ranks=2, **traces)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[boot] loading config") == 1
+    assert re.search(r"\[DDP\] rank=1 bucket_elems=\d+ dtype=torch\.float32", result.stdout)
+    assert "[MODULE-BWD] step=1 module=blocks.4.attn\n" in result.stdout
+    assert "[MODULE-BWD] step=1 reached=60 not_reached=0" in result.stdout
+    assert len(losses(tmp_path)) == 2
+    beats = [json.loads(line) for line in (tmp_path / "heartbeat_rank1.jsonl").read_text().splitlines()]
+    assert {b["phase"] for b in beats} >= {"forward", "backward", "optimizer"}
+    assert {b["backend"] for b in beats} == {"DDP"}
+
+
+@pytest.mark.parametrize("parallel", ["none", "fsdp"])
+def test_a_resumed_run_continues_to_the_bit(tmp_path: Path, parallel: str) -> None:
+    ranks = 2 if parallel == "fsdp" else 0
+    common = ["--parallel", parallel, "--dataset", PROSE]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(*common, "--steps", "6", "--out", str(whole), ranks=ranks).returncode == 0
+    # The schedule depends on the planned steps, so the first part plans six and is cut short by what it saved.
+    first = run(*common, "--steps", "6", "--save-every", "3", "--out", str(parts), ranks=ranks)
+    assert first.returncode == 0, first.stderr
+    checkpoints = sorted(p.name for p in (parts / "checkpoints").iterdir())
+    assert checkpoints == ["latest", "step_00000003.pt", "step_00000006.pt"]
+    again = run(
+        *common, "--steps", "6", "--resume", str(parts / "checkpoints" / "step_00000003.pt"),
+        "--out", str(tmp_path / "again"), ranks=ranks,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert losses(parts) == losses(whole)
+    assert losses(tmp_path / "again") == losses(whole)[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", TINY, "--dataset", "nowhere.parquet"], "dataset 'nowhere.parquet': no such file or folder"),
+        (["--config", TINY, "--device", "cuda"], "--device cuda: torch sees no GPU; use --device cpu"),
+        (["--config", TINY, "--resume", "gone.pt", "--steps", "1"], "--resume 'gone.pt': no such file"),
+        (["--config", "nowhere.yaml"], "config 'nowhere.yaml': No such file or directory"),
+        ([], "no configuration: give --config PATH, or CONFIG=PATH"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CONFIG", raising=False)
+    assert train.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
+    assert result.returncode == 2
+    assert result.stderr == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5)\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_would_train_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["--config", TINY]) == 2
+    assert "2 ranks with --parallel none would train 2 unrelated models; use --ddp 1" in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_warned_of(tmp_path: Path) -> None:
+    result = run("--steps", "1", "--out", str(tmp_path), NSA_TRACE_GRAD="1")
+    assert (
+        "[env-guard] warning: NSA_TRACE_GRAD is not a variable of this program; did you mean 'NSA_TRACE_GRADS'?"
+        in result.stdout
+    )
+
+
+def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    for name in (
+        "NSA_TRACE_GRADS=0|1",
+        "NSA_GC_RANGE=start:end",
+        "NSA_FORCE_BRANCH=cmp|sel|win",
+        "TORCH_BACKEND=nccl|gloo",
+    ):
+        assert name in text
+
+
+def test_the_loss_on_real_prose_falls(tmp_path: Path) -> None:
+    result = run("--dataset", "fineweb_edu", "--steps", "60", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    found = losses(tmp_path)
+    assert found[0] == pytest.approx(5.55, abs=0.2)
+    assert sum(found[-5:]) / 5 < 2.6

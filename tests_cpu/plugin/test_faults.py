@@ -1,0 +1,306 @@
+"""Real faults in tests on ranks: named, bounded, nothing left behind, and the next test passes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_example
+
+FAULTS = """
+class InBackward(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        x = x * 1
+        x.register_hook(lambda gradient: self.function())
+        return x
+
+LOCK = threading.Lock()
+
+def step(ddp, fault):
+    plant = InBackward(fault if ddp.rank == 1 else lambda: None)
+    model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), plant, torch.nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+
+@world_size(2)
+@pytest.mark.timeout(6)
+def test_lock_in_backward(ddp):
+    LOCK.acquire()
+    step(ddp, lambda: LOCK.acquire())
+
+@world_size(2)
+@pytest.mark.timeout(6)
+def test_python_loop(group):
+    if group.rank == 1:
+        while True: pass
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(6)
+def test_sleep(group):
+    if group.rank == 0:
+        time.sleep(1000)
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(6)
+def test_stopped(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_killed(ddp):
+    step(ddp, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_segfault(group):
+    if group.rank == 0:
+        import ctypes
+        ctypes.string_at(0)
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_exits(group):
+    if group.rank == 1:
+        os._exit(0)
+    dist.barrier()
+
+@world_size(3)
+@pytest.mark.timeout(60)
+def test_raises(group):
+    if group.rank == 1:
+        raise ValueError("first cause")
+    dist.barrier()
+
+@world_size(3)
+@pytest.mark.timeout(60)
+def test_skips_collective(group):
+    for step in range(3):
+        if not (step == 1 and group.rank == 2):
+            dist.all_reduce(torch.ones(2))
+        dist.broadcast(torch.ones(3), src=0)
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_left_alone(group):
+    if group.rank == 0:
+        dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_other_dtype(group):
+    t = torch.ones(4, dtype=torch.int64 if group.rank == 1 else torch.float32)
+    dist.all_reduce(t)
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(6)
+def test_slow(group):
+    for _ in range(10000):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+
+@world_size(2)
+def test_next_one_passes(group):
+    dist.barrier()
+"""
+
+EXPECTED = {
+    "test_lock_in_backward": ("HANG", "lock_deadlock", (1,)),
+    "test_python_loop": ("HANG", "infinite_loop", (1,)),
+    "test_sleep": ("HANG", "sleeping", (0,)),
+    "test_stopped": ("HANG", "rank_stopped", (1,)),
+    "test_killed": ("CRASH", "rank_died", (1,)),
+    "test_segfault": ("CRASH", "rank_died", (0,)),
+    "test_exits": ("FAIL", "rank_exited", (1,)),
+    "test_raises": ("FAIL", "rank_exception", (1,)),
+    "test_skips_collective": ("HANG", "skipped_collective", (2,)),
+    "test_left_alone": ("FAIL", "skipped_collective", (1,)),
+    "test_slow": ("SLOW", "slow", (0, 1)),
+}
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of processes whose working directory lies in ``folder``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path]:
+    """One session over all the faults; the tests below read what it left."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "test_example.py").write_text(HEADER + FAULTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder)],
+        cwd=folder, text=True, capture_output=True, timeout=170,
+    )  # fmt: skip
+    return _result(folder, done), folder
+
+
+def _result(folder: Path, done: subprocess.CompletedProcess[str]) -> ExampleResult:
+    class Pytester:
+        path = folder
+
+    run = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
+    return read_result(Pytester(), run)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_fault_is_named(faults: tuple[ExampleResult, Path], name: str) -> None:
+    verdict = faults[0].verdicts[name]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == EXPECTED[name]
+    assert verdict.where.startswith("test_example.py:") or name == "test_slow"
+
+
+def test_the_line_is_the_culprits(faults: tuple[ExampleResult, Path]) -> None:
+    source = (HEADER + FAULTS).splitlines()
+    for name, text in {
+        "test_lock_in_backward": "step(ddp, lambda: LOCK.acquire())",
+        "test_python_loop": "while True: pass",
+        "test_sleep": "time.sleep(1000)",
+        "test_raises": 'raise ValueError("first cause")',
+        "test_segfault": "ctypes.string_at(0)",
+    }.items():
+        line = int(faults[0].verdicts[name].where.partition(":")[2].partition(" ")[0])
+        assert text in source[line - 1]
+
+
+def test_a_wrong_dtype_is_blamed_on_no_innocent(faults: tuple[ExampleResult, Path]) -> None:
+    verdict = faults[0].verdicts["test_other_dtype"]
+    assert verdict.cause == "collective_mismatch"
+    assert 1 in verdict.ranks
+    assert "int64 x 4" in verdict.reason
+
+
+def test_the_session_goes_on_and_leaves_nothing(faults: tuple[ExampleResult, Path]) -> None:
+    result, folder = faults
+    assert result.outcomes["passed"] == 1
+    assert result.outcomes["failed"] == len(EXPECTED) + 1
+    assert processes_of(folder) == []
+
+
+def test_stacks_are_in_the_folder_and_in_the_report(faults: tuple[ExampleResult, Path]) -> None:
+    result, _ = faults
+    folder = result.folder("test_lock_in_backward")
+    for rank in (0, 1):
+        assert "most recent call first" in (folder / f"watchdog_stackdump_rank{rank}.txt").read_text()
+    assert "stack of rank 1" in result.stdout
+    assert "> test_example.py" in result.stdout
+    # The dump is taken while the rank sits in C++: rank 0 waits inside torch.
+    assert "torch" in (folder / "watchdog_stackdump_rank0.txt").read_text()
+    assert (folder / "result.txt").read_text() == "HANG\n"
+
+
+def test_certain_causes_end_the_test_at_once(faults: tuple[ExampleResult, Path]) -> None:
+    for name in ("test_killed", "test_segfault", "test_exits", "test_raises", "test_skips_collective", "test_left_alone"):
+        verdict = faults[0].verdicts[name]
+        assert verdict.certain
+        assert verdict.duration_s < 30  # of the 60 that the test had
+
+
+def test_the_dead_ranks_signal_is_named(faults: tuple[ExampleResult, Path]) -> None:
+    assert "SIGKILL" in faults[0].verdicts["test_killed"].reason
+    assert "SIGSEGV" in faults[0].verdicts["test_segfault"].reason
+
+
+def test_missing_parameters_are_those_of_the_interrupted_backward(faults: tuple[ExampleResult, Path]) -> None:
+    assert faults[0].verdicts["test_lock_in_backward"].parameters_missing == ("0.weight", "0.bias")
+    assert faults[0].verdicts["test_raises"].parameters_missing == ()
+
+
+def test_diagnose_tells_the_same_from_the_folder(faults: tuple[ExampleResult, Path]) -> None:
+    assert faults[0].run is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", "diagnose", str(faults[0].run)], text=True, capture_output=True, timeout=60
+    )
+    assert done.returncode == 1
+    for name, (outcome, cause, ranks) in EXPECTED.items():
+        block = next(b for b in done.stdout.split("\n\n") if b.startswith(f"test_example.py::{name}\n"))
+        assert f"{outcome}: " in block
+        assert cause in block
+        assert all(str(rank) in block for rank in ranks)
+
+
+def test_hang_after_ends_a_stand_still_early(pytester: pytest.Pytester) -> None:
+    source = "@world_size(2)\n@pytest.mark.timeout(100)\ndef test_a(group):\n    if group.rank: time.sleep(1000)\n    dist.barrier()\n"
+    result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
+    verdict = result.verdicts["test_a"]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
+    assert not verdict.certain
+    assert verdict.duration_s < 50
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(tmp_path: Path, sent: signal.Signals) -> None:
+    (tmp_path / "test_example.py").write_text(
+        HEADER
+        + """
+@world_size(2)
+def test_before(group): assert group.rank == 0
+
+@world_size(2)
+def test_waits(group, artifacts):
+    (artifacts / f"running{group.rank}").touch()
+    if group.rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+"""
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)],
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    run = tmp_path / "artifacts" / "latest"
+    names = {0: "running0", 1: "running1"}
+    deadline = time.monotonic() + 60
+    while len(list(run.glob("*test_waits*/running*"))) < len(names):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(sent)
+    process.communicate(timeout=60)
+    folder = next(run.glob("*test_waits*"))
+    deadline = time.monotonic() + 20
+    while processes_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(tmp_path) == []
+    if sent == signal.SIGINT:
+        assert process.returncode == pytest.ExitCode.INTERRUPTED
+        assert (folder / "result.txt").read_text() == "INTERRUPTED\n"
+        summary = (run / "SUMMARY.md").read_text()
+        assert summary.startswith("INTERRUPTED")
+        assert "test_before" in summary
+    # Even a killed host leaves a folder that can be diagnosed.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", "diagnose", str(run.resolve()), "--json"], text=True, capture_output=True, timeout=60
+    )
+    assert '"outcome": "FAIL", "cause": "assertion", "ranks": [1]' in done.stdout
+    assert len(done.stdout.splitlines()) == 2

@@ -1,0 +1,107 @@
+"""The marks as a user meets them: described, usable as decorators, refused at collection when wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_nsa.marks import RULES, LayerRange
+from pytest_nsa.testing import HEADER, run_example
+
+
+def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
+    text = pytester.runpytest_subprocess("--markers").stdout.str()
+    for form in (
+        "world_size(n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name)",
+        "static_graph", "gpu",
+    ):  # fmt: skip
+        assert f"@pytest.mark.{form}: " in text
+    assert len(RULES) == 8
+
+
+@pytest.mark.parametrize(
+    ("mark", "fixture", "message"),
+    [
+        ("world_size(0)", "group", "world_size(0): must be from 1 to 64 ranks, as in world_size(2)"),
+        ("world_size('2')", "group", "world_size('2'): takes one whole number of ranks, as in world_size(2)"),
+        ("backend('mpi')", "group", "backend('mpi'): 'mpi' must be one of gloo, nccl, as in backend('gloo')"),
+        ("branch('foo')", "branch", "branch('foo'): 'foo' must be one of cmp, sel, win, as in branch('sel')"),
+        ("branch()", "branch", "branch(): takes one or more of cmp, sel, win, as in branch('sel')"),
+        ("gc_range('6:3')", "gc_range", "gc_range('6:3'): the range must go up, as in '0:6'"),
+        ("gc_range('a:b')", "gc_range", "gc_range('a:b'): must be 'start:end' in whole layers, as in '0:6'"),
+        ("gc_range(3)", "gc_range", "gc_range(3): must be 'start:end' in whole layers, as in '0:6'"),
+        ("trace('grad')", "trace", "trace('grad'): 'grad' must be one of grads, module_bwd, ddp_buckets"),
+        ("scenario('../up')", "group", "scenario('../up'): takes one name of letters, digits, '_', '-' and '.'"),
+        ("static_graph(True)", "ddp", "static_graph(True): takes no argument, as in @pytest.mark.static_graph"),
+        ("gpu(1)", "group", "gpu(1): takes no argument, as in @pytest.mark.gpu"),
+        ("branch('sel')", "group", "branch('sel'): does nothing, as the test does not take the fixture 'branch'"),
+        ("static_graph", "group", "static_graph: does nothing, as the test does not take the fixture 'ddp'"),
+    ],
+)
+def test_a_wrong_mark_is_refused_with_file_and_line(
+    pytester: pytest.Pytester, mark: str, fixture: str, message: str
+) -> None:
+    pytester.makepyfile(test_wrong=f"import pytest\n\n@pytest.mark.{mark}\ndef test_it({fixture}): pass\n")
+    result = pytester.runpytest_inprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    error = result.stderr.str()
+    assert f"test_wrong.py:3: test_it: {message}" in error
+    assert not (pytester.path / "artifacts").exists()
+
+
+def test_all_wrong_marks_are_told_at_once(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.world_size(0)\ndef test_a(): pass\n@pytest.mark.branch('x')\ndef test_b(branch): pass\n"
+    )
+    error = pytester.runpytest_inprocess().stderr.str()
+    assert "test_a: world_size(0)" in error
+    assert "test_b: branch('x')" in error
+
+
+def test_testcase_methods_are_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import pytest, unittest\nclass TestIt(unittest.TestCase):\n    @pytest.mark.world_size(2)\n    def test_a(self): pass\n"
+    )
+    result = pytester.runpytest_inprocess()
+    assert "unittest.TestCase methods and doctests cannot run on ranks" in result.stderr.str()
+
+
+def test_marks_set_values_and_parametrize(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        HEADER
+        + """
+@branch("sel")
+@gc_range("0:6")
+def test_one(branch, gc_range):
+    assert branch == "sel"
+    assert (gc_range, gc_range.start, gc_range.end) == ("0:6", 0, 6)
+
+@pytest.mark.branch("cmp", "sel", "win")
+@pytest.mark.gc_range("0:6", "6:12")
+def test_many(branch, gc_range):
+    assert branch in ("cmp", "sel", "win") and gc_range.end in (6, 12)
+
+def test_none(branch, gc_range):
+    assert branch is None and gc_range is None
+"""
+    )
+    result = pytester.runpytest_inprocess("-v")
+    result.assert_outcomes(passed=8)
+    result.stdout.fnmatch_lines(["*test_many*sel*0:6* PASSED*"])
+
+
+def test_gpu_tests_are_listed_everywhere_and_skipped_with_one_reason(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    source = "@gpu\n@world_size(2)\ndef test_a(group): pass\n@gpu\ndef test_b(): pass\n"
+    listed = run_example(pytester, source, "--collect-only", "-q", "-m", "gpu")
+    assert "test_a" in listed.stdout
+    result = run_example(pytester, source, "-m", "gpu", "-rs")
+    assert result.outcomes == {"skipped": 2}
+    assert "SKIPPED [2]" in result.stdout
+    assert "needs a GPU" in result.stdout
+
+
+def test_layer_range_refuses_what_is_no_range() -> None:
+    with pytest.raises(ValueError, match="the range must go up"):
+        LayerRange("6:6")

@@ -1,0 +1,257 @@
+"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports; and nobody else pays for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from pytest_nsa.testing import run_example
+
+EVERYDAY = """
+@world_size(2)
+def test_pass(group, tmp_path, tmp_path_factory):
+    (tmp_path / f"{group.rank}.txt").write_text("x")
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.txt", "1.txt"]
+    assert tmp_path_factory.mktemp("more").is_dir()
+    total = torch.tensor([group.rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3
+
+@world_size(3)
+def test_three(group):
+    assert (group.world_size, dist.get_world_size(), os.environ["WORLD_SIZE"]) == (3, 3, "3")
+
+def test_default_is_two_ranks(group):
+    assert group.world_size == 2
+
+@world_size(1)
+def test_mark_alone():
+    assert dist.get_world_size() == 1
+
+@world_size(2)
+@pytest.mark.parametrize("x", [1, 2])
+def test_parametrized(group, x):
+    assert x in (1, 2)
+
+@world_size(2)
+def test_all_skip(group):
+    pytest.skip("not today")
+
+@world_size(2)
+def test_some_skip(group):
+    if group.rank == 1:
+        pytest.skip("only me")
+
+@pytest.mark.skip(reason="never")
+@world_size(2)
+def test_skip_mark(group): os._exit(1)
+
+@pytest.mark.xfail(reason="known")
+@world_size(2)
+def test_xfail_mark(group): assert group.rank == 5
+
+@pytest.mark.xfail(strict=True)
+@world_size(2)
+def test_xpass_strict(group): pass
+
+@world_size(2)
+def test_xfail_inside(group): pytest.xfail("from inside")
+
+@world_size(2)
+def test_assertion_is_explained(group):
+    found = {"rank": group.rank, "list": [1, 2, 3]}
+    assert found["list"] == [1, 2, 4]
+
+@world_size(2)
+def test_output(group, capsys, record_property):
+    print("captured")
+    assert capsys.readouterr().out == "captured\\n"
+    record_property("answer", 42)
+    print(f"printed by rank {group.rank}")
+    assert group.rank == 0
+
+class TestClass:
+    @pytest.fixture
+    def made(self, group): return group.rank * 10
+
+    @world_size(2)
+    def test_method(self, made, group): assert made == 10 * group.rank
+
+def test_plain(): assert "RANK" not in os.environ
+"""
+
+
+def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, EVERYDAY, "-rA", "--junitxml=report.xml")
+    assert result.outcomes == {"passed": 8, "failed": 4, "skipped": 2, "xfailed": 2}
+    text = result.stdout
+    assert "not today" in text
+    some = result.verdicts["test_some_skip"]
+    assert (some.outcome, some.ranks) == ("FAIL", (1,))
+    assert "skipped on some ranks only (1): only me" in some.reason
+    # An equal failure on two ranks is shown once, with pytest's own explanation.
+    assert text.count("E       assert [1, 2, 3] == [1, 2, 4]") == 1
+    assert "--- ranks 0, 1 ---" in text
+    assert result.verdicts["test_assertion_is_explained"].cause == "assertion"
+    assert "output of rank 1" in text
+    assert "printed by rank 1" in text
+    assert "XPASS(strict)" in text
+    assert result.verdicts["test_xfail_mark"].expected
+    assert "test_xfail_mark: FAIL" not in text  # what was foreseen is not in the closing diagnosis
+    cases = {c.get("name"): c for c in ElementTree.parse(pytester.path / "report.xml").iter("testcase")}
+    properties = {p.get("name"): p.get("value") for p in cases["test_output"].iter("property")}
+    assert properties["answer"] == "42"
+    assert properties["nsa.verdict"] is not None
+    assert properties["nsa.verdict"].startswith("FAIL: rank 1 of 2, assertion")
+
+
+def test_only_failures_keep_their_folder(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_a(group): pass
+@world_size(2)
+def test_b(group, artifacts):
+    (artifacts / f'{group.rank}.txt').write_text('x')
+@scenario('named')
+@world_size(1)
+def test_c(group): pass
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 3}
+    assert result.run is not None
+    folders = {p.name for p in result.run.iterdir() if p.is_dir()}
+    assert len(folders) == 2
+    assert (result.run / "named" / "result.txt").read_text() == "PASS\n"
+    assert sorted(p.name for p in result.folder("test_b").glob("*.txt")) == ["0.txt", "1.txt", "result.txt"]
+    assert len((result.run / "verdicts.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_verdict_has_the_fixed_form(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2)\ndef test_a(group): assert group.rank\n")
+    data = json.loads((result.folder("test_a") / "verdict.json").read_text())
+    assert set(data) >= {
+        "schema", "scenario", "nodeid", "outcome", "cause", "ranks", "where", "module", "parameters_missing", "evidence",
+        "certain", "reason", "confidence", "advice", "duration_s", "stood_still_s", "time_to_verdict_s", "world_size",
+        "backend", "parallel",
+    }  # fmt: skip
+    assert data["schema"] == 1
+    assert data["nodeid"] == "test_example.py::test_a"
+    assert data["where"] == "test_example.py:6 in test_a"
+    assert data["ranks"] == [0]
+    assert set(data["evidence"][0]) == {"rank", "kind", "file", "says"}
+
+
+@pytest.mark.parametrize("launch", ["fork", "clean", "cold"])
+def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> None:
+    source = (
+        "@world_size(2)\ndef test_a(group): dist.barrier()\n@world_size(2)\ndef test_b(group): assert group.rank == 0\n"
+    )
+    result = run_example(pytester, source, f"--nsa-launch={launch}", "--junitxml=r.xml")
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert result.verdicts["test_b"].ranks == (1,)
+    word = {"fork": "forked from this process", "clean": "a clean child pytest", "cold": "a new interpreter a rank"}[
+        launch
+    ]
+    assert f"ranks are {word}" in result.stdout or word in result.stdout
+    assert len(list(ElementTree.parse(pytester.path / "r.xml").iter("testcase"))) == 2
+
+
+def test_threads_in_the_host_mean_a_clean_child(pytester: pytest.Pytester) -> None:
+    source = """
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+@world_size(2)
+def test_a(group): pass
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1}
+    assert "a clean child pytest (other threads run here" in result.stdout
+
+
+def test_xdist_workers_write_into_one_run(pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.parametrize('n', range(4))
+@world_size(2)
+def test_a(group, n):
+    dist.barrier()
+    assert n != 3
+"""
+    result = run_example(pytester, source, "-n2", "-p", "xdist")
+    assert result.outcomes == {"passed": 3, "failed": 1}
+    assert len(result.verdicts) == 4
+    assert result.run is not None
+    assert "assertion" in (result.run / "SUMMARY.md").read_text()
+    assert len(list((pytester.path / "artifacts").glob("test_engineer_*"))) == 1
+
+
+def test_lf_runs_the_failed_again(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+import pytest
+@pytest.mark.world_size(2)
+def test_a(group): pass
+@pytest.mark.world_size(2)
+def test_b(group): assert 0
+""")
+    pytester.runpytest_subprocess()
+    pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
+
+
+def test_a_session_without_ranks_starts_nothing(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\ndef test_a(): assert 'torch' not in sys.modules and 'nsa' not in sys.modules")
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=1)
+    assert not (pytester.path / "artifacts").exists()
+    result.stdout.no_fnmatch_line("*nsa*diagnosis*")
+
+
+def test_importing_the_plugin_imports_no_torch() -> None:
+    code = (
+        "import sys, pytest_nsa, pytest_nsa.plugin; print([m for m in ('torch', 'nsa', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_a(): pass")
+    pytester.runpytest_subprocess("-p", "no:nsa").assert_outcomes(passed=1)
+
+
+def test_ranked_fixtures_outside_ranks_say_what_to_do(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "def test_a(trace): pass\n")
+    assert result.outcomes == {"errors": 1}
+    assert "the fixture 'trace' is for tests on ranks" in result.stdout
+    assert "add @pytest.mark.world_size(2)" in result.stdout
+
+
+def test_detail_mode_does_not_take_the_ranks_down(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    source = """
+@world_size(2)
+def test_a(ddp):
+    m = ddp.wrap(torch.nn.Linear(2, 2))
+    m(torch.ones(1, 2)).sum().backward()
+    assert ddp.rank
+"""
+    result = run_example(pytester, source)
+    assert result.verdicts["test_a"].cause == "assertion"
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo" in result.stdout
+
+
+@pytest.mark.parametrize("ini", ["ranks_timeout = soon", "ranks_hang_after = -1", "ranks_start_timeout = 0"])
+def test_a_wrong_ini_value_is_refused(pytester: pytest.Pytester, ini: str) -> None:
+    pytester.makeini(f"[pytest]\n{ini}\n")
+    result = pytester.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"ini {ini.split()[0]} =" in result.stderr.str()
+
+
+def test_torch_is_pinned_to_one_thread_a_rank(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2)\ndef test_a(group): assert torch.get_num_threads() == 1\n")
+    assert result.outcomes == {"passed": 1}
+    assert os.cpu_count()
