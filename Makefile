@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/installed-* && touch $@
 
 plan: $(STAMP)
-	$(BIN)/python -m pytest tests_cpu/plan $(if $(FAULT),--fault $(FAULT)) $(ARGS)
+	$(BIN)/python -m pytest tests_cpu/plan -v $(if $(FAULT),--fault $(FAULT)) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

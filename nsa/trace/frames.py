@@ -10,6 +10,8 @@ from types import FrameType
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = {os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")}
 _FOREIGN = (*_LIBRARIES, _HERE, "<")
+# Wherever they are installed, packages are not the program under test; nor is the plugin that runs it.
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.sep}pytest_nsa{os.sep}")
 # An installed `nsa` is the user's code too: its model is what hangs.
 _OURS = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep + "nsa" + os.sep
 
@@ -21,7 +23,8 @@ def is_user_file(filename: str) -> bool:
     known = _known.get(filename)
     if known is None:
         in_model = filename.startswith(_OURS) and not filename.startswith(_HERE)
-        known = in_model or not (filename.startswith(_FOREIGN) or f"{os.sep}pytest_nsa{os.sep}" in filename)
+        installed = any(part in filename for part in _INSTALLED)
+        known = in_model or not (installed or filename.startswith(_FOREIGN))
         _known[filename] = known
     return known
 

@@ -47,8 +47,9 @@ def _table(entries: list[Entry]) -> str:
         ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
         where = f"<code>{escape(short_place(v.where))}</code>" if v.where else ""
         name = f'<a href="#{escape(entry.folder)}">{escape(entry.name)}</a>' if entry.folder else escape(entry.name)
+        result = _tag(v.outcome) + (" (expected)" if v.expected else "")
         rows.append(
-            f"<tr><td>{name}</td><td>{_tag(v.outcome)}{' (expected)' if v.expected else ''}</td><td>{escape(v.cause)}</td><td>{ranks}</td>"
+            f"<tr><td>{name}</td><td>{result}</td><td>{escape(v.cause)}</td><td>{ranks}</td>"
             f"<td>{where}</td><td>{v.duration_s:.1f} s</td></tr>"
         )
     head = "<tr><th>scenario</th><th>result</th><th>cause</th><th>rank</th><th>where</th><th>time</th></tr>"

@@ -97,9 +97,12 @@ def _verdict(entry: Entry) -> list[str]:
         out.append(f"- where: `{short_place(v.where)}`" + (f", module `{v.module}`" if v.module else ""))
     out.append(f"- why: {v.reason}")
     if v.parameters_missing:
-        shown = ", ".join(f"`{p}`" for p in v.parameters_missing[:5])
+        # Last first: backward goes from the model's end, so these are the ones that were due next.
+        shown = ", ".join(f"`{p}`" for p in v.parameters_missing[:-6:-1])
         rest = len(v.parameters_missing) - 5
-        out.append(f"- gradients that never arrived: {shown}" + (f" and {rest} more" if rest > 0 else ""))
+        out.append(
+            f"- gradients that never arrived, the next one first: {shown}" + (f" and {rest} more" if rest > 0 else "")
+        )
     if v.stood_still_s:
         out.append(f"- stood still for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
     out.append(f"- do: {v.advice}")

@@ -42,7 +42,7 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
         out.append(f"  module   {verdict.module}")
     if verdict.parameters_missing:
         rest = f" and {len(verdict.parameters_missing) - 2} more" if len(verdict.parameters_missing) > 2 else ""
-        out.append(f"  missing  {', '.join(verdict.parameters_missing[:2])}{rest}")
+        out.append(f"  missing  {', '.join(verdict.parameters_missing[:-3:-1])}{rest}")
     rank = next((r for r in evidence.ranks if r.rank in verdict.ranks and r.stack), None)
     if rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
         frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])

@@ -212,7 +212,14 @@ def test_stacks_are_in_the_folder_and_in_the_report(faults: tuple[ExampleResult,
 
 
 def test_certain_causes_end_the_test_at_once(faults: tuple[ExampleResult, Path]) -> None:
-    for name in ("test_killed", "test_segfault", "test_exits", "test_raises", "test_skips_collective", "test_left_alone"):
+    for name in (
+        "test_killed",
+        "test_segfault",
+        "test_exits",
+        "test_raises",
+        "test_skips_collective",
+        "test_left_alone",
+    ):
         verdict = faults[0].verdicts[name]
         assert verdict.certain
         assert verdict.duration_s < 30  # of the 60 that the test had
@@ -242,7 +249,13 @@ def test_diagnose_tells_the_same_from_the_folder(faults: tuple[ExampleResult, Pa
 
 
 def test_hang_after_ends_a_stand_still_early(pytester: pytest.Pytester) -> None:
-    source = "@world_size(2)\n@pytest.mark.timeout(100)\ndef test_a(group):\n    if group.rank: time.sleep(1000)\n    dist.barrier()\n"
+    source = """
+@world_size(2)
+@pytest.mark.timeout(100)
+def test_a(group):
+    if group.rank: time.sleep(1000)
+    dist.barrier()
+"""
     result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
     verdict = result.verdicts["test_a"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
@@ -300,7 +313,10 @@ def test_waits(group, artifacts):
         assert "test_before" in summary
     # Even a killed host leaves a folder that can be diagnosed.
     done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", str(run.resolve()), "--json"], text=True, capture_output=True, timeout=60
+        [sys.executable, "-m", "pytest_nsa", "diagnose", str(run.resolve()), "--json"],
+        text=True,
+        capture_output=True,
+        timeout=60,
     )
     assert '"outcome": "FAIL", "cause": "assertion", "ranks": [1]' in done.stdout
     assert len(done.stdout.splitlines()) == 2

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
+#   benchmarks/gpu.sh [OUT]      OUT: folder for the results (default: benchmarks/results)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-benchmarks/results}
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+python -m pytest tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts"
+status=$?
+python - "$out" "$status" <<'PY'
+import json, platform, sys, time
+from pathlib import Path
+from xml.etree import ElementTree
+import torch
+out, status = Path(sys.argv[1]), int(sys.argv[2])
+cases = list(ElementTree.parse(out / "gpu_junit.xml").iter("testcase"))
+def outcome(case):
+    for tag in ("failure", "error", "skipped"):
+        if case.find(tag) is not None:
+            return tag
+    return "passed"
+json.dump({
+    "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(), "exit_code": status,
+    "tests": [{"name": c.get("name"), "outcome": outcome(c), "seconds": float(c.get("time"))} for c in cases],
+}, (out / "gpu.json").open("w"), indent=1)
+print((out / "gpu.json").read_text())
+PY
+exit "$status"

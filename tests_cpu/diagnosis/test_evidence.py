@@ -1,0 +1,103 @@
+"""Folders as they are left by killed writers: read as far as they go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.trace.board import Board
+from pytest_nsa.__main__ import main
+from pytest_nsa.diagnosis.diagnose import diagnose
+from pytest_nsa.evidence import load
+from pytest_nsa.launch.messages import Job
+from pytest_nsa.watch.stacks import parse_dump, telling_thread
+
+DUMP = """\
+Thread 0x00007f02 (most recent call first):
+  File "/x/nsa/trace/heartbeat.py", line 62 in _run
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f03 (most recent call first):
+  File "/home/me/model.py", line 12 in backward
+  File "/usr/lib/python3.11/site-packages/torch/autograd/function.py", line 325 in apply
+
+Current thread 0x00007f01 [python] (most recent call first):
+  File "/usr/lib/python3.11/site-packages/torch/autograd/graph.py", line 9 in _engine_run_backward
+  File "/home/me/train.py", line 40 in step
+  File "/home/me/test_it.py", line 3 in test_it
+  File "/usr/lib/python3.11/site-packages/_pytest/python.py", line 187 in pytest_pyfunc_call
+"""
+
+
+def make_folder(path: Path, world_size: int = 2) -> Path:
+    job = Job(nodeid="t.py::t", folder=str(path), world_size=world_size, backend="gloo", root="/home/me")
+    path.mkdir()
+    (path / "job.json").write_text(json.dumps(job.to_json()))
+    for rank in range(world_size):
+        (path / f"rank{rank}").mkdir()
+    return path
+
+
+def test_a_folder_with_nothing_but_the_job(tmp_path: Path) -> None:
+    verdict = diagnose(load(make_folder(tmp_path / "t")))
+    assert (verdict.outcome, verdict.cause) == ("FAIL", "unknown")
+
+
+def test_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "t")
+    exits = [{"event": "exit", "time": r, "rank": r, "code": 0, "signal": 0, "by_us": False} for r in (0, 1)]
+    (folder / "host.jsonl").write_text("".join(json.dumps(e) + "\n" for e in exits) + '{"event": "ended", "dur')
+    for rank in (0, 1):
+        (folder / f"rank{rank}" / "events.jsonl").write_text(
+            '{"time": 1, "event": "done", "passed": true}\n{"time": 2, "ev'
+        )
+    assert diagnose(load(folder)).outcome == "PASS"
+
+
+def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
+    """Rank 0 reports first, and only that the connection broke; rank 1 died before it."""
+    folder = make_folder(tmp_path / "t")
+    victim = {
+        "event": "exception", "time": 5.0, "when": "call", "type": "RuntimeError", "line": 3, "function": "f",
+        "message": "[..] Connection closed by peer [127.0.0.1]:1", "file": "/home/me/train.py",
+    }  # fmt: skip
+    (folder / "rank0" / "events.jsonl").write_text(json.dumps(victim) + "\n")
+    board = Board(folder / "rank1" / "board.bin", rank=1, world_size=2)
+    board.text("line", "/home/me/model.py:12 in backward")
+    exits = [
+        {"event": "exit", "time": 6.0, "rank": 1, "code": 0, "signal": 11, "by_us": False},
+        {"event": "exit", "time": 6.1, "rank": 0, "code": 1, "signal": 0, "by_us": False},
+    ]
+    (folder / "host.jsonl").write_text("".join(json.dumps(e) + "\n" for e in exits))
+    verdict = diagnose(load(folder))
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("CRASH", "rank_died", (1,))
+    assert verdict.where == "model.py:12 in backward"
+    assert "SIGSEGV" in verdict.reason
+
+
+def test_the_thread_that_runs_backward_tells(tmp_path: Path) -> None:
+    threads = parse_dump(DUMP)
+    assert [t.is_ours for t in threads] == [True, False, False]
+    telling = telling_thread(threads)
+    assert telling is not None
+    assert telling.user_frame is not None
+    assert telling.user_frame.describe() == "/home/me/model.py:12 in backward"
+    assert [f.function for f in threads[2].test_frames] == ["_engine_run_backward", "step", "test_it"]
+
+
+@pytest.mark.parametrize("text", ["", "garbage\n", 'Thread 0x1 (most recent call first):\n  File "x", li'])
+def test_a_broken_dump_is_no_stack(text: str) -> None:
+    assert telling_thread(parse_dump(text)) is None
+
+
+def test_diagnose_without_evidence_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "no evidence here (no job.json)" in capsys.readouterr().err
+
+
+def test_diagnose_reads_a_moved_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = make_folder(tmp_path / "t").rename(tmp_path / "elsewhere")
+    assert main(["diagnose", str(moved), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["cause"] == "unknown"

@@ -1,0 +1,107 @@
+"""Folders and files of a run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.artifacts import RunFolder, safe_name
+from pytest_nsa.testing import run_example
+
+
+@pytest.mark.parametrize(
+    "nodeid",
+    [
+        "a/b.py::test[x-/etc/passwd]",
+        "../../up.py::t",
+        "t.py::t[" + "x" * 500 + "]",
+        "t.py::t[ü\n\0]",
+        "::",
+        ".",
+        "..",
+        "",
+    ],
+)
+def test_names_from_ids_are_safe(nodeid: str) -> None:
+    name = safe_name(nodeid)
+    assert re.fullmatch(r"[A-Za-z0-9_.-]{1,120}", name)
+    assert not name.startswith(".")
+
+
+def test_different_ids_have_different_names() -> None:
+    ids = ["t.py::a[1]", "t.py::a[1 ]", "t.py::a(1)", "t.py::a-1-"]
+    assert len({safe_name(i) for i in ids}) == len(ids)
+
+
+def test_two_runs_in_one_second_are_two_folders(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    assert first.path != second.path
+    assert (tmp_path / "latest").resolve() == second.path
+
+
+def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "mine.txt").touch()
+    assert RunFolder(tmp_path).path.is_dir()
+    assert (tmp_path / "latest" / "mine.txt").exists()
+
+
+def test_a_run_leaves_what_the_plan_names(pytester: pytest.Pytester) -> None:
+    source = """
+@scenario("one")
+@trace("grads", "ddp_buckets")
+@world_size(2)
+def test_a(ddp, trace):
+    model = ddp.wrap(torch.nn.Linear(2, 2))
+    with trace(model):
+        model(torch.ones(1, 2))[..., 0].sum().backward()
+
+@scenario("two")
+@trace("grads")
+@world_size(1)
+def test_b(group, trace):
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    with trace(model):
+        model[0](torch.ones(1, 2)).sum().backward()
+    assert trace.missing_gradients() == []
+"""
+    result = run_example(pytester, source, "--artifacts", "evidence")
+    run = (pytester.path / "evidence" / "latest").resolve()
+    assert re.fullmatch(r"test_engineer_\d{8}_\d{6}", run.name)
+    assert {p.name for p in run.iterdir()} >= {
+        "test_execution.log", "SUMMARY.md", "report.html", "env.json", "all_missing_params.txt", "ddp_buckets.txt",
+        "verdicts.jsonl", "one", "two",
+    }  # fmt: skip
+    assert {p.name for p in (run / "one").iterdir()} >= {
+        "output.log", "traces.log", "result.txt", "verdict.json", "heartbeat_rank0.jsonl", "heartbeat_rank1.jsonl",
+    }  # fmt: skip
+    assert (run / "one" / "result.txt").read_text() == "PASS\n"
+    assert (run / "two" / "result.txt").read_text() == "FAIL\n"
+    assert (run / "all_missing_params.txt").read_text() == "two 1.weight\ntwo 1.bias\n"
+    assert "one [DDP] rank=1 bucket_elems=6 dtype=torch.float32" in (run / "ddp_buckets.txt").read_text()
+    assert "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=2 missing=0" in (run / "one" / "output.log").read_text()
+    assert "FAIL two" in (run / "test_execution.log").read_text()
+    assert result.outcomes == {"passed": 1, "failed": 1}
+
+
+def test_the_report_is_one_file_that_needs_no_network(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+@pytest.mark.timeout(5)
+def test_hangs(group):
+    if group.rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert result.run is not None
+    page = (result.run / "report.html").read_text()
+    assert not re.search(r"(src|href)=[\"']?https?:|@import|url\(http", page)
+    lanes = re.findall(r"<svg[^>]*aria-label=\"2 ranks over [\d.]+ seconds\"", page)
+    assert len(lanes) == 1
+    assert page.count('<text x="0"') == 2
+    assert "rank 1 ◀" in page
+    assert "last stack of rank 1" in page
+    assert "test_example.py:10 in test_hangs" in page

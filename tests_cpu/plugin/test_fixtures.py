@@ -1,0 +1,145 @@
+"""The rank fixtures on real groups: DDP, both FSDPs, traces, and the fixture launch from outside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_nsa import LayerRange, branch, gc_range, static_graph, trace, world_size
+from pytest_nsa.fixtures import DDP, FSDP, Group, Trace
+from pytest_nsa.launching import Launch
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.linspace(0, 1, 16).reshape(2, 8) * (rank + 1)
+
+
+def mean_gradients(num_ranks: int) -> list[torch.Tensor]:
+    """What averaging over the ranks must give, computed on one rank alone."""
+    model = Net()
+    sum(model(batch(rank)).sum() / num_ranks for rank in range(num_ranks)).backward()  # type: ignore[union-attr]
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@world_size(2)
+def test_ddp_averages_gradients(ddp: DDP) -> None:
+    model = ddp.wrap(Net())
+    assert isinstance(model, DistributedDataParallel)
+    model(batch(ddp.rank)).sum().backward()
+    for parameter, expected in zip(model.parameters(), mean_gradients(2), strict=True):
+        torch.testing.assert_close(parameter.grad, expected)
+
+
+@world_size(3)
+def test_the_bucket_hook_changes_no_bit(ddp: DDP) -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        model(batch(ddp.rank)).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    watched = ddp.wrap(Net())
+    # A model whose first call is nested in another module is no root, so no hook is put on it.
+    plain = nn.Sequential(ddp.wrap(Net()))
+    first, second = gradients(watched), gradients(plain)
+    assert getattr(watched, "_nsa_bucket_hook", None) is not None
+    assert getattr(plain[0], "_nsa_bucket_hook", None) is None
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@world_size(2)
+@static_graph
+def test_static_graph_reaches_ddp(ddp: DDP) -> None:
+    model = ddp.wrap(Net())
+    assert model.static_graph is True
+
+
+@world_size(2)
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
+    model = fsdp.wrap(Net(), version=version)
+    model(batch(fsdp.rank)).sum().backward()
+    norms = [p.grad.detach() for p in model.parameters() if p.grad is not None]
+    total = sum((g.full_tensor() if hasattr(g, "full_tensor") else g).square().sum() for g in norms)
+    assert isinstance(total, torch.Tensor)
+    if version == 1:  # each rank holds a shard
+        dist.all_reduce(total)
+    torch.testing.assert_close(total, sum(g.square().sum() for g in mean_gradients(2)))
+
+
+@world_size(2)
+@trace("grads", "module_bwd", "ddp_buckets")
+def test_trace_records_a_step(ddp: DDP, trace: Trace) -> None:
+    model = ddp.wrap(Net())
+    with trace(model) as step:
+        model(batch(ddp.rank).requires_grad_()).sum().backward()
+    assert trace.missing_gradients() == []
+    assert trace.modules_not_reached() == []
+    assert [count for count, _ in step.buckets] == [3 * 72]
+
+
+@world_size(1)
+@trace("grads")
+def test_trace_names_what_is_missing(group: Group, trace: Trace) -> None:
+    model = Net()
+    with trace(model):
+        model.blocks[0](batch(0)).sum().backward()
+    assert trace.missing_gradients() == [f"blocks.{i}.{n}" for i in (1, 2) for n in ("weight", "bias")]
+    with pytest.raises(RuntimeError, match=r"module backwards are not traced; use @trace\('module_bwd'\)"):
+        trace.modules_not_reached()
+
+
+@world_size(2)
+@branch("cmp", "sel", "win")
+@gc_range("0:6")
+def test_branch_and_range_are_the_marks(group: Group, branch: str, gc_range: LayerRange) -> None:
+    assert branch in ("cmp", "sel", "win")
+    assert list(range(gc_range.start, gc_range.end)) == list(range(6))
+
+
+def body_that_passes(rank: int, world_size: int, group: Group, value: int) -> None:
+    assert (rank, world_size, value) == (group.rank, 4, 7)
+    dist.barrier()
+    print(f"rank {rank} was here")
+
+
+def body_that_fails(rank: int) -> None:
+    assert rank != 2, "rank two"
+    dist.barrier()
+
+
+def test_launch_runs_a_function_on_ranks(launch: Launch) -> None:
+    outcome = launch(body_that_passes, world_size=4, arguments={"value": 7})
+    assert outcome.passed, outcome.verdict
+    assert "rank 3 was here" in outcome.output(3)
+
+
+def test_launch_gives_the_verdict_to_read(launch: Launch) -> None:
+    outcome = launch(body_that_fails, world_size=4, timeout=20)
+    assert (outcome.verdict.outcome, outcome.verdict.cause, outcome.verdict.ranks) == ("FAIL", "rank_exception", (2,))
+    assert "rank two" in outcome.verdict.reason
+    assert (outcome.folder / "verdict.json").is_file()
+
+
+def test_launch_refuses_what_ranks_could_not_find(launch: Launch) -> None:
+    with pytest.raises(ValueError, match="must stand at the top level of its module"):
+        launch(lambda: None)
+    with pytest.raises(ValueError, match=r"world_size=0\): must be from 1 to 64"):
+        launch(body_that_fails, world_size=0)
+    with pytest.raises(ValueError, match="must be below the test's own timeout of 180 s"):
+        launch(body_that_fails, timeout=200)
+    with pytest.raises(ValueError, match="only values that JSON can hold"):
+        launch(body_that_fails, arguments={"x": object()})
