@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_nsa import marks
-from pytest_nsa.launch.rank_access import require_rank
+from pytest_nsa.launch.context import RankContext, require_rank
 from pytest_nsa.marks import LayerRange
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from nsa.trace.gradients import GradientTrace
     from nsa.trace.module_backward import ModuleBackwardTrace
-    from pytest_nsa.launch.rank import RankContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence
-from pytest_nsa.launch.rank_access import current_rank
+from pytest_nsa.launch.context import current_rank
 from pytest_nsa.report import text
 from pytest_nsa.running import RankRunner
 

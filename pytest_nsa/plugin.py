@@ -11,7 +11,7 @@ from pytest_nsa import marks, settings
 from pytest_nsa.artifacts import RunFolder
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, trace
 from pytest_nsa.items import RankedFunction, folder_key, make_ranked, runner_key, timeout_key, verdict_key
-from pytest_nsa.launch.rank_access import current_rank
+from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launching import artifacts, failed_key, launch
 from pytest_nsa.report import session as session_report
 from pytest_nsa.report.text import headline, short_path

@@ -17,12 +17,12 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence, load
 from pytest_nsa.launch import launchers
 from pytest_nsa.launch.host import Launcher, LaunchError, Limits, RanksRun
-from pytest_nsa.launch.messages import Job
-from pytest_nsa.launch.zygote import plain_nodeid
+from pytest_nsa.launch.messages import Job, plain_nodeid
 from pytest_nsa.settings import Settings
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
 RESERVE_S = 2.0
+GROUP_MARGIN_S = 60.0  # torch's own time limit must not come before ours: its message names nobody
 VERDICTS = "verdicts.jsonl"
 
 
@@ -63,6 +63,7 @@ class RankRunner:
             folder=str(folder),
             root=str(self.config.rootpath),
             timeout=limit,
+            group_timeout=limit + GROUP_MARGIN_S,
             created=time.time(),
             tmp=_temporary_folder(item, folder.name),
             **job_settings(item, self.settings),

@@ -84,6 +84,10 @@ def resolve(config: pytest.Config) -> Settings:
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpus=count_gpus(),
     )
+    if settings.hang_after >= settings.timeout:
+        raise pytest.UsageError(
+            f"ini ranks_hang_after = {settings.hang_after:g}: must be below ranks_timeout = {settings.timeout:g}, or it never comes"
+        )
     config.stash[settings_key] = settings
     return settings
 

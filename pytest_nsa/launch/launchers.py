@@ -19,8 +19,9 @@ import pytest
 from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.launch.host import Launcher, LaunchError
 from pytest_nsa.launch.messages import Channel, Job
-from pytest_nsa.launch.processes import die_with, native_threads
+from pytest_nsa.launch.parent import die_with
 from pytest_nsa.settings import COLD_JOB, ZYGOTE_FD, Settings, child_environment
+from pytest_nsa.watch.process import native_threads
 
 READY_S = 300.0
 
@@ -155,7 +156,7 @@ def why_not_fork(config: pytest.Config) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialised in this process"
-    if any(state not in "SI" for _, state in native_threads()):
+    if any(state not in "SI" for state in native_threads()):
         return "native threads are busy in this process"
     return ""
 

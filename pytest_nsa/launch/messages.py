@@ -51,6 +51,12 @@ class Job:
         return Path(self.folder) / f"rank{rank}"
 
 
+def plain_nodeid(nodeid: str) -> str:
+    """A node id without xdist's '@group' suffix."""
+    head, bracket, tail = nodeid.rpartition("]")
+    return head + bracket + tail.partition("@")[0] if "::" in nodeid else nodeid
+
+
 class Channel:
     """JSON lines over a connected stream socket."""
 

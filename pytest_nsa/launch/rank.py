@@ -15,46 +15,19 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_nsa.artifacts import append_line
+from pytest_nsa.launch.context import RankContext, become
 from pytest_nsa.launch.messages import Job
-
-if TYPE_CHECKING:
-    from nsa.trace.session import TraceSession
 
 DUMP_SIGNAL = signal.SIGUSR1
 EXIT_FAILED = 1
+_kept_open: list[object] = []  # faulthandler writes to descriptors: their files must live as long as the process
 MAX_TEXT = 200_000
-
-
-@dataclass(kw_only=True)
-class RankContext:
-    """What fixtures of this rank are made from."""
-
-    rank: int
-    job: Job
-    device: str
-    session: TraceSession
-    notes: list[str]
-    retired: object = None
-
-    @property
-    def folder(self) -> Path:
-        """This rank's own folder of evidence."""
-        return self.job.rank_folder(self.rank)
-
-
-context_key = pytest.StashKey[RankContext]()
-_context: RankContext | None = None
-
-
-def context() -> RankContext | None:
-    """The context of this process when it is a rank, else None."""
-    return _context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +65,6 @@ def prepare(job: Job, items: dict[str, pytest.Item]) -> Run:
 
 def main(number: int, job: Job, run: Run) -> int:
     """Run as rank ``number``; returns the exit code. Everything is left in the rank's folder."""
-    global _context
     folder = job.rank_folder(number)
     folder.mkdir(exist_ok=True)
     _take_over_output(folder)
@@ -121,7 +93,8 @@ def main(number: int, job: Job, run: Run) -> int:
     session.observer.on_model = saw_model
     session.observer.on_names = lambda names: _record(folder, event="parameters", names=names)
     _listen_to_traces(folder)
-    ctx = _context = RankContext(rank=number, job=job, device=device, session=session, notes=notes)
+    ctx = RankContext(rank=number, job=job, device=device, session=session, notes=notes)
+    become(ctx)
     try:
         session.board.text("line", run.place)
         _join_group(ctx)
@@ -154,7 +127,7 @@ def _arm_stack_dumps(folder: Path) -> None:
     faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
     fatal = (folder / "fatal.txt").open("w", encoding="utf-8")
     faulthandler.enable(file=fatal, all_threads=True)
-    globals()["_open_files"] = (stacks, fatal)
+    _kept_open.extend((stacks, fatal))
 
 
 def _listen_to_traces(folder: Path) -> None:
@@ -223,7 +196,6 @@ def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
 
 def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     config = item.config
-    config.stash[context_key] = ctx
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         # Output belongs in this rank's file as it is written, not in a buffer that dies with the rank.

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.launch.messages import Channel, Job
-from pytest_nsa.launch.processes import die_with
+from pytest_nsa.launch.messages import Channel, Job, plain_nodeid
+from pytest_nsa.launch.parent import die_with
 
 # What DDP, FSDP and optimizers import on first use: seconds in each rank, unless the zygote has them already.
 PRELOAD = (
@@ -71,8 +71,9 @@ class Zygote:
                 if client.closed:
                     self._kill(client)
                     self.clients.remove(client)
-        while self.ranks:
-            signal.pause() if not self._reap() else None
+        for pid in self.ranks:
+            _kill_group(pid)
+            os.waitpid(pid, 0)
 
     def _preload(self) -> None:
         for module in PRELOAD:
@@ -137,9 +138,8 @@ class Zygote:
         for rank in self._ranks_of(client):
             _kill_group(rank.pid)
 
-    def _reap(self) -> int:
-        """Report each rank that has ended, and end what it left running; returns how many."""
-        reaped = 0
+    def _reap(self) -> None:
+        """Report each rank that has ended, and end what it left running."""
         for pid, rank in list(self.ranks.items()):
             # Looked at before it is reaped: until then neither its pid nor its process group can be anybody else's.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -148,8 +148,6 @@ class Zygote:
             _, status = os.waitpid(pid, 0)
             del self.ranks[pid]
             rank.client.send(op="exited", rank=rank.rank, status=status)
-            reaped += 1
-        return reaped
 
 
 def _kill_group(pid: int) -> None:
@@ -162,12 +160,6 @@ def _kill_group(pid: int) -> None:
 def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
     """Items by their id, without the '@group' that xdist appends."""
     return {plain_nodeid(item.nodeid): item for item in items}
-
-
-def plain_nodeid(nodeid: str) -> str:
-    """A node id without xdist's '@group' suffix."""
-    head, bracket, tail = nodeid.rpartition("]")
-    return head + bracket + tail.partition("@")[0] if "::" in nodeid else nodeid
 
 
 class ServeSession:

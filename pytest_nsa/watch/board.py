@@ -100,6 +100,9 @@ class BoardReader:
             except ValueError:
                 return None
         try:
+            ring = self._layout["ring"]
+            if len(data) < ring["offset"] + ring["size"] * ring["stride"]:
+                return None  # cut short, by a full disk or a copy that broke off
             return _decode(self._layout, data)
         except (struct.error, KeyError, IndexError, ValueError):
             return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.artifacts import append_line
-from pytest_nsa.launch.processes import ProcessState, look_at
+from pytest_nsa.watch.process import ProcessState, look_at
 
 SAMPLE_S = 0.4
 DUMP_WAIT_S = 2.0

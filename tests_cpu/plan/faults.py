@@ -12,20 +12,19 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from nsa.trainer import Trainer
-    from tests_cpu.plan.scenarios import Scenario
 
 CULPRIT = 1
 never_released = threading.Lock()
 
 
-def settings(fault: str | None, row: Scenario) -> dict[str, Any]:
+def settings(fault: str | None, parallel: str, *, static_graph: bool) -> dict[str, Any]:
     """What a fault changes in a scenario's configuration."""
-    if fault != "gc_reentrant" or row.parallel != "ddp":
+    if fault != "gc_reentrant" or parallel != "ddp":
         return {}
     # Under static_graph DDP finds unused parameters by itself.
     return {
         "train.gc_reentrant": True,
-        "parallel.find_unused_parameters": not row.overrides.get("parallel.static_graph", False),
+        "parallel.find_unused_parameters": not static_graph,
     }
 
 

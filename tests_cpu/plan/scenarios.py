@@ -116,7 +116,8 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
         "parallel.mode": row.parallel, "parallel.bucket_cap_mb": 0.25, "train.steps": row.steps,
         "train.batch_size": 1, "data.dataset": "synthetic", **row.overrides,
     }  # fmt: skip
-    config = load_config(ROOT / "configs" / size.config, **{**overrides, **faults.settings(fault, row)})
+    changed = faults.settings(fault, row.parallel, static_graph=bool(row.overrides.get("parallel.static_graph")))
+    config = load_config(ROOT / "configs" / size.config, **{**overrides, **changed})
     ranks = RankInfo(
         rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device)
     )

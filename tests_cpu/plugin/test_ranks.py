@@ -243,7 +243,9 @@ def test_a(ddp):
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo" in result.stdout
 
 
-@pytest.mark.parametrize("ini", ["ranks_timeout = soon", "ranks_hang_after = -1", "ranks_start_timeout = 0"])
+@pytest.mark.parametrize(
+    "ini", ["ranks_timeout = soon", "ranks_hang_after = -1", "ranks_start_timeout = 0", "ranks_hang_after = 400"]
+)
 def test_a_wrong_ini_value_is_refused(pytester: pytest.Pytester, ini: str) -> None:
     pytester.makeini(f"[pytest]\n{ini}\n")
     result = pytester.runpytest_subprocess()
