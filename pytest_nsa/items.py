@@ -57,7 +57,9 @@ class RankedFunction(pytest.Function):
         for entry in evidence.ranks[0].reports:
             if entry["report"].get("when") == "call":
                 self.user_properties.extend((str(k), v) for k, v in entry["report"].get("user_properties", ()))
-        if self.stash[verdict_key].failed:
+        verdict = self.stash[verdict_key]
+        if verdict.failed:
+            self.user_properties.append(("nsa.verdict", text.headline(verdict)))
             for title, body in text.sections(evidence):
                 self.add_report_section("call", title, body)
 

@@ -101,8 +101,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.config.stash[runner_key].expect_failure(item.stash[folder_key], verdict)
     elif verdict is not None and call.when == "call":
         report.nsa_outcome = verdict.outcome
-        if verdict.failed:
-            report.user_properties.append(("nsa.verdict", headline(verdict)))
     return report
 
 

@@ -31,7 +31,7 @@ _TEXTS = {"module": 160, "parameter": 160, "line": 256}
 
 # A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
 _RECORD: tuple[tuple[str, str], ...] = (
-    ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"),
+    ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("site", "128s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
@@ -145,13 +145,15 @@ class Board:
         self.number("phase", PHASES.index(name))
         self.add("progress")
 
-    def enter(self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, peer: int = -1) -> int:
-        """The rank enters a collective; returns the index to `leave` with."""
+    def enter(
+        self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1
+    ) -> int:
+        """The rank enters a collective of a group of ``size`` ranks; returns the index to `leave` with."""
         index = self._counts["collectives_entered"]
         offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
-            self._map, offset, 0, sequence, count, self._counts["step"], PHASES.index(self.phase_name), peer,
+            self._map, offset, 0, sequence, count, self._counts["step"], PHASES.index(self.phase_name), peer, size,
             time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], site.encode()[-128:],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)

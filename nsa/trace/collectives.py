@@ -65,14 +65,17 @@ class CollectiveRecorder:
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
-        """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept in a group 'ddp'."""
+        """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as a group's of its own."""
         original = getattr(owner, name, None)
         if original is None:
             return
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._sequence["ddp"] += 1
-            index = self.board.enter(op, "ddp", self._sequence["ddp"], "", 0, call_site())
+            group = args[0] if isinstance(args[0], dist.ProcessGroup) else None  # the reducer does not say its group
+            label = f"ddp:{_label(group)}" if group is not None else "ddp"
+            size = group.size() if group is not None else dist.get_world_size()
+            self._sequence[label] += 1
+            index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size)
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
@@ -114,7 +117,9 @@ class CollectiveRecorder:
             label = _label(group)
             self._sequence[label] += 0 if point_to_point else 1
             peer = next((a for a in args[1:] if isinstance(a, int)), -1) if point_to_point else -1
-            index = self.board.enter(name.strip("_"), label, self._sequence[label], dtype, count, call_site(), peer)
+            index = self.board.enter(
+                name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer
+            )
             self._inside.depth = 1
             try:
                 with self._blocked(index):  # some calls wait before they return

@@ -9,26 +9,18 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 from pytest_nsa.watch.board import Collective
+from pytest_nsa.watch.sequences import Rings, can_complete, first_departure
 
 STOPS = ("departed", "deadline", "hang_after", "host_died")
 
 
-def _first_departure(evidence: Evidence) -> dict[int, Collective] | None:
-    """What each rank entered at the first sequence number of a group where they differ."""
-    by_key: dict[tuple[int, str], dict[int, Collective]] = {}
-    for rank in evidence.ranks:
-        for c in rank.board.collectives if rank.board else ():
-            if c.peer == -1:
-                by_key.setdefault((c.sequence, c.group), {})[rank.rank] = c
-    for key in sorted(by_key):
-        if len({c.shape for c in by_key[key].values()}) > 1:
-            return by_key[key]
-    return None
+def _rings(evidence: Evidence) -> Rings:
+    return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
 
 
 def departed(evidence: Evidence) -> Finding | None:
     """Two ranks entered different collectives at the same place of their group's sequence."""
-    entered = _first_departure(evidence)
+    entered = first_departure(_rings(evidence))
     if entered is None:
         return None
     culprits, cause, why = _blame(evidence, entered)
@@ -67,7 +59,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return None
     if len(found) < len(alive):
         return _ahead_in_unseen_wait(evidence, alive, found)
-    if len({(c.group, c.sequence) for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
+    if len({c.place for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
+        return None
+    if any(can_complete(c, _rings(evidence)) for c in found.values()):
         return None
     facts = all_facts(evidence.ranks)
     shown = "; ".join(f"rank {r} in {c.describe()} in step {c.step}" for r, c in sorted(found.items()))

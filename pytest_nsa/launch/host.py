@@ -132,8 +132,7 @@ class RanksRun:
         """Some ranks ended well while the others wait in a collective for them: nobody will come."""
         if not self.statuses or self.watch.stood_still < GRACE_S:
             return False
-        alive = [board for rank, board in self.watch.boards.items() if rank not in self.statuses]
-        return bool(alive) and all(board.inside for board in alive)
+        return self.watch.is_left_alone(self.statuses)
 
     def _collect(self, timeout: float) -> None:
         for rank, status in self.launcher.exits(timeout).items():

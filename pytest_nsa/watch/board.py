@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 HEADER = 4096
+# One rank gives or gets all, or each as much as it likes.
+_UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch."""
+    """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
+
+    ``peer`` is -1 but for sends and receives; ``size`` is the number of ranks in the group.
+    """
 
     index: int
     op: str
@@ -27,6 +32,7 @@ class Collective:
     step: int
     phase: str
     peer: int
+    size: int
     entered: float
     left: float
 
@@ -37,8 +43,15 @@ class Collective:
 
     @property
     def shape(self) -> tuple[str, str, str, int]:
-        """What must be equal on all ranks of the group."""
+        """What must be equal on all ranks of the group: not the payload, where ranks may rightly give different ones."""
+        if self.op.startswith(_UNEVEN):
+            return (self.group, self.op, "", 0)
         return (self.group, self.op, self.dtype, self.count)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Group and sequence number: the same collective on every rank."""
+        return (self.group, self.sequence)
 
     def describe(self) -> str:
         """'allreduce #7 (float32 x 1) at train.py:210 in step'."""

@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_nsa.watch.board import BoardReader, BoardSnapshot, Collective
+from pytest_nsa.watch.board import BoardReader, BoardSnapshot
+from pytest_nsa.watch.sequences import Rings, can_complete, first_departure, waits_apart
 
 QUIET_S = 0.2
 CONFIRM_MISMATCH_S = 1.0
-
-
-def first_departure(boards: dict[int, BoardSnapshot]) -> tuple[Collective, ...] | None:
-    """The first place where ranks' sequences of collectives differ: what each rank entered there, by rank.
-
-    Compares what both sides of a group have entered at the same sequence number: operation, dtype, count. Point-to-point
-    calls and groups that only one rank used are left out.
-    """
-    by_key: dict[tuple[str, int], dict[int, Collective]] = {}
-    for rank, board in boards.items():
-        for c in board.collectives:
-            if c.peer == -1:
-                by_key.setdefault((c.group, c.sequence), {})[rank] = c
-    for key in sorted(by_key, key=lambda k: (k[1], k[0])):
-        entered = by_key[key]
-        if len({c.shape for c in entered.values()}) > 1:
-            return tuple(entered[rank] for rank in sorted(entered))
-    return None
-
-
-def waits_apart(boards: dict[int, BoardSnapshot]) -> dict[int, Collective] | None:
-    """What each rank waits in, when every rank's main thread waits and no two of them in the same collective's call.
-
-    Nobody can come to anybody's help then. Point-to-point calls are left out: they pair by tag, not by sequence.
-    """
-    waiting = {rank: board.blocked for rank, board in boards.items()}
-    found = {rank: c for rank, c in waiting.items() if c is not None and c.peer == -1 and c.is_inside}
-    if len(found) < max(2, len(boards)):
-        return None
-    places = {(c.group, c.sequence) for c in found.values()}
-    entered = [{(c.group, c.sequence) for c in board.collectives} for board in boards.values()]
-    # A collective that every rank has entered completes by itself; one that some rank has yet to enter does not, as that
-    # rank waits elsewhere.
-    if len(places) < 2 or any(all(place in seen for seen in entered) for place in places):
-        return None
-    return found
 
 
 @dataclass
@@ -91,12 +57,27 @@ class ProgressWatch:
         """Seconds since anything of any rank moved."""
         return time.monotonic() - self.last_move
 
+    @property
+    def rings(self) -> Rings:
+        """The ranks' last collectives."""
+        return {rank: board.collectives for rank, board in self.boards.items()}
+
     def has_departed(self) -> bool:
         """Whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
         # Ranks that still move are not looked at more closely: decoding every ring at every look costs.
-        if self.stood_still < QUIET_S or (first_departure(self.boards) is None and waits_apart(self.boards) is None):
+        if self.stood_still < QUIET_S or not self._disagree():
             self._departed_since = 0.0
             return False
         now = time.monotonic()
         self._departed_since = self._departed_since or now
         return now - self._departed_since >= CONFIRM_MISMATCH_S
+
+    def _disagree(self) -> bool:
+        blocked = {rank: board.blocked for rank, board in self.boards.items()}
+        return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
+
+    def is_left_alone(self, ended: Collection[int]) -> bool:
+        """Whether every rank but those that have ended is inside a collective that needs one of the ended."""
+        alive = [board for rank, board in self.boards.items() if rank not in ended]
+        rings = self.rings
+        return bool(alive) and all(b.inside and not can_complete(b.inside[0], rings) for b in alive)

@@ -61,8 +61,8 @@ def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
     board.text("parameter", "blocks.4.attn.out.weight")
     board.number("gradients_expected", 3)
     board.mark_arrived(1)
-    first = board.enter("allreduce", "0", 1, "float32", 16, "/a/b.py:3 in f")
-    board.enter("barrier", "0", 2, "", 0, "/a/b.py:9 in f")
+    first = board.enter("allreduce", "0", 1, "float32", 16, "/a/b.py:3 in f", size=4)
+    board.enter("barrier", "0", 2, "", 0, "/a/b.py:9 in f", size=4)
     board.leave(first)
     snapshot = BoardReader(tmp_path / "board.bin").read()
     assert snapshot is not None
@@ -75,7 +75,7 @@ def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
 def test_the_ring_keeps_the_newest(tmp_path: Path) -> None:
     board = Board(tmp_path / "board.bin", rank=0, world_size=1)
     for number in range(RING_SIZE + 10):
-        board.leave(board.enter("allreduce", "0", number, "float32", 1, ""))
+        board.leave(board.enter("allreduce", "0", number, "float32", 1, "", size=1))
     snapshot = BoardReader(tmp_path / "board.bin").read()
     assert snapshot is not None
     assert [c.sequence for c in snapshot.collectives] == list(range(10, RING_SIZE + 10))

@@ -114,8 +114,36 @@ def test_slow(group):
         time.sleep(0.05)
 
 @world_size(2)
+@pytest.mark.timeout(60)
+def test_groups_in_opposite_order(group):
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    for g in (first, second) if group.rank == 0 else (second, first):
+        dist.all_reduce(torch.ones(1), group=g)
+
+@world_size(2)
 def test_next_one_passes(group):
     dist.barrier()
+
+@world_size(2)
+def test_healthy_gather_then_one_is_slow(group):
+    t = torch.ones(3)
+    dist.gather(t, [torch.empty(3) for _ in range(2)] if group.rank == 0 else None)
+    if group.rank == 1:
+        time.sleep(2.5)
+    dist.barrier()
+
+@world_size(4)
+def test_healthy_subgroups_while_one_is_slow(group):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if group.rank == 3:
+        time.sleep(2.5)
+    dist.all_reduce(torch.ones(1), group=groups[group.rank // 2])
+    dist.barrier()
+
+@world_size(2)
+def test_healthy_work_after_the_other_has_ended(group):
+    if group.rank == 1:
+        time.sleep(2.5)
 """
 
 EXPECTED = {
@@ -129,6 +157,7 @@ EXPECTED = {
     "test_raises": ("FAIL", "rank_exception", (1,)),
     "test_skips_collective": ("HANG", "skipped_collective", (2,)),
     "test_left_alone": ("FAIL", "skipped_collective", (1,)),
+    "test_groups_in_opposite_order": ("HANG", "group_order_deadlock", (0, 1)),
     "test_slow": ("SLOW", "slow", (0, 1)),
 }
 
@@ -194,7 +223,7 @@ def test_a_wrong_dtype_is_blamed_on_no_innocent(faults: tuple[ExampleResult, Pat
 
 def test_the_session_goes_on_and_leaves_nothing(faults: tuple[ExampleResult, Path]) -> None:
     result, folder = faults
-    assert result.outcomes["passed"] == 1
+    assert result.outcomes["passed"] == 4  # the healthy ones, slow as they are
     assert result.outcomes["failed"] == len(EXPECTED) + 1
     assert processes_of(folder) == []
 

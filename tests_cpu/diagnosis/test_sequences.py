@@ -1,0 +1,59 @@
+"""Sequences of collectives: what must be equal, and what can still complete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pytest_nsa.watch.board import Collective
+from pytest_nsa.watch.sequences import can_complete, first_departure, waits_apart
+
+BASE = Collective(
+    index=0, op="allreduce", group="0", sequence=1, dtype="float32", count=4, site="a.py:1 in f", step=1, phase="body",
+    peer=-1, size=2, entered=1.0, left=0.0,
+)  # fmt: skip
+
+
+def entered(**changes: object) -> Collective:
+    return replace(BASE, **changes)  # type: ignore[arg-type]
+
+
+def test_equal_sequences_do_not_depart() -> None:
+    ring = (entered(), entered(sequence=2, op="barrier"))
+    assert first_departure({0: ring, 1: ring}) is None
+    assert first_departure({0: ring, 1: ring[:1]}) is None
+
+
+def test_the_first_difference_is_found_whatever_the_group() -> None:
+    mine = (entered(), entered(sequence=2), entered(sequence=3, op="barrier"))
+    yours = (entered(), entered(sequence=2, dtype="float64"), entered(sequence=3))
+    found = first_departure({0: mine, 1: yours})
+    assert found is not None
+    assert {rank: c.dtype for rank, c in found.items()} == {0: "float32", 1: "float64"}
+
+
+def test_uneven_operations_may_differ_in_payload() -> None:
+    for op in ("gather", "scatter", "alltoall", "all_to_all_single"):
+        assert first_departure({0: (entered(op=op, count=8),), 1: (entered(op=op, count=4),)}) is None
+    assert first_departure({0: (entered(op="gather"),), 1: (entered(op="scatter"),)}) is not None
+
+
+def test_sends_and_receives_are_no_collectives() -> None:
+    assert first_departure({0: (entered(op="send", peer=1),), 1: (entered(op="recv", peer=0),)}) is None
+
+
+def test_a_collective_that_all_entered_can_complete() -> None:
+    c = entered(group="1", size=2)
+    assert can_complete(c, {0: (c,), 1: (c,), 2: ()})
+    assert not can_complete(c, {0: (c,), 1: (), 2: ()})
+
+
+def test_two_subgroups_at_work_do_not_wait_apart() -> None:
+    a, b = entered(group="a"), entered(group="b")
+    rings = {0: (a,), 1: (a,), 2: (b,), 3: (b,)}
+    assert waits_apart({0: a, 1: a, 2: b, 3: b}, rings) is None
+
+
+def test_two_groups_in_opposite_order_wait_apart() -> None:
+    a, b = entered(group="a"), entered(group="b")
+    assert waits_apart({0: a, 1: b}, {0: (a,), 1: (b,)}) == {0: a, 1: b}
+    assert waits_apart({0: a, 1: None}, {0: (a,), 1: ()}) is None
