@@ -86,6 +86,8 @@ def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ConfigError(f"FSDP2 of torch {torch.__version__} does not run on CPU; set parallel.fsdp_version: 1")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     settings: dict[str, Any] = {"mesh": mesh}
     if bf16:

@@ -82,10 +82,11 @@ class FSDP(Group):
             blocks = [child for m in model.modules() if isinstance(m, nn.ModuleList) for child in m]
         if (version or self.version) == 1:
             return self._wrap1(model, blocks, options)
-        try:
-            from torch.distributed.fsdp import fully_shard
-        except ImportError:
-            raise RuntimeError("this torch has no fully_shard (2.6 and later have); use --fsdp-version 1") from None
+        import torch
+        from torch.distributed.fsdp import fully_shard
+
+        if self.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise RuntimeError(f"fully_shard of torch {torch.__version__} does not run on CPU; use --fsdp-version 1")
         from torch.distributed.device_mesh import init_device_mesh
 
         options.setdefault("mesh", init_device_mesh(self.device.partition(":")[0], (self.world_size,)))

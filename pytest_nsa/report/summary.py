@@ -41,9 +41,13 @@ def read_entries(run: Path) -> list[Entry]:
 
 
 def decision_of(entries: list[Entry]) -> Decision:
-    """The plan's decision over a run's scenarios; over all its tests when it ran none."""
-    scenarios = {e.name: e.verdict for e in entries if e.verdict.scenario}
-    return decide(scenarios or {e.name: e.verdict for e in entries})
+    """The plan's decision over a run's scenarios; over all its tests when it ran none, or when only others failed."""
+    everything = {e.name: e.verdict for e in entries}
+    scenarios = {name: v for name, v in everything.items() if v.scenario}
+    others_failed = any(v.failed for v in everything.values() if not v.scenario)
+    if scenarios and (not others_failed or any(v.failed for v in scenarios.values())):
+        return decide(scenarios)
+    return decide(everything)
 
 
 def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool) -> str:
