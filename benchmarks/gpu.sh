@@ -6,7 +6,10 @@ cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-python -m pytest tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts"
+# A machine without a registry runs the checkout as it is; then the plugin must be named.
+plugin=()
+python -c 'import importlib.metadata as m; m.distribution("pytest-nsa")' 2>/dev/null || plugin=(-p pytest_nsa.plugin)
+python -m pytest "${plugin[@]}" tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts"
 status=$?
 python - "$out" "$status" <<'PY'
 import json, platform, sys, time

@@ -68,16 +68,9 @@ def scenario(name: str) -> pytest.MarkDecorator:
     return pytest.mark.scenario(name)
 
 
-def static_graph(function: Any = None) -> Any:
-    """`ddp.wrap` makes DDP with static_graph=True."""
-    mark = pytest.mark.static_graph
-    return mark if function is None else mark(function)
-
-
-def gpu(function: Any = None) -> Any:
-    """The test needs a GPU: skipped with a reason where there is none, and its ranks get CUDA devices."""
-    mark = pytest.mark.gpu
-    return mark if function is None else mark(function)
+# Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
+static_graph: pytest.MarkDecorator = pytest.mark.static_graph
+gpu: pytest.MarkDecorator = pytest.mark.gpu
 
 
 def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
@@ -126,31 +119,45 @@ def _check_bare(mark: pytest.Mark) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarkRule:
-    """A mark: its decorator, its check (None: fine, else what is wrong), and the fixture that it needs to have an effect."""
+    """A mark as ``--markers`` shows it, its check (None: fine), and the fixture without which it does nothing."""
 
-    decorator: Callable[..., Any]
+    name: str
+    form: str
+    text: str
     check: Callable[[pytest.Mark], str | None]
     fixture: str | None = None
 
     def describe(self) -> str:
         """The line for ``pytest --markers``."""
-        parameters = inspect.signature(self.decorator).parameters
-        shown = "" if "function" in parameters else f"({', '.join(str(p).split(':')[0] for p in parameters.values())})"
-        return f"{self.decorator.__name__}{shown}: {inspect.getdoc(self.decorator)}"
+        return f"{self.name}{self.form}: {self.text}"
 
 
-RULES: dict[str, MarkRule] = {
-    "world_size": MarkRule(decorator=world_size, check=_check_world_size),
-    "backend": MarkRule(decorator=backend, check=lambda m: _one_of(m, BACKENDS, "backend('gloo')", single=True)),
-    "branch": MarkRule(decorator=branch, check=lambda m: _one_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
-    "gc_range": MarkRule(decorator=gc_range, check=_check_gc_range, fixture="gc_range"),
-    "static_graph": MarkRule(decorator=static_graph, check=_check_bare),
-    "trace": MarkRule(
-        decorator=trace, check=lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"
-    ),
-    "gpu": MarkRule(decorator=gpu, check=_check_bare),
-    "scenario": MarkRule(decorator=scenario, check=_check_scenario),
-}
+def _taking_arguments(
+    decorator: Callable[..., Any], check: Callable[[pytest.Mark], str | None], fixture: str | None = None
+) -> MarkRule:
+    """The rule of a mark whose decorator is a function above: its form and text are the function's."""
+    parameters = inspect.signature(decorator).parameters.values()
+    form = f"({', '.join(str(p).split(':')[0] for p in parameters)})"
+    return MarkRule(
+        name=decorator.__name__, form=form, text=inspect.getdoc(decorator) or "", check=check, fixture=fixture
+    )
+
+
+def _bare(name: str, text: str) -> MarkRule:
+    return MarkRule(name=name, form="", text=text, check=_check_bare)
+
+
+_RULES = (
+    _taking_arguments(world_size, _check_world_size),
+    _taking_arguments(backend, lambda m: _one_of(m, BACKENDS, "backend('gloo')", single=True)),
+    _taking_arguments(branch, lambda m: _one_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
+    _taking_arguments(gc_range, _check_gc_range, fixture="gc_range"),
+    _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
+    _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
+    _bare("gpu", "The test needs a GPU: skipped with a reason where there is none, and its ranks get CUDA devices."),
+    _taking_arguments(scenario, _check_scenario),
+)
+RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
 
 
 def wrong_marks(item: pytest.Item) -> Iterator[str]:

@@ -68,9 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
-    ranked = [
-        item for item in items if isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())
-    ]
+    ranked = [item for item in items if _needs_ranks(item)]
     if not ranked or config.option.collectonly or _is_child(config):
         return None
     runner = config.stash[runner_key]
@@ -79,9 +77,18 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {where}; {short_path(runner.folder.path)}/"
 
 
+def _needs_ranks(item: pytest.Item) -> bool:
+    ranked = isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())
+    return ranked and not _lacks_gpu(item)
+
+
+def _lacks_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None and not item.config.stash[settings_key].gpus
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not item.config.stash[settings_key].gpus:
+    if _lacks_gpu(item):
         pytest.skip("needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)")
 
 

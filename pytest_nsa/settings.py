@@ -84,6 +84,8 @@ def resolve(config: pytest.Config) -> Settings:
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpus=count_gpus(),
     )
+    if settings.artifacts.exists() and not settings.artifacts.is_dir():
+        raise pytest.UsageError(f"--artifacts {directory}: is a file; give a folder, or the name of one to be made")
     if settings.hang_after >= settings.timeout:
         raise pytest.UsageError(
             f"ini ranks_hang_after = {settings.hang_after:g}: must be below ranks_timeout = {settings.timeout:g}, or it never comes"

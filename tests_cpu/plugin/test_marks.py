@@ -84,7 +84,7 @@ def test_none(branch, gc_range):
     assert branch is None and gc_range is None
 """
     )
-    result = pytester.runpytest_inprocess("-v")
+    result = pytester.runpytest_subprocess("-v")
     result.assert_outcomes(passed=8)
     result.stdout.fnmatch_lines(["*test_many*sel*0:6* PASSED*"])
 
@@ -100,6 +100,22 @@ def test_gpu_tests_are_listed_everywhere_and_skipped_with_one_reason(
     assert result.outcomes == {"skipped": 2}
     assert "SKIPPED [2]" in result.stdout
     assert "needs a GPU" in result.stdout
+
+
+def test_marks_without_arguments_serve_wherever_pytest_takes_marks(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        HEADER
+        + """
+pytestmark = [gpu]
+
+@pytest.mark.parametrize("x", [pytest.param(1, marks=[static_graph, world_size(1)])])
+def test_a(ddp, x, request):
+    assert {m.name for m in request.node.iter_markers()} >= {"gpu", "static_graph", "world_size"}
+"""
+    )
+    pytester.runpytest_inprocess("--collect-only", "-q", "-m", "gpu and static_graph").stdout.fnmatch_lines(
+        ["*test_a*1*"]
+    )
 
 
 def test_layer_range_refuses_what_is_no_range() -> None:

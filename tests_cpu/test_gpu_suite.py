@@ -1,0 +1,36 @@
+"""The GPU suite on a machine without a GPU: listed, and skipped with one clear reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests_cpu.plan.scenarios import TABLE
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, text=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_scenario_is_listed() -> None:
+    listed = run("tests_gpu", "--collect-only", "-q")
+    for row in TABLE:
+        assert f"test_scenario[{row.id}]" in listed
+
+
+def test_they_are_skipped_for_one_reason(tmp_path: Path) -> None:
+    text = run("tests_gpu", "-m", "gpu", "-rs", "--artifacts", str(tmp_path / "evidence"))
+    reasons = [line for line in text.splitlines() if line.startswith("SKIPPED")]
+    assert len(reasons) == 1
+    assert reasons[0].startswith(f"SKIPPED [{len(TABLE)}]")
+    assert "needs a GPU" in reasons[0]
+    assert not (tmp_path / "evidence").exists()  # nothing was started for tests that are all skipped
