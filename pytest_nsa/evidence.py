@@ -15,15 +15,21 @@ from pytest_nsa.watch.stacks import ThreadStack, parse_dump, telling_thread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaisedException:
-    """An exception as the rank recorded it. ``where`` is the innermost line of the user's code."""
+    """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
+
+    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in) of its causes.
+    """
 
     time: float
     when: str
     type: str
+    module: str
     message: str
     file: str
     line: int
     function: str
+    raised_in: str
+    chain: tuple[tuple[str, str], ...]
 
     @property
     def where(self) -> str:
@@ -51,6 +57,7 @@ class RankEvidence:
     parameter_names: tuple[str, ...]
     board: BoardSnapshot | None
     beat_age_s: float | None
+    moved_at_stop: bool
     process: dict[str, Any]
     threads: tuple[ThreadStack, ...]
     fatal: tuple[ThreadStack, ...]
@@ -99,7 +106,8 @@ def _is_wait(file: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by themselves."""
+    """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by
+    themselves; ``refused`` why no ranks could be started."""
 
     job: Job
     ranks: tuple[RankEvidence, ...]
@@ -109,6 +117,7 @@ class Evidence:
     duration_s: float
     started: float
     stop_time: float
+    refused: str
     folder: Path
 
     @property
@@ -133,6 +142,7 @@ def load(folder: Path) -> Evidence:
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
         started=started,
         stop_time=stop.get("time", 0.0),
+        refused=next((e["reason"] for e in host if e["event"] == "refused"), ""),
         folder=folder,
     )
 
@@ -142,6 +152,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     done = next((e for e in events if e["event"] == "done"), None)
     sampled = next((e for e in host if e["event"] == "sampled"), {})
+    stop = next((e for e in host if e["event"] == "stop"), {})
     return RankEvidence(
         rank=rank,
         exit_code=exit_event.get("code") if not exit_event.get("signal") else None,
@@ -153,13 +164,19 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
         xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),
         exceptions=tuple(
-            RaisedException(**{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")})
+            RaisedException(
+                **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
+                module=e.get("module", ""),
+                raised_in=e.get("raised_in", ""),
+                chain=tuple((m, f) for m, f in e.get("chain", ())),
+            )
             for e in events
             if e["event"] == "exception"
         ),
         parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
         board=BoardReader(folder / "board.bin").read(),
         beat_age_s=sampled.get("beat_age_s", {}).get(str(rank)),
+        moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=next((e for e in host if e["event"] == "process" and e["rank"] == rank), {}),
         threads=parse_dump(_text(folder / "stacks.txt")),
         fatal=parse_dump(_text(folder / "fatal.txt")),

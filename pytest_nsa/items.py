@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,20 @@ class RankFailure(Exception):
     """The test failed on its ranks. Carries the verdict and the evidence; its text is the report."""
 
     def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
-        super().__init__(verdict.reason)
+        Exception.__init__(self, verdict.reason)
         self.verdict, self.evidence = verdict, evidence
+
+
+def rank_failure(verdict: Verdict, evidence: Evidence) -> RankFailure:
+    """The failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...)."""
+    raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
+    kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return type("RankFailure", (RankFailure, kind), {})(verdict, evidence)
+        except TypeError:  # two bases whose layouts do not go together
+            pass
+    return RankFailure(verdict, evidence)
 
 
 class RankedFunction(pytest.Function):
@@ -44,13 +57,13 @@ class RankedFunction(pytest.Function):
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
-        xfailed = next((r.xfailed for r in evidence.ranks if r.xfailed is not None), None)
-        if xfailed is not None:
-            pytest.xfail(xfailed)
+        failing = [r for r in evidence.ranks if not r.passed]
+        if failing and all(r.xfailed is not None for r in failing):
+            pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
             pytest.skip(verdict.reason)
         if verdict.failed:
-            raise RankFailure(verdict, evidence)
+            raise rank_failure(verdict, evidence)
 
     def _take_over(self, evidence: Evidence) -> None:
         """Properties that the body recorded; what the ranks printed, when it failed."""
@@ -68,6 +81,28 @@ class RankedFunction(pytest.Function):
         if isinstance(error, RankFailure):
             return text.failure(error.verdict, error.evidence)
         return super().repr_failure(excinfo)
+
+
+class WrongMarks(pytest.Item):
+    """Stands for all tests on an xdist worker, where a UsageError would end in silence."""
+
+    message = ""
+
+    def runtest(self) -> None:
+        pytest.fail(self.message, pytrace=False)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, "wrong marks"
+
+
+def refuse_marks(session: pytest.Session, items: list[pytest.Item], message: str) -> None:
+    """End the session before anything runs, with ``message``: a UsageError, or on an xdist worker one failing item."""
+    items.clear()  # nothing is started for a session that ends here
+    if not hasattr(session.config, "workerinput"):
+        raise pytest.UsageError(message)
+    item = WrongMarks.from_parent(session, name="wrong-marks")
+    item.message = message
+    items.append(item)
 
 
 def make_ranked(item: pytest.Function) -> RankedFunction:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.artifacts import discard, safe_name
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.items import runner_key, timeout_key
 from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launch.messages import Job, plain_nodeid
@@ -19,6 +20,8 @@ from pytest_nsa.marks import MAX_WORLD_SIZE
 from pytest_nsa.running import GROUP_MARGIN_S
 
 failed_key = pytest.StashKey[bool]()
+
+DEFAULT_TIMEOUT_S = 60.0
 
 Launch = Callable[..., Outcome]
 
@@ -31,19 +34,23 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     (values that JSON can hold). The test itself stays on the host.
     """
     folders: list[Path] = []
+    verdicts: list[Verdict] = []
 
     def run(
         function: Callable[..., Any],
         *,
         world_size: int = 2,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         backend: str = "gloo",
         parallel: str = "none",
         static_graph: bool = False,
         arguments: dict[str, Any] | None = None,
     ) -> Outcome:
         __tracebackhide__ = True
-        _check(request, function, world_size, timeout, arguments or {})
+        outer = request.node.stash.get(timeout_key, None)
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
+        _check(request, function, world_size, timeout, outer, arguments or {})
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
         folder = runner.folder.test_folder(safe_name(nodeid))
@@ -64,16 +71,27 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             created=time.time(),
         )
         verdict = runner.run_function(request.session, job)
+        verdicts.append(verdict)
         return Outcome(verdict=verdict, folder=folder, world_size=world_size)
 
     yield run
-    if not request.config.stash[runner_key].settings.keep_passed and not request.node.stash.get(failed_key, False):
+    runner = request.config.stash[runner_key]
+    if request.node.stash.get(failed_key, False):
+        # The planted fault of a test that passes is no failure of the run; of one that fails it is evidence.
+        for folder, verdict in zip(folders, verdicts, strict=False):
+            runner.record(folder, verdict)
+    elif not runner.settings.keep_passed:
         for folder in folders:
             discard(folder)
 
 
 def _check(
-    request: pytest.FixtureRequest, function: Any, world_size: int, timeout: float, arguments: dict[str, Any]
+    request: pytest.FixtureRequest,
+    function: Any,
+    world_size: int,
+    timeout: float,
+    outer: float | None,
+    arguments: dict[str, Any],
 ) -> None:
     name = getattr(function, "__qualname__", repr(function))
     if current_rank() is not None:
@@ -88,7 +106,6 @@ def _check(
         raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")
     if not timeout > 0:
         raise ValueError(f"launch({name}, timeout={timeout!r}): must be a number of seconds above 0")
-    outer = request.node.stash.get(timeout_key, None)
     if outer is not None and timeout >= outer:
         raise ValueError(f"launch({name}, timeout={timeout:g}): must be below the test's own timeout of {outer:g} s")
     try:

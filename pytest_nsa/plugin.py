@@ -10,7 +10,7 @@ import pytest
 from pytest_nsa import marks, settings
 from pytest_nsa.artifacts import RunFolder
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, trace
-from pytest_nsa.items import RankedFunction, folder_key, make_ranked, runner_key, timeout_key, verdict_key
+from pytest_nsa.items import RankedFunction, folder_key, make_ranked, refuse_marks, runner_key, timeout_key, verdict_key
 from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launching import artifacts, failed_key, launch
 from pytest_nsa.report import session as session_report
@@ -60,11 +60,10 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     return make_ranked(collected) if type(collected) is pytest.Function and marks.is_ranked(collected) else collected
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     problems = [problem for item in items for problem in (*marks.wrong_marks(item), *marks.not_for_ranks(item))]
     if problems:
-        items.clear()  # nothing is started for a session that ends here
-        raise pytest.UsageError("\n".join(dict.fromkeys(problems)))
+        refuse_marks(session, items, "\n".join(dict.fromkeys(problems)))
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
@@ -72,9 +71,18 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     if not ranked or config.option.collectonly or _is_child(config):
         return None
     runner = config.stash[runner_key]
-    session_report.write_environment(runner.folder.path, runner.settings.gpus)
-    where = runner.prepare(ranked[0].session)
-    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {where}; {short_path(runner.folder.path)}/"
+    where = short_path(runner.folder.path)
+    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.plan.description}; {where}/"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
+    config = session.config
+    if not config.option.collectonly and not _is_child(config) and any(_needs_ranks(item) for item in session.items):
+        runner = config.stash[runner_key]
+        session_report.write_environment(runner.folder.path, runner.settings.gpus)
+        runner.launcher(session, between_tests=True)
+    return (yield)
 
 
 def _needs_ranks(item: pytest.Item) -> bool:

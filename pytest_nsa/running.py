@@ -32,17 +32,23 @@ class RankRunner:
     def __init__(self, config: pytest.Config, settings: Settings, folder: RunFolder) -> None:
         self.config, self.settings, self.folder = config, settings, folder
         self._launcher: Launcher | None = None
+        self._plan: launchers.LaunchPlan | None = None
 
-    def prepare(self, session: pytest.Session) -> str:
-        """Start the launcher once the tests are collected; returns where ranks come from, in words."""
+    @property
+    def plan(self) -> launchers.LaunchPlan:
+        """Where ranks come from; decided once, when collection has ended."""
+        if self._plan is None:
+            self._plan = launchers.plan(self.config, self.settings)
+        return self._plan
+
+    def launcher(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
+        """The launcher, started when there is none.
+
+        Only before the first test may this process be forked: inside one, its state is not what a rank starts from.
+        """
         if self._launcher is None:
-            self._launcher = launchers.choose(self.config, self.settings, session, self.folder.path / "zygote.log")
-        return self._launcher.description
-
-    def launcher(self, session: pytest.Session) -> Launcher:
-        """The launcher; started again when it has ended."""
-        self.prepare(session)
-        assert self._launcher is not None
+            kind = self.plan.kind if between_tests or self.plan.kind != "fork" else "clean"
+            self._launcher = launchers.start(kind, self.config, session, self.folder.path / "zygote.log")
         return self._launcher
 
     def close(self) -> None:
@@ -69,17 +75,17 @@ class RankRunner:
             **job_settings(item, self.settings),
         )
         verdict, evidence = self._run(item.session, job)
-        append_line(self.folder.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
-        where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
-        self.folder.note(f"{verdict.outcome} {name or nodeid} {verdict.duration_s:.2f} s{where}")
-        if (
-            verdict.outcome in ("PASS", "SKIP")
-            and not name
-            and not self.settings.keep_passed
-            and "artifacts" not in item.fixturenames
-        ):
+        self.record(folder, verdict)
+        uninteresting = verdict.outcome in ("PASS", "SKIP") and not name and "artifacts" not in item.fixturenames
+        if uninteresting and not self.settings.keep_passed:
             discard(folder)
         return verdict, evidence
+
+    def record(self, folder: Path, verdict: Verdict) -> None:
+        """A line in the run's list of verdicts, and one in its log."""
+        append_line(self.folder.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
+        where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
+        self.folder.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
 
     def expect_failure(self, folder: Path, verdict: Verdict) -> None:
         """The failure was foreseen by xfail: say so in the test's folder and in the run's list, where the last line counts."""
@@ -94,16 +100,21 @@ class RankRunner:
     def _run(self, session: pytest.Session, job: Job) -> tuple[Verdict, Evidence]:
         reserve = min(RESERVE_S, 0.2 * job.timeout)
         limits = Limits(
-            start=self.settings.start_timeout, run=job.timeout - reserve, hang_after=self.settings.hang_after
+            start=min(self.settings.start_timeout, job.timeout),
+            run=job.timeout - reserve,
+            hang_after=self.settings.hang_after,
         )
+        folder = Path(job.folder)
+        write_atomically(folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
         try:
             RanksRun(job, self.launcher(session), limits).run()
-        except LaunchError:
+        except LaunchError as error:
             self.close()  # the next test gets a new one
+            append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})
+        except KeyboardInterrupt:
+            self.record(folder, _conclude(folder)[0])
             raise
-        finally:
-            written = _conclude(Path(job.folder))
-        return written
+        return _conclude(folder)
 
 
 def _temporary_folder(item: pytest.Function, name: str) -> str:

@@ -25,10 +25,19 @@ def slow(evidence: Evidence) -> Finding | None:
     rate = f"{steps:.0f} steps in {seconds:.1f} s" if steps else f"no whole step in {seconds:.1f} s"
     return Finding(
         cause="slow",
-        ranks=tuple(r.rank for r in evidence.ranks if not r.finished),
+        ranks=tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop),
         reason=f"the ranks still made progress when the time was up: {rate}",
         confidence=0.8,
         facts=all_facts(evidence.ranks),
+    )
+
+
+def refused(evidence: Evidence) -> Finding | None:
+    """No rank was started."""
+    if not evidence.refused:
+        return None
+    return Finding(
+        cause="unknown", ranks=(), reason=f"the ranks could not be started: {evidence.refused}", confidence=1.0
     )
 
 
@@ -45,6 +54,7 @@ def unknown(evidence: Evidence) -> Finding:
 
 # What torch states; what the collectives prove; who raised or died first; who stands where.
 RULES: tuple[Rule, ...] = (
+    refused,
     autograd.ready_twice,
     autograd.unused_parameters,
     autograd.static_graph_changed,
@@ -58,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     slow,
     standing.standing,
     order.not_entered,
+    exits.only_victims,
 )
 
 

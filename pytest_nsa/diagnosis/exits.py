@@ -24,9 +24,13 @@ _MEMORY = ("OutOfMemoryError", "MemoryError")
 
 
 def is_victim(error: RaisedException) -> bool:
-    """Whether an exception only says that another rank has gone."""
-    text = error.message.lower()
-    return any(phrase in text for phrase in VICTIM_TEXTS)
+    """Whether an exception, or what it was raised from, is torch saying that another rank has gone."""
+    return any(_says_so(message, file) for message, file in ((error.message, error.raised_in), *error.chain))
+
+
+def _says_so(message: str, raised_in: str) -> bool:
+    from_torch = "/torch/" in raised_in or "/nsa/trace/" in raised_in or not raised_in
+    return from_torch and any(phrase in message.lower() for phrase in VICTIM_TEXTS)
 
 
 def init_timeout(evidence: Evidence) -> Finding | None:
@@ -49,7 +53,7 @@ def init_timeout(evidence: Evidence) -> Finding | None:
 
 def rank_died(evidence: Evidence) -> Finding | None:
     """A rank was ended by a signal that we did not send. The first in time, if several."""
-    dead = sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
+    dead = _deaths(evidence)
     if not dead:
         return None
     rank = dead[0]
@@ -68,6 +72,11 @@ def rank_died(evidence: Evidence) -> Finding | None:
     )
 
 
+def _deaths(evidence: Evidence) -> list[RankEvidence]:
+    """Ranks that a signal of somebody else's ended, the first first."""
+    return sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
+
+
 def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
     """Each rank's first exception that is no victim's, earliest first."""
     found = []
@@ -84,10 +93,12 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     if not found:
         return None
     first_rank, error = found[0]
+    if any(r.exit_time <= error.time and r is not first_rank for r in _deaths(evidence)):
+        return None  # what came after a death may well be its consequence
     same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
     culprits = tuple(sorted(r.rank for r, _ in same))
     others = [r for r in evidence.ranks if r.rank not in culprits]
-    waited = [r.rank for r in others if r.by_us or any(is_victim(e) for e in r.exceptions)]
+    waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
     if error.type in _MEMORY:
         cause = "oom"
     elif error.type in _ASSERTIONS and not waited:
@@ -125,4 +136,21 @@ def rank_exited(evidence: Evidence) -> Finding | None:
         certain=True,
         confidence=0.95,
         facts=(exit_fact(rank), *all_facts(evidence.ranks)),
+    )
+
+
+def only_victims(evidence: Evidence) -> Finding | None:
+    """All that is known are torch's complaints of lost connections; the earliest is the nearest to the cause."""
+    errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
+    if not errors:
+        return None
+    rank, error = min(errors, key=lambda pair: pair[1].time)
+    complaint = error.message.strip().splitlines()[0][:200] if error.message.strip() else ""
+    return Finding(
+        cause="rank_exception",
+        ranks=(rank.rank,),
+        where=error.where,
+        reason=f"{error.type}: {complaint} (the first of such complaints; no rank is known to have gone)",
+        confidence=0.3,
+        facts=tuple(exception_fact(r, e) for r, e in errors),
     )

@@ -21,7 +21,7 @@ def _rings(evidence: Evidence) -> Rings:
 def departed(evidence: Evidence) -> Finding | None:
     """Two ranks entered different collectives at the same place of their group's sequence."""
     entered = first_departure(_rings(evidence))
-    if entered is None:
+    if entered is None or _raised_before(evidence, entered):
         return None
     culprits, cause, why = _blame(evidence, entered)
     facts = tuple(
@@ -46,6 +46,15 @@ def departed(evidence: Evidence) -> Finding | None:
         certain=True,
         confidence=0.9 if len(culprits) < len(entered) else 0.6,
         facts=facts + all_facts(evidence.ranks),
+    )
+
+
+def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:
+    """Whether a rank had raised by itself when it entered what differs: its teardown's calls are a consequence."""
+    return any(
+        error.time < c.entered and not is_victim(error)
+        for rank, c in entered.items()
+        for error in evidence.ranks[rank].exceptions
     )
 
 
@@ -126,7 +135,7 @@ def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[in
     if not rest or most > rest[0][1]:  # a majority, on three ranks and more
         culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
     else:
-        culprits = _departs_from_history(evidence, entered) or _went_ahead(evidence, entered)
+        culprits = _departs_from_pattern(evidence, entered) or _went_ahead(evidence, entered)
     if not culprits:
         shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
         return (
@@ -143,13 +152,9 @@ def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[in
             "collective_mismatch",
             f"{who} entered {mine.describe()} where the others entered {other.describe()}",
         )
-    history = _previous_step(evidence, culprits[0], mine)
-    if history and mine.shape not in [c.shape for c in history]:
-        return (
-            culprits,
-            "extra_collective",
-            f"{who} entered {mine.describe()}, which the step before did not have",
-        )
+    before = _before(evidence, culprits[0], mine)
+    if _expected(before) is not None and mine.shape not in [c.shape for c in before]:
+        return culprits, "extra_collective", f"{who} entered {mine.describe()}, which no round before had"
     reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, "skipped_collective", f"{reason} (call skipped)"
 
@@ -158,35 +163,47 @@ def _same_line(a: Collective, b: Collective) -> bool:
     return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
 
 
-def _previous_step(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+    """What a rank entered in the same group before ``at``, as far as its ring goes back."""
     board = evidence.ranks[rank].board
-    return [c for c in (board.collectives if board else ()) if c.group == at.group and c.step == at.step - 1]
+    return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
 
 
-def _departs_from_history(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
-    """The ranks whose call differs from what the same place of their own previous step had."""
+def _expected(before: list[Collective]) -> tuple[object, ...] | None:
+    """The shape that should come next: what followed the longest earlier run that equals the latest one."""
+    shapes = [c.shape for c in before]
+    best: tuple[int, tuple[object, ...]] | None = None
+    for end in range(len(shapes) - 1, 0, -1):
+        length = 0
+        while length < end and shapes[end - 1 - length] == shapes[-1 - length]:
+            length += 1
+        if length and (best is None or length > best[0]):
+            best = (length, shapes[end])
+    return best[1] if best is not None else None
+
+
+def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
     departing = []
     for rank, collective in entered.items():
-        board = evidence.ranks[rank].board
-        previous = _previous_step(evidence, rank, collective)
-        if board is None or not previous or collective.step < 2:
+        expected = _expected(_before(evidence, rank, collective))
+        if expected is None:
             return ()
-        place = sum(
-            1
-            for c in board.collectives
-            if c.group == collective.group and c.step == collective.step and c.index < collective.index
-        )
-        if place >= len(previous) or previous[place].shape != collective.shape:
+        if expected != collective.shape:
             departing.append(rank)
     return tuple(sorted(departing)) if len(departing) < len(entered) else ()
 
 
 def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
-    """The ranks that are further in the program: in a later step, or at a later line of the same function."""
+    """The ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
     ranks = sorted(entered)
     steps = {r: entered[r].step for r in ranks}
     if len(set(steps.values())) > 1:
         return tuple(r for r in ranks if steps[r] == max(steps.values()))
+    # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
+    again = tuple(r for r in ranks if entered[r].site in {c.site for c in _before(evidence, r, entered[r])})
+    if again and len(again) < len(ranks):
+        return again
     lines = _lines_where_paths_part([evidence.ranks[r] for r in ranks])
     if lines is None:
         return ()

@@ -26,11 +26,12 @@ def standing(evidence: Evidence) -> Finding | None:
     if not absent:
         return _all_wait(evidence, alive)
     causes = {rank.rank: _why(rank) for rank in absent}
-    rank = absent[0]
+    known = [rank for rank in absent if causes[rank.rank][0]]
+    if not known:
+        return None
+    rank = known[0]
     cause, what, confidence = causes[rank.rank]
     culprits = tuple(r.rank for r in absent if causes[r.rank][0] == cause)
-    if not cause:
-        return None
     waiting = [r for r in alive if r.is_waiting]
     reason = f"{describe_ranks(culprits, evidence.job.world_size)} {what}"
     if waiting:
@@ -41,8 +42,8 @@ def standing(evidence: Evidence) -> Finding | None:
         where=last_seen(rank),
         module=owning_module(rank),
         reason=reason,
-        # A lock that nobody took back while the rank stood idle to the end will not be released by waiting longer.
-        certain=cause == "lock_deadlock" and evidence.stop == "deadline",
+        # A lock can only be released by another thread: where there is none, nobody will.
+        certain=cause == "lock_deadlock" and all(t.is_main or t.is_ours for t in rank.threads),
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )

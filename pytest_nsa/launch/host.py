@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pytest_nsa.artifacts import append_line, write_atomically
-from pytest_nsa.launch.messages import Job
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.launch.messages import DUMP_SIGNAL, Job
 from pytest_nsa.watch.progress import ProgressWatch
-from pytest_nsa.watch.second_look import dump_stacks, sample_processes
+from pytest_nsa.watch.second_look import busy_ranks, dump_stacks, sample_processes
 
 POLL_S = 0.05
-GRACE_S = 1.0  # for the others, once a rank has failed or died
+GRACE_S = 1.0  # of stand-still, before what looks stuck is taken for stuck
+FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
-DUMP_SIGNAL = signal.SIGUSR1
 
 
 class LaunchError(Exception):
@@ -28,8 +26,6 @@ class LaunchError(Exception):
 
 class Launcher(Protocol):
     """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`)."""
-
-    description: str
 
     def start(self, job: Job) -> list[int]:
         """Start the ranks; returns their process ids. Raises LaunchError."""
@@ -79,7 +75,6 @@ class RanksRun:
 
     def run(self) -> None:
         """Start, watch, end. Raises LaunchError; a KeyboardInterrupt passes through once no rank is left."""
-        write_atomically(self.folder / "job.json", json.dumps(self.job.to_json(), indent=1) + "\n")
         started = time.monotonic()
         try:
             self.pids = self.launcher.start(self.job)
@@ -107,7 +102,7 @@ class RanksRun:
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
-            if failed_at and now - failed_at >= GRACE_S and self.watch.stood_still >= GRACE_S:
+            if failed_at and self._nothing_to_wait_for(now - failed_at):
                 return "failed"
             if self.watch.has_departed():
                 return "departed"
@@ -124,9 +119,20 @@ class RanksRun:
             return "start" if now - started >= self.limits.start else ""
         if now - since >= self.limits.run:
             return "deadline"
-        if self.limits.hang_after and self.watch.stood_still >= self.limits.hang_after:
+        if self.limits.hang_after and self.watch.stood_still >= self.limits.hang_after and not self._is_computing():
             return "hang_after"
         return ""
+
+    def _is_computing(self) -> bool:
+        """Whether any rank uses the CPU: that is progress too, of a kind that boards do not see."""
+        alive = {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
+        return bool(busy_ranks(alive))
+
+    def _nothing_to_wait_for(self, since_failure: float) -> bool:
+        """The test has failed: the others may end by themselves, but not wait for each other, and not for long."""
+        if since_failure >= FAILED_S:
+            return True
+        return since_failure >= GRACE_S and self.watch.stood_still >= GRACE_S and self.watch.all_blocked(self.statuses)
 
     def _waits_for_the_finished(self) -> bool:
         """Some ranks ended well while the others wait in a collective for them: nobody will come."""
@@ -147,6 +153,7 @@ class RanksRun:
             reason=reason,
             stood_still_s=self.watch.stood_still,
             moved=self.watch.stood_still < GRACE_S,
+            moved_ranks=self.watch.moved_within(GRACE_S),
         )
         alive = {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
         sample_processes(alive, self.log)

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -23,27 +24,33 @@ from pytest_nsa.launch.parent import die_with
 from pytest_nsa.settings import COLD_JOB, ZYGOTE_FD, Settings, child_environment
 from pytest_nsa.watch.process import native_threads
 
-READY_S = 300.0
+READY_S = 300.0  # for the imports of torch on a busy machine
+START_S = 60.0
+CLOSE_S = 3.0
 
 
 class ZygoteLauncher:
-    """Asks a zygote at the other end of a socket pair. ``pid`` is the zygote's."""
+    """Asks a zygote at the other end of a socket pair. ``pid`` is the zygote's, a child of this process."""
 
-    def __init__(self, channel: Channel, pid: int, description: str, log: Path | None) -> None:
-        self.channel, self.pid, self.description, self.log = channel, pid, description, log
+    def __init__(self, channel: Channel, pid: int, log: Path) -> None:
+        self.channel, self.pid, self.log = channel, pid, log
         self._ready = False
+        self._number = 0  # of the job: what a rank of an earlier one still says is not about this one
         self._exits: dict[int, int] = {}
 
     def start(self, job: Job) -> list[int]:
         self._wait_until_ready()
         self._exits = {}
-        self.channel.send(op="run", job=job.to_json())
-        while True:
-            for message in self._receive(READY_S):
+        self._number += 1
+        self.channel.send(op="run", number=self._number, job=job.to_json())
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            for message in self._receive(max(0.0, deadline - time.monotonic())):
                 if message["op"] == "started":
                     return message["pids"]
                 if message["op"] == "refused":
                     raise LaunchError(message["reason"])
+        raise LaunchError(f"the zygote forked no ranks within {START_S:.0f} s{self._log_tail()}")
 
     def exits(self, timeout: float) -> dict[int, int]:
         if not self._exits:
@@ -52,15 +59,22 @@ class ZygoteLauncher:
         return found
 
     def signal(self, rank: int, number: int) -> None:
-        self.channel.send(op="signal", rank=rank, signal=number)
+        self.channel.send(op="signal", number=self._number, rank=rank, signal=number)
 
     def kill(self) -> None:
-        self.channel.send(op="kill")
+        self.channel.send(op="kill", number=self._number)
 
     def close(self) -> None:
-        self.channel.close()  # the zygote kills its ranks and ends when its last host has gone
+        # Shut down, not only closed: a process that the host forked may hold the socket open.
+        self.channel.shut_down()
+        deadline = time.monotonic() + CLOSE_S
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() >= deadline:
+                    os.kill(self.pid, signal.SIGKILL)  # its ranks die with it
+                    os.waitpid(self.pid, 0)
+                    return
+                time.sleep(0.002)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_S
@@ -71,7 +85,7 @@ class ZygoteLauncher:
                 raise LaunchError(f"the zygote was not ready within {READY_S:.0f} s{self._log_tail()}")
 
     def _receive(self, timeout: float) -> list[dict[str, Any]]:
-        messages = self.channel.receive(timeout)
+        messages = [m for m in self.channel.receive(timeout) if m.get("number", self._number) == self._number]
         for message in messages:
             if message["op"] == "exited":
                 self._exits[message["rank"]] = message["status"]
@@ -80,16 +94,12 @@ class ZygoteLauncher:
         return messages
 
     def _log_tail(self) -> str:
-        if self.log is None or not self.log.is_file():
-            return ""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return f"; its last words ({self.log}):\n" + "\n".join(lines[-15:])
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        return f"; its last words ({self.log}):\n" + "\n".join(lines[-15:]) if lines else ""
 
 
 class ColdLauncher:
     """A new interpreter a rank, which collects the tests again: slow, and free of whatever this process has done."""
-
-    description = "cold: a new interpreter a rank"
 
     def __init__(self, config: pytest.Config, arguments: list[str]) -> None:
         self.cwd = config.invocation_params.dir
@@ -122,28 +132,35 @@ class ColdLauncher:
         while True:
             found = {}
             for rank, process in self._ranks.items():
-                code = process.poll()
-                if code is not None and rank not in self._reported:
-                    self._reported.add(rank)
-                    found[rank] = -code if code < 0 else code << 8
+                if rank in self._reported:
+                    continue
+                if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                self._kill_group(process)  # before it is reaped: what it left running is still in its group
+                code = process.wait()
+                self._reported.add(rank)
+                found[rank] = -code if code < 0 else code << 8
             if found or time.monotonic() >= deadline:
                 return found
             time.sleep(0.02)
 
     def signal(self, rank: int, number: int) -> None:
-        if self._ranks[rank].poll() is None:
-            self._ranks[rank].send_signal(number)
+        if rank not in self._reported:
+            os.kill(self._ranks[rank].pid, number)  # not reaped yet, so the pid is its own
 
     def kill(self) -> None:
-        for process in self._ranks.values():
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        for rank, process in self._ranks.items():
+            if rank not in self._reported:
+                self._kill_group(process)
 
     def close(self) -> None:
         self.kill()
-        for process in self._ranks.values():
-            process.wait()
+        self.exits(CLOSE_S)
+
+    @staticmethod
+    def _kill_group(process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def why_not_fork(config: pytest.Config) -> str:
@@ -161,17 +178,32 @@ def why_not_fork(config: pytest.Config) -> str:
     return ""
 
 
-def choose(config: pytest.Config, settings: Settings, session: pytest.Session, log: Path) -> Launcher:
-    """The launcher that ``--nsa-launch`` asks for; auto forks when that is safe."""
-    arguments = _child_arguments(config, log)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """Where ranks will come from, and that in words for the header."""
+
+    kind: Literal["fork", "clean", "cold"]
+    description: str
+
+
+def plan(config: pytest.Config, settings: Settings) -> LaunchPlan:
+    """What ``--nsa-launch`` asks for; auto forks this process when that is safe. UsageError when fork is not."""
     if settings.launch == "cold":
-        return ColdLauncher(config, arguments)
+        return LaunchPlan(kind="cold", description="cold: a new interpreter a rank")
     reason = why_not_fork(config)
     if settings.launch == "fork" and reason:
         raise pytest.UsageError(f"--nsa-launch=fork: {reason}; use --nsa-launch=clean")
     if settings.launch == "clean" or reason:
-        return _clean_zygote(config, arguments, log, reason or "asked for")
-    return _forked_zygote(session, log)
+        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'asked for'})")
+    return LaunchPlan(kind="fork", description="forked from this process after collection")
+
+
+def start(kind: str, config: pytest.Config, session: pytest.Session, log: Path) -> Launcher:
+    """Start a launcher of the planned kind."""
+    if kind == "fork":
+        return _forked_zygote(session, log)
+    arguments = _child_arguments(config, log)
+    return ColdLauncher(config, arguments) if kind == "cold" else _clean_zygote(config, arguments, log)
 
 
 def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
@@ -199,10 +231,10 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
         finally:
             os._exit(0)
     theirs.close()
-    return ZygoteLauncher(Channel(ours), pid, "forked from this process after collection", log)
+    return ZygoteLauncher(Channel(ours), pid, log)
 
 
-def _clean_zygote(config: pytest.Config, arguments: list[str], log: Path, why: str) -> ZygoteLauncher:
+def _clean_zygote(config: pytest.Config, arguments: list[str], log: Path) -> ZygoteLauncher:
     ours, theirs = socket.socketpair()
     parent = os.getpid()
 
@@ -217,7 +249,7 @@ def _clean_zygote(config: pytest.Config, arguments: list[str], log: Path, why: s
             env=child_environment(**{ZYGOTE_FD: str(theirs.fileno())}),
         )  # fmt: skip
     theirs.close()
-    return ZygoteLauncher(Channel(ours), process.pid, f"a clean child pytest ({why})", log)
+    return ZygoteLauncher(Channel(ours), process.pid, log)
 
 
 def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
@@ -225,7 +257,9 @@ def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     arguments = [str(a) for a in worker.get("nsa_arguments", config.invocation_params.args)]
     # The child must not touch this run's cache (it would select other tests under --lf) nor its reports.
-    arguments += ["-o", f"cache_dir={log.parent / '.child_cache'}", "--junitxml="]
+    arguments += ["--junitxml="]
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        arguments += ["-o", f"cache_dir={log.parent / '.child_cache'}"]
     if config.pluginmanager.hasplugin("xdist"):
         arguments += ["-n0"]
     return arguments

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
+import signal
 import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +102,9 @@ class Channel:
         *lines, self._buffer = self._buffer.split(b"\n")
         return [json.loads(line) for line in lines if line]
 
-    def close(self) -> None:
-        """Close the socket."""
+    def shut_down(self) -> None:
+        """Close the connection for every process that holds the socket."""
         self.closed = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 from pytest_nsa.artifacts import append_line
 from pytest_nsa.launch.context import RankContext, become
-from pytest_nsa.launch.messages import Job
+from pytest_nsa.launch.messages import DUMP_SIGNAL, Job
 
-DUMP_SIGNAL = signal.SIGUSR1
 EXIT_FAILED = 1
+MAX_CHAIN = 10
+# They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
+HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures")
 _kept_open: list[object] = []  # faulthandler writes to descriptors: their files must live as long as the process
 MAX_TEXT = 200_000
 
@@ -81,6 +82,9 @@ def main(number: int, job: Job, run: Run) -> int:
     _record(folder, event="start", pid=os.getpid(), notes=notes)
     device = "cpu"
     if job.device == "cuda":
+        if not torch.cuda.device_count():
+            print(f"torch {torch.__version__} sees no GPU, though the machine shows one; install a CUDA build of torch")
+            return EXIT_FAILED
         device = f"cuda:{number % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     session = trace_session.start(folder, number, job.world_size, job.parallel.upper(), beats=Path(job.folder))
@@ -210,19 +214,20 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     if ctx.job.tmp:
         _share_temporary_folder(config, Path(ctx.job.tmp))
     config.option.runxfail = True  # the host applies xfail to the test as a whole
-    config.pluginmanager.register(ExceptionRecorder(ctx), "nsa-exceptions")
-    passed = True
-    for report in runtestprotocol(item, log=False, nextitem=None):
-        data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        append_line(ctx.folder / "reports.jsonl", {"text": str(report.longreprtext)[:MAX_TEXT], "report": data})
-        passed = passed and not report.failed
-    return passed
+    for name in HOST_PLUGINS:
+        config.pluginmanager.unregister(name=name)
+    recorder = RankRecorder(ctx, config)
+    config.pluginmanager.register(recorder, "nsa-rank-recorder")
+    # The whole protocol, not its three phases alone: assertion messages and warning filters hang on it.
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    return recorder.passed
 
 
 def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
     """tmp_path is the same folder on all ranks; numbering it, as pytest does, would race between them."""
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = base
+    factory._retention_policy = "all"  # no rank may delete what another still uses
 
     def mktemp(basename: str, numbered: bool = True) -> Path:
         folder = base / basename
@@ -232,11 +237,12 @@ def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
     factory.mktemp = mktemp
 
 
-class ExceptionRecorder:
-    """Writes down each exception of the test the moment it is known, before teardown can hang."""
+class RankRecorder:
+    """Writes down each exception and report of the test the moment it is known, before teardown can hang."""
 
-    def __init__(self, ctx: RankContext) -> None:
-        self.ctx = ctx
+    def __init__(self, ctx: RankContext, config: pytest.Config) -> None:
+        self.ctx, self.config = ctx, config
+        self.passed = True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
@@ -250,22 +256,41 @@ class ExceptionRecorder:
                 record_exception(self.ctx.folder, error, call.when)
         return (yield)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        append_line(self.ctx.folder / "reports.jsonl", {"text": str(report.longreprtext)[:MAX_TEXT], "report": data})
+        self.passed = self.passed and not report.failed
+
+    def pytest_warning_recorded(self, warning_message: Any) -> None:
+        w = warning_message
+        print(f"{w.filename}:{w.lineno}: {w.category.__name__}: {w.message}", file=sys.stderr)
+
 
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
     """Append an exception with the innermost line of the user's code."""
     from nsa.trace.frames import is_user_file
 
     frames = traceback.extract_tb(error.__traceback__)
+    chain: list[tuple[str, str]] = []
+    cause = error.__cause__ or error.__context__
+    while cause is not None and len(chain) < MAX_CHAIN:
+        inner = traceback.extract_tb(cause.__traceback__)
+        chain.append((str(cause)[:MAX_TEXT], inner[-1].filename if inner else ""))
+        cause = cause.__cause__ or cause.__context__
     place = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
     _record(
         folder,
         event="exception",
         when=when,
         type=type(error).__name__,
+        module=type(error).__module__,
         message=str(error)[:MAX_TEXT],
         file=place.filename if place else "",
         line=place.lineno if place else 0,
         function=place.name if place else "",
+        raised_in=frames[-1].filename if frames else "",
+        chain=chain,
     )
 
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,46 +31,41 @@ PRELOAD = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Rank:
-    """A forked rank that has not been reaped."""
+    """A forked rank that has not been reaped, and the number of the job that it belongs to."""
 
+    job: int
     rank: int
-    pid: int
-    client: Channel = field(repr=False)
 
 
 class Zygote:
-    """Serves jobs to the hosts that are connected; returns from `serve` when the last has gone."""
+    """Serves the host at the other end of a socket; returns from `serve` when that has gone."""
 
-    def __init__(self, items: dict[str, pytest.Item], first: socket.socket) -> None:
+    def __init__(self, items: dict[str, pytest.Item], sock: socket.socket) -> None:
         self.items = items
-        self.clients = [Channel(first)]
+        self.host = Channel(sock)
         self.ranks: dict[int, Rank] = {}  # by pid
 
     def serve(self) -> None:
-        """Preload, say that we are ready, and fork ranks until every host has closed its end."""
+        """Preload, say that we are ready, and fork ranks until the host has closed its end."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._preload()
         gc.collect()
         gc.freeze()  # pages that no collection touches stay shared with the ranks
-        for client in self.clients:
-            client.send(op="ready", pid=os.getpid())
-        while self.clients:
-            sources: list[Any] = [wake_read, *self.clients]
+        self.host.send(op="ready")
+        while not self.host.closed:
+            sources: list[Any] = [wake_read, self.host.socket]
             readable, _, _ = select.select(sources, [], [])
             if wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
                 self._reap()
-            for client in [c for c in self.clients if c in readable]:
-                for message in client.receive(0):
-                    self._handle(client, message)
-                if client.closed:
-                    self._kill(client)
-                    self.clients.remove(client)
+            if self.host.socket in readable:
+                for message in self.host.receive(0):
+                    self._handle(message)
         for pid in self.ranks:
             _kill_group(pid)
             os.waitpid(pid, 0)
@@ -82,35 +77,37 @@ class Zygote:
 
         torch.set_num_threads(1)
 
-    def _handle(self, client: Channel, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if message["op"] == "run":
-            self._start(client, Job.from_json(message["job"]))
-        elif message["op"] == "signal":
-            for rank in self._ranks_of(client):
-                if rank.rank == message["rank"]:
-                    os.kill(rank.pid, message["signal"])
-        elif message["op"] == "kill":
-            self._kill(client)
+            self._start(message["number"], Job.from_json(message["job"]))
+            return
+        for pid, rank in self.ranks.items():
+            if rank.job != message["number"]:
+                continue
+            if message["op"] == "kill":
+                _kill_group(pid)
+            elif message["op"] == "signal" and rank.rank == message["rank"]:
+                os.kill(pid, message["signal"])
 
-    def _start(self, client: Channel, job: Job) -> None:
+    def _start(self, number: int, job: Job) -> None:
         from pytest_nsa.launch import rank as rank_module
 
         try:
             run = rank_module.prepare(job, self.items)
         except LookupError as error:
-            client.send(op="refused", reason=str(error))
+            self.host.send(op="refused", number=number, reason=str(error))
             return
         parent = os.getpid()
         pids = []
-        for number in range(job.world_size):
+        for rank in range(job.world_size):
             pid = os.fork()
             if pid == 0:
-                self._become_rank(parent, number, job, run)
-            self.ranks[pid] = Rank(number, pid, client)
+                self._become_rank(parent, rank, job, run)
+            self.ranks[pid] = Rank(number, rank)
             pids.append(pid)
-        client.send(op="started", pids=pids)
+        self.host.send(op="started", number=number, pids=pids)
 
-    def _become_rank(self, parent: int, number: int, job: Job, run: Any) -> None:
+    def _become_rank(self, parent: int, rank: int, job: Job, run: Any) -> None:
         """Never returns: whatever happens, the child must not go on as a zygote."""
         code = 70
         try:
@@ -118,11 +115,10 @@ class Zygote:
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for client in self.clients:
-                client.socket.close()
+            self.host.socket.close()
             from pytest_nsa.launch import rank as rank_module
 
-            code = rank_module.main(number, job, run)
+            code = rank_module.main(rank, job, run)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -130,13 +126,6 @@ class Zygote:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-
-    def _ranks_of(self, client: Channel) -> list[Rank]:
-        return [rank for rank in self.ranks.values() if rank.client is client]
-
-    def _kill(self, client: Channel) -> None:
-        for rank in self._ranks_of(client):
-            _kill_group(rank.pid)
 
     def _reap(self) -> None:
         """Report each rank that has ended, and end what it left running."""
@@ -147,7 +136,7 @@ class Zygote:
             _kill_group(pid)
             _, status = os.waitpid(pid, 0)
             del self.ranks[pid]
-            rank.client.send(op="exited", rank=rank.rank, status=status)
+            self.host.send(op="exited", number=rank.job, rank=rank.rank, status=status)
 
 
 def _kill_group(pid: int) -> None:

@@ -24,6 +24,7 @@ class ProgressWatch:
     running_since: float = 0.0
     last_move: float = field(init=False)
     _signatures: dict[int, tuple[float, ...]] = field(init=False, default_factory=dict)
+    _moves: dict[int, float] = field(init=False, default_factory=dict)
     _last_look: float = field(init=False)
     _departed_since: float = 0.0
 
@@ -44,7 +45,7 @@ class ProgressWatch:
             self.boards[rank] = board
             if self._signatures.get(rank) != board.signature:
                 self._signatures[rank] = board.signature
-                self.last_move = now
+                self.last_move = self._moves[rank] = now
         if not self.running_since and len(self.boards) == len(self.folders) and self.all_past("start"):
             self.running_since = now
 
@@ -76,8 +77,17 @@ class ProgressWatch:
         blocked = {rank: board.blocked for rank, board in self.boards.items()}
         return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
 
+    def moved_within(self, seconds: float) -> list[int]:
+        """The ranks that moved in the last ``seconds``."""
+        now = time.monotonic()
+        return [rank for rank, at in self._moves.items() if now - at < seconds]
+
+    def all_blocked(self, ended: Collection[int]) -> bool:
+        """Whether the main thread of every rank that has not ended waits in a collective."""
+        return all(b.blocked is not None for r, b in self.boards.items() if r not in ended)
+
     def is_left_alone(self, ended: Collection[int]) -> bool:
-        """Whether every rank but those that have ended is inside a collective that needs one of the ended."""
-        alive = [board for rank, board in self.boards.items() if rank not in ended]
+        """Whether every rank that has not ended waits in a collective that needs one of the ended."""
+        waits = [board.blocked for rank, board in self.boards.items() if rank not in ended]
         rings = self.rings
-        return bool(alive) and all(b.inside and not can_complete(b.inside[0], rings) for b in alive)
+        return bool(waits) and all(c is not None and c.peer == -1 and not can_complete(c, rings) for c in waits)

@@ -12,6 +12,7 @@ from pytest_nsa.artifacts import append_line
 from pytest_nsa.watch.process import ProcessState, look_at
 
 SAMPLE_S = 0.4
+BUSY_SAMPLE_S = 0.2
 DUMP_WAIT_S = 2.0
 
 
@@ -40,6 +41,18 @@ def _difference(before: ProcessState, after: ProcessState, elapsed: float) -> di
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
     facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
     return facts
+
+
+def busy_ranks(pids: Mapping[int, int]) -> list[int]:
+    """The ranks (rank -> pid) that use more than half a core over a moment."""
+    before = {rank: look_at(pid) for rank, pid in pids.items()}
+    time.sleep(BUSY_SAMPLE_S)
+    found = []
+    for rank, pid in pids.items():
+        first, second = before[rank], look_at(pid)
+        if first is not None and second is not None and second.cpu_s - first.cpu_s > 0.5 * BUSY_SAMPLE_S:
+            found.append(rank)
+    return found
 
 
 def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:

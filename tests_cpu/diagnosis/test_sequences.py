@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from nsa.trace.board import Board
+from pytest_nsa.diagnosis.diagnose import diagnose
+from pytest_nsa.evidence import load
 from pytest_nsa.watch.board import Collective
 from pytest_nsa.watch.sequences import can_complete, first_departure, waits_apart
+from tests_cpu.diagnosis.test_evidence import make_folder
 
 BASE = Collective(
     index=0, op="allreduce", group="0", sequence=1, dtype="float32", count=4, site="a.py:1 in f", step=1, phase="body",
@@ -57,3 +64,31 @@ def test_two_groups_in_opposite_order_wait_apart() -> None:
     a, b = entered(group="a"), entered(group="b")
     assert waits_apart({0: a, 1: b}, {0: (a,), 1: (b,)}) == {0: a, 1: b}
     assert waits_apart({0: a, 1: None}, {0: (a,), 1: ()}) is None
+
+
+def looping(rank: int, skips: tuple[int, int]) -> list[Collective]:
+    """Rounds of allreduce and broadcast at two lines of one loop; ``skips`` is (rank, round) of a broadcast left out."""
+    ring: list[Collective] = []
+    for round_ in range(4):
+        ring.append(entered(sequence=len(ring) + 1, index=len(ring), site="a.py:3 in f", step=0))
+        if (rank, round_) != skips:
+            ring.append(entered(sequence=len(ring) + 1, index=len(ring), op="broadcast", site="a.py:5 in f", step=0))
+    return ring
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("round_", [0, 1, 2])
+def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culprit: int, round_: int) -> None:
+    """Its next call stands at an earlier line than the one that the other waits in: lines alone would blame the other."""
+    folder = make_folder(tmp_path / "t")
+    stuck = 2 * round_ + 2  # the sequence number at which the ranks part
+    for rank in (0, 1):
+        board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=2)
+        for c in looping(rank, (culprit, round_))[:stuck]:
+            index = board.enter(c.op, c.group, c.sequence, c.dtype, c.count, c.site, size=2)
+            if c.sequence < stuck:
+                board.leave(index)
+    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "departed", "stood_still_s": 1.2}\n')
+    verdict = diagnose(load(folder))
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (culprit,))
+    assert verdict.where == "a.py:5 in f"
