@@ -190,6 +190,6 @@ class DenseAttention(nn.Module):
         q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, -1)), t)
         k = self.rotary(self.w_k(x).unflatten(-1, (self.n_kv_heads, -1)), t)
         v = self.w_v(x).unflatten(-1, (self.n_kv_heads, -1))
-        kernels = choose(self.backend, q.dtype, q.device)
+        kernels = choose(self.backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
         y = kernels.sliding(q, k, v, w=S, scale=q.shape[-1] ** -0.5)  # a window of S tokens is causal attention
         return self.out(y.flatten(-2))

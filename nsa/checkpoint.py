@@ -12,6 +12,7 @@ from torch import nn
 from nsa.config import ConfigError
 
 KEEP = 3
+FIELDS = {"step", "batches", "model", "optimizer", "rng"}
 
 
 def save(
@@ -79,13 +80,19 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         raise ConfigError(
             f"checkpoint {str(path)!r}: cannot be read ({reason}); give --resume with another one"
         ) from None
+    if not isinstance(state, dict) or set(state) != FIELDS:
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: is no checkpoint of this program; give a step_*.pt that --save-every wrote"
+        )
     options = StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
-    )
+    try:
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+        )
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: does not fit this model ({reason}); use its configuration"
+        ) from None
     torch.set_rng_state(state["rng"])
     return int(state["step"]), int(state["batches"])

@@ -45,7 +45,7 @@ class ModelConfig:
     mlp_hidden: int = 3712
     gate_hidden: int = 192
     attention: Literal["nsa", "dense"] = "nsa"
-    backend: Literal["auto", "reference", "sdpa"] = "auto"
+    backend: Literal["auto", "reference", "sdpa", "flash"] = "auto"
     force_branch: Branch | None = None
     stop_gate_gradient: bool = False
     rope_theta: float = 10000.0
@@ -152,14 +152,12 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_BACKEND": Variable("parallel.backend", "nccl|gloo", "the process group's backend"),
     "CONFIG": Variable("", "path", "the YAML file, as --config"),
 }
-# Read by pytest_nsa, so the guard below must not call them unknown.
-_FOREIGN = {"NSA_FAKE_GPUS"}
 
 
 def parse_layer_range(text: str, n_layers: int | None = None) -> tuple[int, int]:
     """Parse ``'start:end'`` (half open, in layers). Raises ConfigError with the right form."""
     start_text, colon, end_text = text.partition(":")
-    if not colon or not start_text.strip().isdigit() or not end_text.strip().isdigit():
+    if not colon or not start_text.strip().isdecimal() or not end_text.strip().isdecimal():
         raise ConfigError(f"{text!r}: must be start:end in whole layers, as in '0:6' (layers 0 to 5)")
     start, end = int(start_text), int(end_text)
     if start >= end:
@@ -180,6 +178,10 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
+    except UnicodeError:
+        raise ConfigError(
+            f"config {str(path)!r}: not text in UTF-8; give a YAML file, as in configs/tiny_cpu.yaml"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"config {str(path)!r}: {error.strerror or error}; give a YAML file, as in configs/tiny_cpu.yaml"
@@ -215,7 +217,7 @@ def config_path_from_environment() -> str | None:
 
 def unknown_variables() -> list[str]:
     """A warning for each ``NSA_*`` variable that nobody reads: usually a typing error."""
-    unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES and k not in _FOREIGN)
+    unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES)
     return [f"{name} is not a variable of this program{_did_you_mean(name, VARIABLES)}" for name in unknown]
 
 
@@ -238,7 +240,7 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
         if text == "":
             continue
         if name == "NSA_USE_FA2":
-            _use_flash(text)
+            values["model"].update(_use_flash(text))
             continue
         if not variable.target:
             continue
@@ -248,15 +250,16 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
             values["train"]["gradient_checkpointing"] = True
 
 
-def _use_flash(text: str) -> None:
+def _use_flash(text: str) -> dict[str, Any]:
     if text not in {"0", "1"}:
         raise ConfigError(f"NSA_USE_FA2={text!r}: must be 0 or 1")
-    if text == "1":
-        import importlib.util
+    if text == "0":
+        return {}
+    import importlib.util
 
-        if importlib.util.find_spec("flash_attn") is None:
-            raise ConfigError("NSA_USE_FA2='1': flash-attn is not installed; install it, or set NSA_USE_FA2=0")
-        raise ConfigError("NSA_USE_FA2='1': no branch can use flash-attn in this version; set NSA_USE_FA2=0")
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError("NSA_USE_FA2='1': flash-attn is not installed; install it, or set NSA_USE_FA2=0")
+    return {"backend": "flash"}
 
 
 def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, Any]) -> None:
@@ -342,8 +345,7 @@ def _build(values: dict[str, dict[str, Any]], source: str) -> Config:
 def validate(config: Config) -> None:
     """Check what fields must be to each other. Raises ConfigError naming the field."""
     m, t = config.model, config.train
-    for name in (
-        "vocab_size",
+    sizes = (
         "dim",
         "n_layers",
         "n_heads",
@@ -354,11 +356,21 @@ def validate(config: Config) -> None:
         "d",
         "l_sel",
         "w",
-    ):
+        "mlp_hidden",
+        "gate_hidden",
+    )
+    for name in sizes:
         if getattr(m, name) < 1:
             raise ConfigError(f"model.{name}={getattr(m, name)}: must be at least 1")
     if m.n_heads % m.n_kv_heads:
         raise ConfigError(f"model.n_heads={m.n_heads}: must be a multiple of n_kv_heads={m.n_kv_heads}")
+    if m.vocab_size < 256:
+        raise ConfigError(f"model.vocab_size={m.vocab_size}: must be at least 256 (the tokenizer's tokens are bytes)")
+    if t.threads < 0 or t.warmup_steps < 0 or config.data.prefetch < 1:
+        raise ConfigError(
+            f"train.threads={t.threads}, train.warmup_steps={t.warmup_steps}: must be 0 or more; "
+            f"data.prefetch={config.data.prefetch}: must be at least 1"
+        )
     if m.d_k % 2:
         raise ConfigError(f"model.d_k={m.d_k}: must be even (rotary position embedding)")
     for name in ("l", "l_sel"):

@@ -114,6 +114,7 @@ def check_parquet(file: Path) -> int:
     try:
         reader = parquet.ParquetFile(file)
         columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
+        kind = reader.schema_arrow.field("text").type if "text" in columns else None
         # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
         if "text" in columns and rows:
             reader.read_row_group(reader.num_row_groups - 1, columns=["text"])
@@ -124,6 +125,8 @@ def check_parquet(file: Path) -> int:
         raise ConfigError(
             f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
         )
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")
     if rows == 0:
         raise ConfigError(f"dataset {str(file)!r}: 0 rows; give a parquet file with documents")
     return int(rows)
@@ -156,6 +159,9 @@ class Prefetcher:
             for index, batch in enumerate(source):
                 if index >= skip and not self._put(batch):
                     return
+        except OSError as error:  # pyarrow's errors on damaged pages are OSErrors too
+            reason = " ".join(str(error).split())[:200]
+            self._put(ConfigError(f"dataset: cannot be read any further ({reason}); copy it again"))
         except Exception as error:
             self._put(error)  # raised where the batch is taken, so that the run ends with the real reason
 

@@ -50,13 +50,13 @@ class Trainer:
         self.module = (model or build_model(config)).to(ranks.device)
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
+        self.model = self._parallel(self.module)  # FSDP replaces the parameters: hooks come after it
         self.gradients = GradientTrace(self.module) if config.trace.grads else None
         if self.gradients:
             logger.info("[trace] grad-arrival hooks registered")
         self.modules = ModuleBackwardTrace(self.module) if config.trace.module_bwd else None
         if self.modules:
             logger.info("[trace] module backward hooks registered")
-        self.model = self._parallel(self.module)
         self.buckets = BucketTrace(ranks.rank) if config.trace.ddp_buckets else None
         if self.buckets and isinstance(self.model, DistributedDataParallel):
             self.buckets.attach(self.model)

@@ -29,7 +29,7 @@ class LayerRange(str):
 
     def __new__(cls, text: str) -> LayerRange:
         first, colon, last = text.partition(":") if isinstance(text, str) else ("", "", "")
-        if not (colon and first.isdigit() and last.isdigit()):
+        if not (colon and first.isdecimal() and last.isdecimal()):
             raise ValueError("must be 'start:end' in whole layers, as in '0:6' (layers 0 to 5)")
         if int(first) >= int(last):
             raise ValueError(f"the range must go up, as in '0:6' (layers 0 to 5); got start {first}, end {last}")

@@ -10,16 +10,22 @@ from typing import Any
 import torch
 
 from nsa.config import BRANCHES, Branch
-from nsa.kernels import blocks, reference, sdpa
+from nsa.kernels import blocks, flash, reference, sdpa
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa}
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flash": flash}
 
 # (asked for, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
 counters: Counter[tuple[str, str, str]] = Counter()
 
 
-def explain(backend: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """The backend that would serve a call, and why. Raises ValueError for an unknown name."""
+def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
+    """The backend that would serve a call, and why. Raises ValueError for an unknown name.
+
+    ``flash`` falls back to ``sdpa`` where flash-attn cannot serve; the reason says why.
+    """
+    if backend == "flash":
+        reason = flash.why_not(dtype, device, d_k, d_v)
+        return ("sdpa", reason) if reason else ("flash", "asked for")
     if backend in BACKENDS:
         return backend, "asked for"
     if backend != "auto":
@@ -29,9 +35,9 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device) -> tuple[str
     return "sdpa", f"torch's fused attention serves {dtype} on {device.type}"
 
 
-def choose(backend: str, dtype: torch.dtype, device: torch.device) -> ModuleType:
+def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> ModuleType:
     """The backend's module; the choice is counted."""
-    name, why = explain(backend, dtype, device)
+    name, why = explain(backend, dtype, device, d_k, d_v)
     counters[backend, name, why] += 1
     return BACKENDS[name]
 
@@ -56,7 +62,7 @@ def run_branches(
     ``cmp``, ``sel`` and ``win`` are (key, value) pairs, shaped as in `nsa_attention`. A branch that is not asked for
     is not computed and leaves no node in the autograd graph.
     """
-    kernels = choose(backend, q.dtype, q.device)
+    kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])
     out: dict[Branch, torch.Tensor] = {}
     chosen = None
     if "cmp" in branches or "sel" in branches:
@@ -102,7 +108,7 @@ def nsa_attention(
         scale: of the scores; 1/sqrt(Dk) when None.
         cu_seqlens: int [n + 1], for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
             sum over the sequences.
-        backend: ``auto``, ``reference`` or ``sdpa``.
+        backend: ``auto``, ``reference``, ``sdpa`` or ``flash``.
 
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """

@@ -3,6 +3,7 @@
 # DDP compares a hook's annotations with classes, so they must not be postponed to strings here.
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,24 @@ Listener = Callable[[dist.GradBucket], None]
 
 @dataclass
 class BucketHook:
-    """State of the hook: the group, and who wants to hear of buckets."""
+    """State of the hook: the group, who wants to hear of buckets, and a hook of the user's that came after ours."""
 
     group: dist.ProcessGroup
     listeners: list[Listener] = field(default_factory=list)
+    user_hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None = None
+    user_state: Any = None
+    kept_views: bool = False
 
 
 def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     for listener in state.listeners:
         listener(bucket)
-    # DDP multiplies by 1/n before it sums; dividing would round differently when n is no power of two.
-    buffer = bucket.buffer().mul_(1.0 / state.group.size())
+    if state.user_hook is not None:
+        return state.user_hook(state.user_state, bucket)
+    # To the bit what DDP does without a hook: it multiplies a gradient by 1/n as it copies it into the bucket, but
+    # divides one that lives in the bucket already. These round differently when n is no power of two.
+    buffer, n = bucket.buffer(), state.group.size()
+    buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
@@ -39,6 +47,28 @@ def ensure_hook(ddp: DistributedDataParallel) -> BucketHook | None:
         ddp.register_comm_hook(state, _reduce)
         ddp._nsa_bucket_hook = state
     return state
+
+
+def give_way_to_user_hooks() -> None:
+    """DDP takes one hook for ever: one that the user registers after ours is called by ours in its place."""
+    register = DistributedDataParallel.register_comm_hook
+
+    def register_comm_hook(self: DistributedDataParallel, state: Any, hook: Any) -> None:
+        ours = getattr(self, "_nsa_bucket_hook", None)
+        if ours is None or hook is _reduce:
+            register(self, state, hook)
+        else:
+            ours.user_state, ours.user_hook = state, hook
+
+    DistributedDataParallel.register_comm_hook = register_comm_hook
+
+
+def note_kept_gradients(root: torch.nn.Module) -> None:
+    """Before a backward: whether gradients of the last one still live in DDP's buckets."""
+    state = getattr(root, "_nsa_bucket_hook", None)
+    if state is not None:
+        first = next((p for p in root.parameters() if p.requires_grad), None)
+        state.kept_views = root.gradient_as_bucket_view and first is not None and first.grad is not None
 
 
 class BucketTrace:

@@ -6,8 +6,11 @@ and the optimizer's own hooks.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nsa.trace.board import Board
-from nsa.trace.ddp_buckets import ensure_hook
+from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.frames import call_site
 
 
@@ -50,8 +53,11 @@ class Observer:
         self.on_names: Callable[[list[str]], None] = lambda names: None
         self.on_model: Callable[[str], None] = lambda kind: None
         self.parameter_names: list[str] = []
-        self._names: dict[int, str] = {}
-        self._roots: dict[int, nn.Module] = {}  # kept alive, so that an id stays its own
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._roots: WeakSet[nn.Module] = WeakSet()
+        self._model: weakref.ref[nn.Module] | None = (
+            None  # the root with the most trained parameters: its calls are steps
+        )
         self._depth = 0
         self._in_backward = False
 
@@ -67,6 +73,8 @@ class Observer:
             if self._in_backward:  # reentrant checkpointing runs a backward inside a backward
                 return backward(*args, **kwargs)
             self._in_backward = True
+            for root in self._roots:
+                note_kept_gradients(root)
             self.board.reset("gradients")
             self.board.clear_arrived()
             self._phase("backward")
@@ -77,25 +85,28 @@ class Observer:
                 self._phase("body")
 
         torch.autograd.backward = observed_backward
+        give_way_to_user_hooks()
 
     def _phase(self, name: str) -> None:
         self.board.phase(name)
         place = call_site()
         if place:  # so that the line of a rank that is killed is known without waiting for the next beat
             self.board.text("line", place)
+            self.board.number("line_time", time.time())
         self.on_change()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0 and not self._in_backward:
-            if id(module) not in self._roots:
+            if module not in self._roots:
                 self._adopt(module)
-            if module.training and torch.is_grad_enabled():
+            is_model = self._model is not None and self._model() is module
+            if is_model and module.training and torch.is_grad_enabled():
                 self.board.add("step")
             self._phase("forward")
         self._depth += 1
         self.board.add("modules_entered")
         self.board.add("progress")
-        self.board.text("module", self._names.get(id(module), type(module).__name__))
+        self.board.text("module", self._names.get(module, type(module).__name__))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -104,15 +115,16 @@ class Observer:
 
     def _adopt(self, root: nn.Module) -> None:
         """A module that is called from outside any other: learn its names, count its gradients."""
-        self._roots[id(root)] = root
+        self._roots.add(root)
         for name, module in root.named_modules():
-            self._names[id(module)] = plain_name(name) or type(module).__name__
+            self._names[module] = plain_name(name) or type(module).__name__
         if isinstance(root, DistributedDataParallel):
             ensure_hook(root)
         self.on_model(_parallel_kind(root))
         trained = [(plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad]
         if not trained or len(trained) < len(self.parameter_names):
             return
+        self._model = weakref.ref(root)
         self.parameter_names = [n for n, _ in trained]
         self.board.number("gradients_expected", len(trained))
         self.on_names(self.parameter_names)

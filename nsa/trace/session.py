@@ -32,11 +32,6 @@ class TraceSession:
         self.observer = Observer(self.board, self.heartbeat.record)
 
 
-def current() -> TraceSession | None:
-    """The session of this process, if one was started."""
-    return _current
-
-
 def start(
     folder: str | os.PathLike[str], rank: int, world_size: int, label: str = "", beats: Path | None = None
 ) -> TraceSession:

@@ -55,14 +55,14 @@ class GateStatistics:
 
 
 class SelectionStatistics:
-    """Statistics of the selected blocks, a row a layer, for the forward in which it listens."""
+    """Statistics of the selected blocks, a row a layer, for the forward in which it listens; written, and synced, later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, NSAAttention)]
-        self._rows: dict[str, dict[str, float]] = {}
+        self._rows: dict[str, dict[str, torch.Tensor]] = {}
 
     def listen(self, on: bool) -> None:
-        """Gather during the next forward, or stop. Gathering syncs with the device."""
+        """Gather during the next forward, or stop."""
         for name, layer in self._layers:
             layer.selection_listener = self._saw(name, layer.l_sel) if on else None
 
@@ -74,10 +74,10 @@ class SelectionStatistics:
             weights = chosen.float()
             total = weights.sum().clamp(min=1)
             self._rows[name] = {
-                "blocks_mean": (weights.sum() / weights[..., 0].numel()).item(),
-                "distance_mean": ((own - j) * weights).sum().div(total).item(),
-                "share_initial": weights[..., 0].sum().div(total).item(),
-                "share_local": ((own - j <= 1) * weights).sum().div(total).item(),
+                "blocks_mean": weights.sum() / weights[..., 0].numel(),
+                "distance_mean": ((own - j) * weights).sum().div(total),
+                "share_initial": weights[..., 0].sum().div(total),
+                "share_local": ((own - j <= 1) * weights).sum().div(total),
             }
 
         return gather
@@ -90,7 +90,7 @@ class SelectionStatistics:
             if new:
                 writer.writeheader()
             for name, row in self._rows.items():
-                writer.writerow({"step": step, "layer": name, **{k: f"{v:.4f}" for k, v in row.items()}})
+                writer.writerow({"step": step, "layer": name, **{k: f"{v.item():.4f}" for k, v in row.items()}})
 
 
 def write_fallbacks(path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import IO
 
 
 class Watchdog:
-    """Fed at every sign of progress; unfed for ``seconds``, it writes ``watchdog_stackdump_rank{r}_{time}.txt``.
+    """Fed once a step; unfed for ``seconds``, it writes ``watchdog_stackdump_rank{r}_{time}.txt``.
 
     The timer is faulthandler's C thread, which needs neither the GIL nor a Python signal handler to run.
     """
@@ -20,7 +20,7 @@ class Watchdog:
         self._file: IO[str] | None = None
 
     def feed(self) -> None:
-        """Progress was made: start counting anew."""
+        """A step begins: start counting anew."""
         if self.seconds <= 0:
             return
         if self._file is None:

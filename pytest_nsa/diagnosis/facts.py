@@ -59,6 +59,8 @@ def board_fact(rank: RankEvidence) -> Fact | None:
         parts.append(f"{n['gradients']:.0f} of {n['gradients_expected']:.0f} gradients")
     if board.parameter and board.phase == "backward":
         parts.append(f"last {board.parameter}")
+    if n.get("gil_late", 0.0) > 0.5:
+        parts.append(f"its heartbeat waited {n['gil_late']:.1f} s for the interpreter's lock")
     if board.inside:
         parts.append(f"inside {board.inside[-1].describe()}")
     return Fact(rank=rank.rank, kind="board", file=f"rank{rank.rank}/board.bin", says=", ".join(parts))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 
 from nsa import NSAAttention, nsa_attention, reference_attention
+from nsa.kernels import flash, reference
+from nsa.kernels.dispatch import counters
 
 SHAPE: dict[str, int] = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
 Inputs = list[torch.Tensor]
@@ -74,6 +78,46 @@ def test_forward_and_gradients_equal_the_equations(S: int, backend: str) -> None
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
 
 
+def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn's own window convention, written out: keys from i - left to i + right, on [B, S, H, D]."""
+
+    def flash_attn_func(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
+        assert causal
+        i = torch.arange(q.shape[1])
+        back = i[:, None] - i[None, :]
+        seen = (back <= window_size[0]) & (back >= -window_size[1])
+        h = q.shape[2] // k.shape[2]
+        q, k, v = (
+            q.transpose(1, 2),
+            k.transpose(1, 2).repeat_interleave(h, 1),
+            v.transpose(1, 2).repeat_interleave(h, 1),
+        )
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale).transpose(
+            1, 2
+        )
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    q, k, v = make_inputs(90)[0], *make_inputs(90)[5:7]
+    found = flash.sliding(q, k, v, w=24, scale=0.3)
+    torch.testing.assert_close(found, reference.sliding(q, k, v, w=24, scale=0.3), rtol=0, atol=1e-12)
+
+
+def test_flash_that_cannot_serve_falls_back_and_is_counted() -> None:
+    inputs = [x.float() for x in make_inputs(40)]
+    reason = "flash-attn needs a GPU, and the tensors are on cpu"
+    before = counters["flash", "sdpa", reason]
+    nsa_attention(*inputs, **SHAPE, backend="flash")
+    assert counters["flash", "sdpa", reason] == before + 1
+
+
 def test_float32_stays_close_to_float64() -> None:
     inputs = make_inputs(150, seed=3)
     expected = reference_attention(*inputs, **SHAPE)
@@ -119,7 +163,7 @@ def test_a_pack_of_sequences_equals_each_alone() -> None:
         ({"l": 6}, r"l=6: must be a multiple of d=4"),
         ({"n_sel": 2}, r"n_sel=2: must be at least 3"),
         ({"w": 0}, r"w=0: must be at least 1"),
-        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa"),
+        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa, flash"),
         ({"cu_seqlens": torch.tensor([0, 30, 20, 40])}, r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
     ],
 )

@@ -25,6 +25,8 @@ TINY = ROOT / "configs" / "tiny_cpu.yaml"
         ("NSA_MEM_DUMP_EVERY", "-1", "NSA_MEM_DUMP_EVERY=-1: must be 0 (never) or a number of steps"),
         ("TORCH_BACKEND", "mpi", "TORCH_BACKEND='mpi': must be one of auto, nccl, gloo"),
         ("NSA_USE_FA2", "2", "NSA_USE_FA2='2': must be 0 or 1"),
+        ("NSA_USE_FA2", "1", "NSA_USE_FA2='1': flash-attn is not installed; install it, or set NSA_USE_FA2=0"),
+        ("NSA_GC_RANGE", "²:³", "NSA_GC_RANGE='²:³': must be start:end"),
     ],
 )
 def test_bad_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
@@ -56,6 +58,9 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
             "train.seq_len=16: shorter than one compression block (model.l=32); use at least 32",
         ),
         ("train:\n  steps: 0\n", "train.steps=0"),
+        ("model:\n  vocab_size: 100\n", "model.vocab_size=100: must be at least 256"),
+        ("model:\n  mlp_hidden: -1\n", "model.mlp_hidden=-1: must be at least 1"),
+        ("train:\n  threads: -1\n", "train.threads=-1"),
         ("train: [1]\n", "section 'train' must hold key: value pairs"),
         ("- a\n", "must hold sections"),
         ("model: {dim: [\n", "not valid YAML"),
@@ -81,6 +86,11 @@ def test_overrides_by_field_section_and_dotted_name() -> None:
     assert (config.train.steps, config.model.n_layers, config.train.lr) == (3, 2, 0.5)
     with pytest.raises(ConfigError, match="unknown key 'stepz'; did you mean 'steps'"):
         load_config(TINY, stepz=3)
+
+
+def test_a_binary_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load_config(ROOT / "examples" / "data" / "kjv.parquet")
 
 
 def test_missing_file_is_named() -> None:

@@ -63,7 +63,9 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty.parquet").write_bytes(b"")
     write(tmp_path / "no_rows.parquet", [])
     write(tmp_path / "no_text.parquet", ["x"], column="content")
+    pq.write_table(pa.table({"text": pa.array([1, 2])}), tmp_path / "numbers.parquet")
     expected = {
+        "numbers": "column 'text' holds int64; it must hold strings",
         "truncated": "not a whole parquet file",
         "empty": "the file is empty (0 bytes)",
         "no_rows": "0 rows",
@@ -75,6 +77,22 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
         assert message in str(error.value)
         assert f"{name}.parquet" in str(error.value)
         assert "\n" not in str(error.value)
+
+
+def test_a_file_damaged_in_the_middle_ends_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.parquet"
+    pq.write_table(
+        pa.table({"text": ["some words " * 500] * 40}), path, row_group_size=1, compression="none", use_dictionary=False
+    )
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle - 9000 : middle] = bytes(9000)
+    path.write_bytes(data)
+    check_parquet(path)  # the footer and the last rows are whole
+    prefetcher = Prefetcher(ParquetSource(config(), str(path), 0, 1), depth=1)
+    with pytest.raises(ConfigError, match=r"cannot be read any further .*; copy it again"):
+        list(iter(prefetcher.take, None))
+    prefetcher.close()
 
 
 def test_prefetching_keeps_order_skips_and_passes_errors_on(tmp_path: Path) -> None:

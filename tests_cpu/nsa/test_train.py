@@ -133,6 +133,10 @@ def test_ranks_that_would_train_apart_are_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main(["--config", TINY]) == 2
+    assert "MASTER_ADDR and MASTER_PORT not: start the ranks with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert train.main(["--config", TINY]) == 2
     assert "2 ranks with --parallel none would train 2 unrelated models; use --ddp 1" in capsys.readouterr().err
 
 

@@ -292,14 +292,6 @@ def test_a(group):
     assert verdict.duration_s < 50
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(tmp_path: Path, sent: signal.Signals) -> None:
     (tmp_path / "test_example.py").write_text(
