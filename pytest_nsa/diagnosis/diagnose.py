@@ -72,6 +72,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+_ERRORS = frozenset(
+    {"rank_exception", "assertion", "oom", "ready_twice", "unused_parameters", "static_graph_changed", "rank_exited"}
+)
+
+
 def diagnose(evidence: Evidence) -> Verdict:
     """The verdict on a test's evidence."""
     ranks, job = evidence.ranks, evidence.job
@@ -136,8 +141,12 @@ def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
 def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
     if finding.cause == "slow":
         return "SLOW"
+    if finding.cause in _ERRORS:  # whatever the others were stopped for
+        return "FAIL"
+    if finding.cause == "rank_died":
+        return "CRASH"
     if evidence.stop in ("departed", "left_alone", "deadline", "hang_after", "start"):
         return "HANG"
-    if any(r.signal and not r.by_us for r in evidence.ranks) or finding.cause == "rank_died":
+    if any(r.signal and not r.by_us for r in evidence.ranks):
         return "CRASH"
     return "FAIL"

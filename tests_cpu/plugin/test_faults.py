@@ -121,8 +121,69 @@ def test_groups_in_opposite_order(group):
         dist.all_reduce(torch.ones(1), group=g)
 
 @world_size(2)
+@pytest.mark.timeout(60)
+def test_loop_without_steps(group):
+    for i in range(4):
+        dist.all_reduce(torch.ones(1))
+        if not (group.rank == 1 and i == 1):
+            dist.broadcast(torch.ones(2), src=0)
+
+@pytest.fixture
+def closing_barrier(group):
+    yield
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_raises_before_a_barrier_in_teardown(group, closing_barrier):
+    if group.rank == 1:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_wraps_the_lost_connection(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise ValueError("could not save the checkpoint") from error
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_own_message_sounds_like_a_victims(group):
+    if group.rank == 1:
+        raise TimeoutError("tokenizer server timed out after 5 s")
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_fails_while_the_other_works(group):
+    if group.rank == 0:
+        time.sleep(2.5)
+    assert group.rank == 0
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_killed_while_the_other_works(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        sum(range(1000))
+
+@world_size(2)
 def test_next_one_passes(group):
     dist.barrier()
+
+@world_size(3)
+def test_healthy_send_while_others_have_ended(group):
+    if group.rank == 0:
+        work = dist.isend(torch.ones(1), 1)
+        time.sleep(2.5)
+        work.wait()
+    elif group.rank == 1:
+        dist.recv(torch.ones(1), 0)
 
 @world_size(2)
 def test_healthy_gather_then_one_is_slow(group):
@@ -157,6 +218,12 @@ EXPECTED = {
     "test_raises": ("FAIL", "rank_exception", (1,)),
     "test_skips_collective": ("HANG", "skipped_collective", (2,)),
     "test_left_alone": ("FAIL", "skipped_collective", (1,)),
+    "test_loop_without_steps": ("HANG", "skipped_collective", (1,)),
+    "test_raises_before_a_barrier_in_teardown": ("FAIL", "rank_exception", (1,)),
+    "test_wraps_the_lost_connection": ("CRASH", "rank_died", (1,)),
+    "test_own_message_sounds_like_a_victims": ("FAIL", "rank_exception", (1,)),
+    "test_fails_while_the_other_works": ("FAIL", "assertion", (1,)),
+    "test_killed_while_the_other_works": ("CRASH", "rank_died", (1,)),
     "test_groups_in_opposite_order": ("HANG", "group_order_deadlock", (0, 1)),
     "test_slow": ("SLOW", "slow", (0, 1)),
 }
@@ -223,7 +290,7 @@ def test_a_wrong_dtype_is_blamed_on_no_innocent(faults: tuple[ExampleResult, Pat
 
 def test_the_session_goes_on_and_leaves_nothing(faults: tuple[ExampleResult, Path]) -> None:
     result, folder = faults
-    assert result.outcomes["passed"] == 4  # the healthy ones, slow as they are
+    assert result.outcomes["passed"] == 5  # the healthy ones, slow as they are
     assert result.outcomes["failed"] == len(EXPECTED) + 1
     assert processes_of(folder) == []
 

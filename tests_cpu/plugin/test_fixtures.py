@@ -60,6 +60,47 @@ def test_the_bucket_hook_changes_no_bit(ddp: DDP) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@world_size(3)
+@pytest.mark.parametrize("view", [False, True])
+def test_kept_gradients_change_no_bit_either(ddp: DDP, view: bool) -> None:
+    """Gradients that stay in the buckets between backwards are divided, not multiplied, by DDP itself."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        for _ in range(3):
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.zero_()
+            model(batch(ddp.rank)).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    watched = gradients(ddp.wrap(Net(), gradient_as_bucket_view=view))
+    plain = gradients(nn.Sequential(ddp.wrap(Net(), gradient_as_bucket_view=view)))
+    assert all(torch.equal(a, b) for a, b in zip(watched, plain, strict=True))
+
+
+@world_size(2)
+def test_a_hook_of_the_users_takes_the_place_of_ours(ddp: DDP) -> None:
+    model = ddp.wrap(Net())
+    model(batch(ddp.rank)).sum().backward()
+    seen = []
+
+    def hook(state: str, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(state)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    hook.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
+    model.register_comm_hook("mine", hook)
+    model.zero_grad()
+    model(batch(ddp.rank)).sum().backward()
+    assert seen == ["mine"]
+    alone = Net()
+    alone(batch(ddp.rank)).sum().backward()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 @world_size(2)
 @static_graph
 def test_static_graph_reaches_ddp(ddp: DDP) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -60,6 +61,32 @@ def test_xfail_mark(group): assert group.rank == 5
 @world_size(2)
 def test_xpass_strict(group): pass
 
+@pytest.mark.xfail(raises=ValueError)
+@world_size(2)
+def test_xfail_raises(group): raise ValueError("foreseen")
+
+@pytest.mark.xfail(raises=KeyError)
+@world_size(2)
+def test_xfail_raises_another(group): raise ValueError("not foreseen")
+
+@world_size(2)
+def test_xfail_on_one_rank_only(group):
+    if group.rank == 0:
+        pytest.xfail("from inside")
+    assert group.rank == 0
+
+@pytest.mark.filterwarnings("error")
+@world_size(2)
+def test_warning_is_an_error(group):
+    import warnings
+    warnings.warn("careful")
+
+@world_size(2)
+def test_warning_is_printed(group):
+    import warnings
+    warnings.warn("careful in ranks")
+    assert group.rank == 9
+
 @world_size(2)
 def test_xfail_inside(group): pytest.xfail("from inside")
 
@@ -89,7 +116,11 @@ def test_plain(): assert "RANK" not in os.environ
 
 def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, EVERYDAY, "-rA", "--junitxml=report.xml")
-    assert result.outcomes == {"passed": 8, "failed": 4, "skipped": 2, "xfailed": 2}
+    assert result.outcomes == {"passed": 8, "failed": 8, "skipped": 2, "xfailed": 3}
+    for name in ("test_xfail_raises_another", "test_xfail_on_one_rank_only", "test_warning_is_an_error"):
+        assert result.verdicts[name].failed
+    assert "UserWarning: careful in ranks" in result.stdout
+    assert "At index 2 diff: 3 != 4" in result.stdout
     text = result.stdout
     assert "not today" in text
     some = result.verdicts["test_some_skip"]
@@ -152,7 +183,7 @@ def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> Non
     source = (
         "@world_size(2)\ndef test_a(group): dist.barrier()\n@world_size(2)\ndef test_b(group): assert group.rank == 0\n"
     )
-    result = run_example(pytester, source, f"--nsa-launch={launch}", "--junitxml=r.xml")
+    result = run_example(pytester, source, f"--nsa-launch={launch}", "--junitxml=r.xml", "--strict-config")
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert result.verdicts["test_b"].ranks == (1,)
     word = {"fork": "forked from this process", "clean": "a clean child pytest", "cold": "a new interpreter a rank"}[
@@ -187,6 +218,75 @@ def test_a(group, n):
     assert result.run is not None
     assert "assertion" in (result.run / "SUMMARY.md").read_text()
     assert len(list((pytester.path / "artifacts").glob("test_engineer_*"))) == 1
+
+
+def test_wrong_marks_are_told_under_xdist(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(0)\ndef test_a(group): pass\n", "-n2")
+    assert result.returncode == 1
+    assert "world_size(0): must be from 1 to 64 ranks" in result.stdout
+
+
+def test_a_zygote_that_dies_costs_one_test(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_a(group):
+    if group.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    dist.barrier()
+    time.sleep(1000)
+
+@pytest.fixture
+def made(group): return group.rank
+
+@world_size(2)
+def test_b(group, made): assert made == group.rank
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert "the process that starts the ranks has ended" in result.verdicts["test_a"].reason
+    assert result.run is not None
+    assert "test_a" in (result.run / "SUMMARY.md").read_text()
+
+
+def test_a_process_that_a_test_leaves_does_not_hold_the_session(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_a(group): pass
+
+def test_b():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+    open("left.txt", "w").write(str(pid))
+"""
+    assert run_example(pytester, source, "-s").outcomes == {"passed": 2}
+    left = int((pytester.path / "left.txt").read_text())
+    os.kill(left, signal.SIGKILL)  # still there: the session has not waited for it
+
+
+def test_without_a_terminal_ranks_start_all_the_same(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2)\ndef test_a(group): pass\n", "-p", "no:terminal", "--junitxml=r.xml")
+    assert result.returncode == 0
+    assert [v.outcome for v in result.verdicts.values()] == ["PASS"]
+
+
+def test_launch_fits_into_the_tests_own_timeout(pytester: pytest.Pytester) -> None:
+    source = """
+def body(rank):
+    if rank: time.sleep(1000)
+    dist.barrier()
+
+@pytest.mark.timeout(10)
+def test_a(launch):
+    assert launch(body).verdict.ranks == (1,)
+
+@pytest.mark.timeout(10)
+def test_b(launch):
+    assert launch(body, timeout=2).passed
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert [v.cause for v in result.verdicts.values()] == ["sleeping"]  # of the one that failed
 
 
 def test_lf_runs_the_failed_again(pytester: pytest.Pytester) -> None:
