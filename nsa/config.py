@@ -77,7 +77,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path``."""
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder)."""
 
     dataset: str = "synthetic"
     path: str | None = None
@@ -199,6 +199,10 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
         )
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     _merge_tree(values, tree, f"config {str(path)!r}")
+    if values["data"].get(
+        "path"
+    ):  # relative to the file that names it, so that it holds wherever the program is started
+        values["data"]["path"] = os.path.normpath(file.parent / values["data"]["path"])
     _merge_environment(values, os.environ)
     _merge_overrides(values, overrides)
     return _build(values, str(path))

@@ -100,6 +100,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """pytest-timeout's clock for tests on ranks is ours: it bounds the ranks, not the host that waits for them."""
     item.stash[timeout_key] = settings.timeout

@@ -16,7 +16,6 @@ from nsa.trace.frames import describe, user_frame
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
-MIN_RECORD_GAP = 0.002
 
 
 class Heartbeat:
@@ -39,7 +38,6 @@ class Heartbeat:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
         self._late = 0.0
-        self._recorded = 0.0
 
     def start(self) -> None:
         """Begin to beat. The main thread is the one that is watched."""
@@ -50,17 +48,10 @@ class Heartbeat:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self.record(last=True)
+        self.record()
 
     def record(self, **more: Any) -> None:
-        """Append a line now; one write, so that a killed rank loses at most the line in hand.
-
-        Phases that change faster than every 2 ms (a loop over small modules) are thinned out.
-        """
-        now = time.monotonic()
-        if now - self._recorded < MIN_RECORD_GAP and not more:
-            return
-        self._recorded = now
+        """Append a line now; one write, so that a killed rank loses at most the line in hand."""
         board = self.board
         line = {
             "time": time.time(), "rank": self.rank, "step": board.count("step"), "phase": board.phase_name,

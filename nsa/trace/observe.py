@@ -99,10 +99,10 @@ class Observer:
         if self._depth == 0 and not self._in_backward:
             if module not in self._roots:
                 self._adopt(module)
-            is_model = self._model is not None and self._model() is module
-            if is_model and module.training and torch.is_grad_enabled():
-                self.board.add("step")
-            self._phase("forward")
+            if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
+                if module.training and torch.is_grad_enabled():
+                    self.board.add("step")
+                self._phase("forward")
         self._depth += 1
         self.board.add("modules_entered")
         self.board.add("progress")
@@ -110,8 +110,11 @@ class Observer:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and not self._in_backward:
+        if self._depth == 0 and not self._in_backward and self._is_model(module):
             self._phase("body")
+
+    def _is_model(self, module: nn.Module) -> bool:
+        return self._model is not None and self._model() is module
 
     def _adopt(self, root: nn.Module) -> None:
         """A module that is called from outside any other: learn its names, count its gradients."""

@@ -93,6 +93,13 @@ def test_a_binary_file_is_refused() -> None:
         load_config(ROOT / "examples" / "data" / "kjv.parquet")
 
 
+def test_a_data_path_is_relative_to_its_yaml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = load_config(TINY).data.path
+    assert path is not None
+    assert Path(path).samefile(ROOT / "examples" / "data" / "kjv.parquet")
+
+
 def test_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"config 'nowhere.yaml': No such file"):
         load_config("nowhere.yaml")

@@ -322,6 +322,12 @@ def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
     pytester.runpytest_subprocess("-p", "no:nsa").assert_outcomes(passed=1)
 
 
+def test_ranks_are_bounded_without_pytest_timeout(pytester: pytest.Pytester) -> None:
+    source = "@world_size(2)\ndef test_a(group):\n    if group.rank: time.sleep(1000)\n    dist.barrier()\n"
+    result = run_example(pytester, source, "-p", "no:timeout", "-o", "ranks_timeout=4")
+    assert result.verdicts["test_a"].cause == "sleeping"
+
+
 def test_ranked_fixtures_outside_ranks_say_what_to_do(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, "def test_a(trace): pass\n")
     assert result.outcomes == {"errors": 1}
