@@ -8,12 +8,14 @@ import sysconfig
 from types import FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
 _LIBRARIES = {os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")}
-_FOREIGN = (*_LIBRARIES, _HERE, "<")
-# Wherever they are installed, packages are not the program under test; nor is the plugin that runs it.
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.sep}pytest_nsa{os.sep}")
+# The plugin that runs the program lies beside this package.
+_FOREIGN = (*_LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
+# Wherever they are installed, packages are not the program under test.
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # An installed `nsa` is the user's code too: its model is what hangs.
-_OURS = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep + "nsa" + os.sep
+_OURS = _ROOT + "nsa" + os.sep
 
 _known: dict[str, bool] = {}
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+# Not just the package's name: a checkout may lie in a folder that is called so.
+_OURS = ("/nsa/trace/", *(f"/pytest_nsa/{part}" for part in ("launch/", "items.py", "plugin.py", "fixtures.py")))
 # For a folder that comes from another machine, whose Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})
@@ -30,7 +32,7 @@ class Frame:
     @property
     def is_user(self) -> bool:
         """Neither Python's own, nor an installed package, nor this plugin's machinery."""
-        ours = "/pytest_nsa/" in self.file or "/nsa/trace/" in self.file or self.file.startswith("<")
+        ours = any(part in self.file for part in _OURS) or self.file.startswith("<")
         return not ours and not self.file.startswith(_LIBRARIES) and not _PYTHON_LIBRARY.search(self.file)
 
     @property
