@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("folder", metavar="DIR", type=Path, help="as in artifacts/latest or artifacts/latest/SCENARIO")
     command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
     arguments = parser.parse_args(argv)
+    try:
+        return _diagnose(arguments)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
     folders = find_test_folders(arguments.folder)
     if not folders:
         print(

@@ -15,7 +15,7 @@ from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launching import artifacts, failed_key, launch
 from pytest_nsa.report import session as session_report
 from pytest_nsa.report.text import headline, short_path
-from pytest_nsa.running import RankRunner
+from pytest_nsa.running import RankRunner, termination_as_interrupt
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
@@ -82,6 +82,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
         runner.launcher(session, between_tests=True)
+        with termination_as_interrupt():
+            return (yield)
     return (yield)
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +119,23 @@ class RankRunner:
             self.record(folder, _conclude(folder)[0])
             raise
         return _conclude(folder)
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """While tests run, SIGTERM (a cancelled CI job) ends the session as Ctrl-C does: with its evidence and reports."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _temporary_folder(item: pytest.Function, name: str) -> str:

@@ -27,7 +27,7 @@ _NUMBERS = {
     "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
 }  # fmt: skip
-_TEXTS = {"module": 160, "parameter": 160, "line": 256}
+_TEXTS = {"module": 160, "parameter": 160, "line": 256, "phase_line": 256}
 
 # A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
 _RECORD: tuple[tuple[str, str], ...] = (

@@ -63,6 +63,8 @@ class CollectiveRecorder:
         # What DDP does between backwards, in C++: agree on new buckets, broadcast buffers.
         self._wrap_blocking(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", "ddp_rebuild_buckets")
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
+        # Its construction begins by comparing the parameters' shapes over all ranks.
+        self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
         """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as a group's of its own."""
@@ -139,9 +141,15 @@ class CollectiveRecorder:
 def _succeeded(work: Any) -> bool:
     """A collective that failed was never left: its rank still stands in it, as far as the others are concerned."""
     try:
-        return bool(work.is_success())
-    except RuntimeError:  # not every backend tells
+        future = work.get_future()  # asking the work itself is deprecated, and torch says so in every rank
+    except RuntimeError:  # sends and receives have none on some backends
         return True
+    try:
+        if future.done():
+            future.value()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _label(group: Any) -> str:

@@ -92,6 +92,7 @@ class Observer:
         place = call_site()
         if place:  # so that the line of a rank that is killed is known without waiting for the next beat
             self.board.text("line", place)
+            self.board.text("phase_line", place)
             self.board.number("line_time", time.time())
         self.on_change()
 

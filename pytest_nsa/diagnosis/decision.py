@@ -85,7 +85,7 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
     shared = {v.cause for v in failing}
     if len(shared) == 1 and shared <= _OF_THE_RANK:
         path.append(
-            f"is one cause behind every failure, and none of backward? yes: {shared.pop()}; the plan's tree ends here"
+            f"is one cause, of the ranks and not of the model, behind every failure? yes: {shared.pop()}; the tree ends here"
         )
         return ""
     hung = [n for n in ONE_PROCESS if n in verdicts and verdicts[n].failed]
@@ -132,7 +132,7 @@ def _own(failed: Mapping[str, Verdict], path: list[str]) -> str:
     """What richer evidence says where the tree does not."""
     causes = sorted({v.cause for v in failed.values() if v.cause})
     name, first = _telling(failed)
-    path.append(f"do the verdicts name one cause? {', '.join(causes) or 'none'}")
+    path.append(f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}")
     return (
         f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})"
         if first.advice

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis import autograd, exits, order, standing
 from pytest_nsa.diagnosis.causes import ADVICE
-from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
 from pytest_nsa.diagnosis.verdict import Finding, Outcome, Verdict
 from pytest_nsa.evidence import Evidence
 
@@ -42,11 +42,12 @@ def refused(evidence: Evidence) -> Finding | None:
 
 
 def unknown(evidence: Evidence) -> Finding:
-    """No rule fits; said with all the evidence."""
+    """No rule fits; said with where each rank stands, and all the evidence."""
+    where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
     return Finding(
         cause="unknown",
         ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
-        reason="no rule fits; all the evidence is in the folder",
+        reason=f"no rule fits; {where or 'all the evidence is in the folder'}",
         confidence=0.0,
         facts=all_facts(evidence.ranks),
     )
@@ -86,10 +87,14 @@ def diagnose(evidence: Evidence) -> Verdict:
         "backend": job.backend, "parallel": evidence.parallel,
     }  # fmt: skip
     if evidence.stop == "interrupted":
-        return Verdict(outcome="INTERRUPTED", reason="interrupted by the user", evidence=all_facts(ranks), **common)
+        return _of_the_interrupted(evidence, common)
     if all(r.finished and r.passed for r in ranks):
         return _of_the_passed(evidence, common)
     finding = next((f for rule in RULES if (f := rule(evidence)) is not None), None) or unknown(evidence)
+    fallen = [r for r in ranks if r.signal and not r.by_us and r.rank not in finding.ranks]
+    if fallen:
+        said = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
+        finding = replace(finding, reason=f"{finding.reason} (a consequence: {said})")
     finding = _relative(finding, job.root)
     culprits = [r for r in ranks if r.rank in finding.ranks]
     in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
@@ -121,6 +126,25 @@ def _relative(finding: Finding, root: str) -> Finding:
         reason=finding.reason.replace(prefix, ""),
         facts=facts,
     )
+
+
+def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
+    """Ctrl-C on a hang is what everybody does first: what stood still then is said, as far as it is known."""
+    found = None
+    if not evidence.moved_at_stop:
+        as_if = replace(evidence, stop="deadline")
+        found = next((f for rule in RULES if (f := rule(as_if)) is not None), None)
+    if found is None:
+        return Verdict(
+            outcome="INTERRUPTED", reason="interrupted by the user", advice="run it again", evidence=all_facts(evidence.ranks),
+            **common,
+        )  # fmt: skip
+    found = _relative(found, evidence.job.root)
+    return Verdict(
+        outcome="INTERRUPTED", cause=found.cause, ranks=found.ranks, where=found.where, module=found.module,
+        evidence=found.facts, certain=found.certain, confidence=found.confidence, advice=ADVICE[found.cause],
+        reason=f"interrupted by the user; until then {found.reason}", **common,
+    )  # fmt: skip
 
 
 def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:

@@ -61,13 +61,15 @@ def rank_died(evidence: Evidence) -> Finding | None:
     board = rank.board
     at = f" in {board.phase} of step {board.numbers['step']:.0f}" if board is not None and board.numbers["step"] else ""
     seen = board.numbers.get("line_time", 0.0) if board is not None and rank.stack is None else 0.0
-    ago = f", {max(0.0, rank.exit_time - seen):.2f} s before" if seen else ""
+    ago = (
+        f"; it was last seen at {board.line}, {max(0.0, rank.exit_time - seen):.2f} s before" if board and seen else ""
+    )
     return Finding(
         cause="rank_died",
         ranks=(rank.rank,),
         where=last_seen(rank),
         module=owning_module(rank),
-        reason=f"rank {rank.rank} was ended by {name}{at}; the line is where it was last seen{ago}",
+        reason=f"rank {rank.rank} was ended by {name}{at}{ago}",
         certain=True,
         confidence=0.95,
         facts=(exit_fact(rank), *all_facts(evidence.ranks)),

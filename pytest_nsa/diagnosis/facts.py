@@ -84,11 +84,15 @@ def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
 
 
 def last_seen(rank: RankEvidence) -> str:
-    """The best-known line of a rank: its stack's user frame, else the line that the heartbeat saw last."""
+    """The best-known line of a rank: its stack's user frame, else the line of its phase, else the last that was seen."""
     frame = user_frame(rank)
     if frame is not None:
         return frame.describe()
-    return rank.board.line if rank.board is not None else ""
+    board = rank.board
+    if board is None:
+        return ""
+    # In a phase of the model the line that began it: a recomputed forward inside backward has a line of its own.
+    return board.phase_line if board.phase in ("forward", "backward", "optimizer") and board.phase_line else board.line
 
 
 def user_frame(rank: RankEvidence) -> Frame | None:

@@ -135,6 +135,9 @@ def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[in
     if not rest or most > rest[0][1]:  # a majority, on three ranks and more
         culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
     else:
+        early = _left_the_loop_early(evidence, entered)
+        if early is not None:
+            return early
         culprits = _departs_from_pattern(evidence, entered) or _went_ahead(evidence, entered)
     if not culprits:
         shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
@@ -180,6 +183,34 @@ def _expected(before: list[Collective]) -> tuple[object, ...] | None:
         if length and (best is None or length > best[0]):
             best = (length, shapes[end])
     return best[1] if best is not None else None
+
+
+def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Ranks that made fewer steps and have gone on to something else, while the others are in a further step's backward.
+
+    Uneven batches look so. Where the same place of earlier rounds saw both calls, nobody can say who is right: all are
+    named then. None when this is not the picture.
+    """
+    steps = {rank: c.step for rank, c in entered.items()}
+    behind = tuple(rank for rank, step in steps.items() if step < max(steps.values()))
+    ahead = [rank for rank in entered if rank not in behind]
+    if not behind or entered[behind[0]].phase == "backward" or any(entered[r].phase != "backward" for r in ahead):
+        return None
+    mine, other = entered[behind[0]], entered[ahead[0]]
+    before = _before(evidence, behind[0], mine)
+    shapes = [c.shape for c in before]
+    followers = {shapes[i + 1] for i in range(len(shapes) - 1) if shapes[i] == shapes[-1]}
+    who = describe_ranks(behind, evidence.job.world_size)
+    told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
+    if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
+        return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
+    if {mine.shape, other.shape} <= followers:
+        return (
+            tuple(sorted(entered)),
+            "collective_mismatch",
+            f"{told}: uneven batches, or a call skipped before that step",
+        )
+    return None
 
 
 def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
@@ -229,16 +260,25 @@ def left_alone(evidence: Evidence) -> Finding | None:
     When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
     """
     finished = [r for r in evidence.ranks if r.finished and r.passed]
-    left = [r for r in evidence.ranks if r not in finished and r.board is not None and r.board.inside]
+    left = [r for r in evidence.ranks if r not in finished and _waits_in(r) is not None]
     if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
         return None
     if any(not is_victim(error) for rank in left for error in rank.exceptions):
         return None
-    board = left[0].board
-    assert board is not None
-    missed = board.inside[0]
+    missed = _waits_in(left[0])
+    assert missed is not None
     culprits = tuple(r.rank for r in finished)
     who = describe_ranks(culprits, evidence.job.world_size)
+    if missed.op.startswith(("send", "recv")):
+        return Finding(
+            cause="p2p_unmatched",
+            ranks=(left[0].rank,),
+            where=missed.site,
+            reason=f"rank {left[0].rank} waits in {missed.op}, and {who} ended its test without the other half",
+            certain=True,
+            confidence=0.85,
+            facts=all_facts(evidence.ranks),
+        )
     return Finding(
         cause="skipped_collective",
         ranks=culprits,

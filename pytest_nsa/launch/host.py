@@ -83,7 +83,7 @@ class RanksRun:
             if reason:
                 self._stop(reason)
         except KeyboardInterrupt:
-            self._note("stop", reason="interrupted", stood_still_s=self.watch.stood_still)
+            self._stop("interrupted")
             raise
         finally:
             self._kill()

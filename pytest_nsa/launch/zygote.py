@@ -115,6 +115,7 @@ class Zygote:
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.host.socket.close()
             from pytest_nsa.launch import rank as rank_module
 

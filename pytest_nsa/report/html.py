@@ -68,7 +68,7 @@ def _scenario(run: Path, entry: Entry) -> str:
         evidence = load(run / entry.folder)
     except (OSError, ValueError, TypeError):
         return f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)}</h3><p>Its evidence cannot be read.</p>'
-    who = f"{v.culprits()}: {v.reason}" if v.failed else ""
+    who = v.reason if v.failed else ""
     stacks = "".join(_stack(rank, rank.rank in v.ranks) for rank in evidence.ranks)
     return (
         f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)} '
@@ -106,7 +106,7 @@ def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
             parts.append(f'<text x="{x + 3:.1f}" y="{y + 17}">{step}</text>')
         stood = _last_moved(rank)
         if evidence.stop and rank.by_us and stood:
-            x, width = LEFT + (stood - begin) * scale, max(0.0, (evidence.stop_time - stood) * scale)
+            x, width = LEFT + (stood - begin) * scale, max(0.0, ((rank.exit_time or end) - stood) * scale)
             place = short_place(_place(rank))
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE_HEIGHT}" fill="url(#still)">'
@@ -167,7 +167,7 @@ def _place(rank: RankEvidence) -> str:
 def _stack(rank: RankEvidence, is_culprit: bool) -> str:
     stack = rank.stack
     if stack is None:
-        line = rank.board.line if rank.board is not None and is_culprit else ""
+        line = rank.board.line if rank.board is not None and is_culprit and not rank.exceptions else ""
         return f"<p>rank {rank.rank} was last seen at <code>{escape(short_place(line))}</code></p>" if line else ""
     frames = escape("\n".join(frame_lines(stack)))
     state = " open" if is_culprit else ""

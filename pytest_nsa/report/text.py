@@ -12,6 +12,7 @@ from pytest_nsa.watch.stacks import ThreadStack
 
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
+MAX_OUTPUT_LINES = 20  # of each rank in the terminal; all of it is in its file
 
 
 def short_path(path: str | Path) -> str:
@@ -124,6 +125,6 @@ def _tail(path: Path) -> str:
     if not path.is_file():
         return ""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    left_out = len(lines) - MAX_SECTION_LINES
+    left_out = len(lines) - MAX_OUTPUT_LINES
     head = [f"... {left_out} lines before, in {short_path(path)}"] if left_out > 0 else []
-    return "\n".join(head + lines[-MAX_SECTION_LINES:])
+    return "\n".join(head + lines[-MAX_OUTPUT_LINES:])

@@ -68,6 +68,7 @@ class BoardSnapshot:
     module: str
     parameter: str
     line: str
+    phase_line: str
     arrived: bytes
     decode_ring: Callable[[], tuple[Collective, ...]] = field(repr=False)
 
@@ -134,6 +135,7 @@ def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
         module=texts["module"],
         parameter=texts["parameter"],
         line=texts["line"],
+        phase_line=texts.get("phase_line", ""),
         arrived=data[start : start + min(size, int(numbers["gradients_expected"]))],
         decode_ring=lambda: _ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),
     )

@@ -63,7 +63,7 @@ def test_the_same_missing_parameters_every_time() -> None:
 def test_one_cause_of_the_ranks_themselves_ends_the_tree() -> None:
     decision = decide(plan(*PLAN[:6], cause="rank_died", advice="look for who sent the signal", where="a.py:3 in f"))
     assert decision.action.startswith("look for who sent the signal (scenario ddp_onestep_trace, rank 1, a.py:3 in f)")
-    assert "is one cause behind every failure, and none of backward? yes: rank_died" in decision.path[0]
+    assert "is one cause, of the ranks and not of the model, behind every failure? yes: rank_died" in decision.path[0]
 
 
 def test_the_sentence_names_scenario_rank_line_and_cause() -> None:
@@ -86,7 +86,7 @@ def test_nothing_wrong_is_said() -> None:
 def test_tests_that_are_no_scenarios_take_no_tree() -> None:
     verdict = Verdict(nodeid="t", outcome="FAIL", cause="rank_exited", ranks=(0,), advice="stay", confidence=0.9)
     decision = decide({"t": verdict})
-    assert decision.path == ("do the verdicts name one cause? rank_exited",)
+    assert decision.path == ("do the verdicts name one cause? yes: rank_exited",)
     assert decision.action.startswith("stay")
 
 

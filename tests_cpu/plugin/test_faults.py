@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -359,7 +360,7 @@ def test_a(group):
     assert verdict.duration_s < 50
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(tmp_path: Path, sent: signal.Signals) -> None:
     (tmp_path / "test_example.py").write_text(
         HEADER
@@ -386,6 +387,7 @@ def test_waits(group, artifacts):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    time.sleep(1.5)  # the stand-still itself: shorter than a second it would be none
     process.send_signal(sent)
     process.communicate(timeout=60)
     folder = next(run.glob("*test_waits*"))
@@ -393,12 +395,16 @@ def test_waits(group, artifacts):
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert processes_of(tmp_path) == []
-    if sent == signal.SIGINT:
+    if sent != signal.SIGKILL:
         assert process.returncode == pytest.ExitCode.INTERRUPTED
         assert (folder / "result.txt").read_text() == "INTERRUPTED\n"
         summary = (run / "SUMMARY.md").read_text()
         assert summary.startswith("INTERRUPTED")
         assert "test_before" in summary
+        # What stood still when it was interrupted is said.
+        verdict = json.loads((folder / "verdict.json").read_text())
+        assert (verdict["cause"], verdict["ranks"]) == ("sleeping", [1])
+        assert verdict["reason"].startswith("interrupted by the user; until then rank 1 sleeps")
     # Even a killed host leaves a folder that can be diagnosed.
     done = subprocess.run(
         [sys.executable, "-m", "pytest_nsa", "diagnose", str(run.resolve()), "--json"],
@@ -407,4 +413,5 @@ def test_waits(group, artifacts):
         timeout=60,
     )
     assert '"outcome": "FAIL", "cause": "assertion", "ranks": [1]' in done.stdout
+    assert "test_example.py:14 in test_waits" in done.stdout
     assert len(done.stdout.splitlines()) == 2
