@@ -14,12 +14,16 @@ from pytest_nsa.items import RankedFunction, folder_key, make_ranked, refuse_mar
 from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launching import artifacts, failed_key, launch
 from pytest_nsa.report import session as session_report
+from pytest_nsa.report.summary import Entry, decision_of
 from pytest_nsa.report.text import headline, short_path
 from pytest_nsa.running import RankRunner, termination_as_interrupt
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
 __all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", "trace"]
+
+# What the reports were written from, for the closing lines in the terminal.
+entries_key = pytest.StashKey[list[Entry]]()
 
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
@@ -138,18 +142,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     runner.close()
     if runner.folder.is_made and not hasattr(config, "workerinput"):
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        session_report.write_reports(runner.folder.path, runner.settings.gpus, interrupted=interrupted)
+        config.stash[entries_key] = session_report.write_reports(
+            runner.folder.path, runner.settings.gpus, interrupted=interrupted
+        )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     runner = config.stash[runner_key]
-    if not runner.folder.is_made or _is_child(config):
+    entries = config.stash.get(entries_key, None)
+    if entries is None:
         return
-    entries = session_report.summary.read_entries(runner.folder.path)
     failed = [entry for entry in entries if entry.verdict.failed]
     terminalreporter.write_sep("=", "nsa diagnosis")
     if entries:
-        terminalreporter.write_line(session_report.summary.decision_of(entries).sentence)
+        terminalreporter.write_line(decision_of(entries).sentence)
     for entry in failed:
         terminalreporter.write_line(f"  {entry.name}: {headline(entry.verdict)}")
     for name in ("SUMMARY.md", "report.html"):

@@ -95,22 +95,26 @@ def diagnose(evidence: Evidence) -> Verdict:
     if fallen:
         said = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
         finding = replace(finding, reason=f"{finding.reason} (a consequence: {said})")
-    finding = _relative(finding, job.root)
     culprits = [r for r in ranks if r.rank in finding.ranks]
     in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
+    missing = in_backward[0].missing if in_backward else ()
+    return _from(finding, job.root, outcome=_outcome(evidence, finding), parameters_missing=missing, **common)
+
+
+def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
+    """The verdict that a finding comes to; paths below ``root`` are shortened, ``fields`` are what no rule knows."""
+    finding = _relative(finding, root)
     return Verdict(
-        outcome=_outcome(evidence, finding),
         cause=finding.cause,
         ranks=finding.ranks,
         where=finding.where,
         module=finding.module,
-        parameters_missing=in_backward[0].missing if in_backward else (),
         evidence=finding.facts,
         certain=finding.certain,
         reason=finding.reason,
         confidence=finding.confidence,
-        advice=finding.advice or ADVICE[finding.cause],
-        **common,
+        advice=ADVICE[finding.cause],
+        **fields,
     )
 
 
@@ -139,12 +143,8 @@ def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
             outcome="INTERRUPTED", reason="interrupted by the user", advice="run it again", evidence=all_facts(evidence.ranks),
             **common,
         )  # fmt: skip
-    found = _relative(found, evidence.job.root)
-    return Verdict(
-        outcome="INTERRUPTED", cause=found.cause, ranks=found.ranks, where=found.where, module=found.module,
-        evidence=found.facts, certain=found.certain, confidence=found.confidence, advice=ADVICE[found.cause],
-        reason=f"interrupted by the user; until then {found.reason}", **common,
-    )  # fmt: skip
+    found = replace(found, reason=f"interrupted by the user; until then {found.reason}")
+    return _from(found, evidence.job.root, outcome="INTERRUPTED", **common)
 
 
 def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:

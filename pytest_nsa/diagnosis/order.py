@@ -84,14 +84,22 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     missed = next(c for r, c in sorted(found.items()) if r not in ahead)
     who = describe_ranks(ahead, evidence.job.world_size)
+    why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
+    return _skipped(evidence, ahead, missed, why)
+
+
+def _skipped(
+    evidence: Evidence, culprits: tuple[int, ...], missed: Collective, reason: str, confidence: float = 0.9
+) -> Finding:
+    """``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
     return Finding(
         cause="skipped_collective",
-        ranks=ahead,
+        ranks=culprits,
         where=missed.site,
-        reason=f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}",
+        reason=reason,
         certain=True,
-        confidence=0.9,
-        facts=facts,
+        confidence=confidence,
+        facts=all_facts(evidence.ranks),
     )
 
 
@@ -104,16 +112,9 @@ def _ahead_in_unseen_wait(
     if not ahead or min(steps[rank] for rank in ahead) <= max(steps[rank] for rank in found):
         return None
     missed = found[min(found)]
-    return Finding(
-        cause="skipped_collective",
-        ranks=ahead,
-        where=missed.site,
-        reason=f"{describe_ranks(ahead, evidence.job.world_size)} went on to the next step without {missed.describe()}, "
-        "in which the others wait (call skipped)",
-        certain=True,
-        confidence=0.85,
-        facts=all_facts(evidence.ranks),
-    )
+    who = describe_ranks(ahead, evidence.job.world_size)
+    why = f"{who} went on to the next step without {missed.describe()}, in which the others wait (call skipped)"
+    return _skipped(evidence, ahead, missed, why, confidence=0.85)
 
 
 def _waits_in(rank: RankEvidence) -> Collective | None:
@@ -279,15 +280,8 @@ def left_alone(evidence: Evidence) -> Finding | None:
             confidence=0.85,
             facts=all_facts(evidence.ranks),
         )
-    return Finding(
-        cause="skipped_collective",
-        ranks=culprits,
-        where=missed.site,
-        reason=f"{who} ended its test without {missed.describe()}, in which the others wait (call skipped)",
-        certain=True,
-        confidence=0.9,
-        facts=all_facts(evidence.ranks),
-    )
+    why = f"{who} ended its test without {missed.describe()}, in which the others wait (call skipped)"
+    return _skipped(evidence, culprits, missed, why)
 
 
 def not_entered(evidence: Evidence) -> Finding | None:

@@ -30,7 +30,6 @@ class Finding:
     module: str = ""
     certain: bool = False
     confidence: float = 0.5
-    advice: str = ""
     facts: tuple[Fact, ...] = ()
 
 

@@ -123,10 +123,13 @@ class RanksRun:
             return "hang_after"
         return ""
 
+    def _alive(self) -> dict[int, int]:
+        """Process ids of the ranks that have not ended, by rank."""
+        return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
+
     def _is_computing(self) -> bool:
         """Whether any rank uses the CPU: that is progress too, of a kind that boards do not see."""
-        alive = {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
-        return bool(busy_ranks(alive))
+        return bool(busy_ranks(self._alive()))
 
     def _nothing_to_wait_for(self, since_failure: float) -> bool:
         """The test has failed: the others may end by themselves, but not wait for each other, and not for long."""
@@ -155,7 +158,7 @@ class RanksRun:
             moved=self.watch.stood_still < GRACE_S,
             moved_ranks=self.watch.moved_within(GRACE_S),
         )
-        alive = {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
+        alive = self._alive()
         sample_processes(alive, self.log)
         self.watch.look()
         ages = {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.watch.boards.items()}

@@ -20,7 +20,7 @@ import pytest
 from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.launch.host import Launcher, LaunchError
 from pytest_nsa.launch.messages import Channel, Job
-from pytest_nsa.launch.parent import die_with
+from pytest_nsa.launch.parent import die_with, kill_group
 from pytest_nsa.settings import COLD_JOB, ZYGOTE_FD, Settings, child_environment
 from pytest_nsa.watch.process import native_threads
 
@@ -136,7 +136,7 @@ class ColdLauncher:
                     continue
                 if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
-                self._kill_group(process)  # before it is reaped: what it left running is still in its group
+                kill_group(process.pid)  # before it is reaped: what it left running is still in its group
                 code = process.wait()
                 self._reported.add(rank)
                 found[rank] = -code if code < 0 else code << 8
@@ -151,16 +151,11 @@ class ColdLauncher:
     def kill(self) -> None:
         for rank, process in self._ranks.items():
             if rank not in self._reported:
-                self._kill_group(process)
+                kill_group(process.pid)
 
     def close(self) -> None:
         self.kill()
         self.exits(CLOSE_S)
-
-    @staticmethod
-    def _kill_group(process: subprocess.Popen[bytes]) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def why_not_fork(config: pytest.Config) -> str:

@@ -1,7 +1,8 @@
-"""A child's first duty: not to outlive its parent."""
+"""Between parent and child: the child does not outlive the parent, and the parent ends the child with all it started."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,3 +16,11 @@ def die_with(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL a child that leads a process group, and its group. Only for a child that has not been reaped."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # in the moment before it has made its own group
+        os.kill(pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.launch.messages import Channel, Job, plain_nodeid
-from pytest_nsa.launch.parent import die_with
+from pytest_nsa.launch.parent import die_with, kill_group
 
 # What DDP, FSDP and optimizers import on first use: seconds in each rank, unless the zygote has them already.
 PRELOAD = (
@@ -67,7 +67,7 @@ class Zygote:
                 for message in self.host.receive(0):
                     self._handle(message)
         for pid in self.ranks:
-            _kill_group(pid)
+            kill_group(pid)
             os.waitpid(pid, 0)
 
     def _preload(self) -> None:
@@ -85,7 +85,7 @@ class Zygote:
             if rank.job != message["number"]:
                 continue
             if message["op"] == "kill":
-                _kill_group(pid)
+                kill_group(pid)
             elif message["op"] == "signal" and rank.rank == message["rank"]:
                 os.kill(pid, message["signal"])
 
@@ -134,17 +134,10 @@ class Zygote:
             # Looked at before it is reaped: until then neither its pid nor its process group can be anybody else's.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill_group(pid)
+            kill_group(pid)
             _, status = os.waitpid(pid, 0)
             del self.ranks[pid]
             self.host.send(op="exited", number=rank.job, rank=rank.rank, status=status)
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # in the moment before it has made its own group
-        os.kill(pid, signal.SIGKILL)
 
 
 def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
