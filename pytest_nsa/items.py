@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence
@@ -79,8 +80,15 @@ class RankedFunction(pytest.Function):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         error = excinfo.value
         if isinstance(error, RankFailure):
-            return text.failure(error.verdict, error.evidence)
+            return self._failure_repr(error)
         return super().repr_failure(excinfo)
+
+    def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
+        """The report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
+        path, line, _ = self.reportinfo()
+        place = ReprFileLocation(str(path), (line or 0) + 1, text.headline(error.verdict))
+        entry = ReprEntryNative([text.failure(error.verdict, error.evidence) + "\n"])
+        return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
 
 
 class WrongMarks(pytest.Item):

@@ -114,6 +114,18 @@ def test_plain(): assert "RANK" not in os.environ
 """
 
 
+@pytest.mark.parametrize("arguments", [(), ("-n1",)])
+def test_short_summary_is_one_line_on_ci(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CI", "true")  # pytest then cuts no line of its short summary
+    result = run_example(pytester, "@world_size(2)\ndef test_it(group): assert group.rank == 9", *arguments)
+    summary = result.stdout.partition("short test summary info")[2].splitlines()[1:-1]
+    assert summary == [
+        "FAILED test_example.py::test_it - FAIL: ranks 0 and 1, assertion, at test_example.py:6 in test_it"
+    ]
+
+
 def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, EVERYDAY, "-rA", "--junitxml=report.xml")
     assert result.outcomes == {"passed": 8, "failed": 8, "skipped": 2, "xfailed": 3}
