@@ -261,7 +261,7 @@ def _loop(config: Config, arguments: argparse.Namespace, info: RankInfo, source:
     finally:
         watchdog.close()
         prefetcher.close()
-        traces.heartbeat.stop()
+        traces.end()
         if metrics is not None:
             metrics.close()
 

@@ -106,6 +106,17 @@ class RunFolder:
         with (self.path / "test_execution.log").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
+    def tell(self, text: str) -> None:
+        """Something that concerns the whole run: said in its closing lines, once, whichever worker says it."""
+        self.note(text)
+        append_line(self.path / "notices.jsonl", {"text": text})
+
+    def notices(self) -> list[str]:
+        """What `tell` was told, by any worker."""
+        path = self.path / "notices.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        return list(dict.fromkeys(json.loads(line)["text"] for line in lines))
+
 
 def discard(folder: Path) -> None:
     """Delete a test's folder that this run made."""

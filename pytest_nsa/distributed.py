@@ -1,4 +1,4 @@
-"""Under xdist: the controller names one run folder, all workers write into it, the controller writes the reports."""
+"""Under xdist: the controller names one run folder and starts one zygote; all workers use them; it writes the reports."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from pytest_nsa.items import runner_key
+from pytest_nsa.launch.start import SharedZygote
 
 
 class XdistHooks:
     """Registered only where xdist is: its hooks are unknown elsewhere."""
+
+    _zygote: SharedZygote | None = None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -21,7 +24,21 @@ class XdistHooks:
         name = runner.folder.name or time.strftime(f"test_engineer_%Y%m%d_%H%M%S_{os.getpid()}")
         runner.folder.name = name
         node.workerinput["nsa_run"] = name
+        self._zygote = self._zygote or SharedZygote()
+        node.workerinput["nsa_zygote"] = self._zygote.name
         node.workerinput["nsa_arguments"] = [str(a) for a in node.config.invocation_params.args]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any) -> None:
+        """A worker that found tests on ranks has asked for a zygote by now."""
+        if self._zygote is not None and self._zygote.is_wanted:
+            self._zygote.start(node.config, node.config.stash[runner_key].folder.path / "zygote.log")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """All workers have ended."""
+        if self._zygote is not None:
+            self._zygote.close()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:

@@ -64,6 +64,8 @@ class RankEvidence:
     reports: tuple[dict[str, Any], ...]
     heartbeats: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
+    warnings: tuple[dict[str, Any], ...]
+    left_running: tuple[str, ...]
     parallel: str | None
     folder: Path
 
@@ -183,6 +185,8 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         reports=tuple(_lines(folder / "reports.jsonl")),
         heartbeats=tuple(_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
+        warnings=tuple(e for e in events if e["event"] == "warning"),
+        left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         folder=folder,
     )

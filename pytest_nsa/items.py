@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class RankedFunction(pytest.Function):
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
+        warn_again(self, evidence)
         failing = [r for r in evidence.ranks if not r.passed]
         if failing and all(r.xfailed is not None for r in failing):
             pytest.xfail(failing[0].xfailed or "")
@@ -89,6 +91,25 @@ class RankedFunction(pytest.Function):
         place = ReprFileLocation(str(path), (line or 0) + 1, text.headline(error.verdict))
         entry = ReprEntryNative([text.failure(error.verdict, error.evidence) + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
+
+
+def warn_again(item: pytest.Item, evidence: Evidence) -> None:
+    """The ranks' warnings in pytest's own summary, equal ones once; processes that they left running, as warnings too."""
+    found = {}
+    for rank in evidence.ranks:
+        for w in rank.warnings:
+            kind = getattr(sys.modules.get(w["module"]), w["category"], None)
+            if not (isinstance(kind, type) and issubclass(kind, Warning)):
+                kind = type(w["category"], (Warning,), {"__module__": w["module"]})
+            found[w["module"], w["category"], w["message"], w["filename"], w["lineno"]] = kind
+        for command in rank.left_running:
+            text = f"rank {rank.rank} left a process running, which was ended: {command}"
+            found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
+    for (_, _, text, filename, line), kind in found.items():
+        message = warnings.WarningMessage(text, kind, filename, line)
+        item.ihook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
+        )
 
 
 class WrongMarks(pytest.Item):

@@ -17,7 +17,6 @@ from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launch.messages import Job, plain_nodeid
 from pytest_nsa.launch.outcome import Outcome
 from pytest_nsa.marks import MAX_WORLD_SIZE
-from pytest_nsa.running import GROUP_MARGIN_S
 
 failed_key = pytest.StashKey[bool]()
 
@@ -62,7 +61,6 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
             world_size=world_size,
             backend=backend,
             timeout=timeout,
-            group_timeout=timeout + GROUP_MARGIN_S,
             parallel=parallel,
             static_graph=static_graph,
             function=f"{function.__module__}:{function.__qualname__}",

@@ -71,6 +71,7 @@ def scenario(name: str) -> pytest.MarkDecorator:
 # Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
 static_graph: pytest.MarkDecorator = pytest.mark.static_graph
 gpu: pytest.MarkDecorator = pytest.mark.gpu
+reuse: pytest.MarkDecorator = pytest.mark.reuse
 
 
 def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
@@ -155,6 +156,10 @@ _RULES = (
     _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
     _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
     _bare("gpu", "The test needs a GPU: skipped with a reason where there is none, and its ranks get CUDA devices."),
+    _bare(
+        "reuse",
+        "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these.",
+    ),
     _taking_arguments(scenario, _check_scenario),
 )
 RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
@@ -176,6 +181,8 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
             yield f"{where}: {shown}: {problem}"
         elif rule.fixture and id(mark) in own and rule.fixture not in fixtures:
             yield f"{where}: {shown}: does nothing, as the test does not take the fixture '{rule.fixture}'; add it to its arguments"
+    if any(node is item for node, _ in item.iter_markers_with_node("reuse")):
+        yield f"{where}: reuse: belongs on a class or a module (pytestmark = pytest.mark.reuse), whose tests then share their ranks"
     if item.get_closest_marker("static_graph") and "ddp" not in fixtures:
         yield f"{where}: static_graph: does nothing, as the test does not take the fixture 'ddp'; add it to its arguments"
 
@@ -205,6 +212,11 @@ def is_ranked(item: pytest.Item) -> bool:
     """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
     fixtures = getattr(item, "fixturenames", ())
     return item.get_closest_marker("world_size") is not None or any(name in fixtures for name in RANK_FIXTURES)
+
+
+def reuse_scope(item: pytest.Item) -> str:
+    """The id of the class or module whose tests share their ranks; '' without the mark."""
+    return next((node.nodeid for node, _ in item.iter_markers_with_node("reuse")), "")
 
 
 def value(item: pytest.Item, name: str, default: Any = None) -> Any:

@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if resolved.zygote_fd is not None:
         from pytest_nsa.launch.zygote import ServeSession
 
-        config.pluginmanager.register(ServeSession(resolved.zygote_fd), "nsa-zygote")
+        config.pluginmanager.register(ServeSession(resolved.zygote_fd, resolved.listener_fd), "nsa-zygote")
     elif resolved.cold_job is not None:
         from pytest_nsa.launch.cold import ColdSession
 
@@ -70,6 +70,13 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         refuse_marks(session, items, "\n".join(dict.fromkeys(problems)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # An xdist worker asks for ranks before it tells the controller that it has collected.
+    if hasattr(session.config, "workerinput") and _wants_ranks(session):
+        session.config.stash[runner_key].launcher(session, between_tests=True)
+
+
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
     ranked = [item for item in items if _needs_ranks(item)]
     if not ranked or config.option.collectonly or _is_child(config):
@@ -82,13 +89,18 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     config = session.config
-    if not config.option.collectonly and not _is_child(config) and any(_needs_ranks(item) for item in session.items):
+    if _wants_ranks(session):
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
         runner.launcher(session, between_tests=True)
         with termination_as_interrupt():
             return (yield)
     return (yield)
+
+
+def _wants_ranks(session: pytest.Session) -> bool:
+    config = session.config
+    return not config.option.collectonly and not _is_child(config) and any(_needs_ranks(i) for i in session.items)
 
 
 def _needs_ranks(item: pytest.Item) -> bool:
@@ -104,6 +116,11 @@ def _lacks_gpu(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _lacks_gpu(item):
         pytest.skip("needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    item.config.stash[runner_key].next_item = nextitem
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -156,6 +173,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.write_sep("=", "nsa diagnosis")
     if entries:
         terminalreporter.write_line(decision_of(entries).sentence)
+    for notice in runner.folder.notices():
+        terminalreporter.write_line(f"  {notice}")
     for entry in failed:
         terminalreporter.write_line(f"  {entry.name}: {headline(entry.verdict)}")
     for name in ("SUMMARY.md", "report.html"):

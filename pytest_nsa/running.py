@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
@@ -19,14 +20,13 @@ from pytest_nsa.artifacts import RunFolder, append_line, discard, safe_name, wri
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence, load
-from pytest_nsa.launch import launchers
-from pytest_nsa.launch.host import Launcher, LaunchError, Limits, RanksRun
-from pytest_nsa.launch.messages import Job, plain_nodeid
+from pytest_nsa.launch import start
+from pytest_nsa.launch.host import Launcher, LaunchError, Limits, RanksRun, UnfitError
+from pytest_nsa.launch.messages import CrewSpec, Job, plain_nodeid
 from pytest_nsa.settings import Settings
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
 RESERVE_S = 2.0
-GROUP_MARGIN_S = 60.0  # torch's own time limit must not come before ours: its message names nobody
 VERDICTS = "verdicts.jsonl"
 
 
@@ -36,13 +36,14 @@ class RankRunner:
     def __init__(self, config: pytest.Config, settings: Settings, folder: RunFolder) -> None:
         self.config, self.settings, self.folder = config, settings, folder
         self._launcher: Launcher | None = None
-        self._plan: launchers.LaunchPlan | None = None
+        self._plan: start.LaunchPlan | None = None
+        self.next_item: pytest.Item | None = None
 
     @property
-    def plan(self) -> launchers.LaunchPlan:
+    def plan(self) -> start.LaunchPlan:
         """Where ranks come from; decided once, when collection has ended."""
         if self._plan is None:
-            self._plan = launchers.plan(self.config, self.settings)
+            self._plan = start.plan(self.config, self.settings)
         return self._plan
 
     def launcher(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
@@ -51,15 +52,32 @@ class RankRunner:
         Only before the first test may this process be forked: inside one, its state is not what a rank starts from.
         """
         if self._launcher is None:
-            kind = self.plan.kind if between_tests or self.plan.kind != "fork" else "clean"
-            self._launcher = launchers.start(kind, self.config, session, self.folder.path / "zygote.log")
+            if self.plan.kind == "fork" and (not between_tests or start.why_not_fork(self.config)):
+                self._plan = start.LaunchPlan(kind="clean", description="forked from a clean child pytest")
+            kind = self.plan.kind
+            self._launcher = start.start(kind, self.config, session, self.folder.path / "zygote.log")
         return self._launcher
+
+    def _ready_launcher(self, session: pytest.Session) -> Launcher:
+        """The launcher, ready. Where the tests' collection leaves no process that may be forked, cold ranks."""
+        launcher = self.launcher(session)
+        try:
+            launcher.wait_until_ready()
+        except UnfitError as error:
+            self.close()
+            self._plan = start.LaunchPlan(kind="cold", description=f"cold: a new interpreter a rank ({error})")
+            self.folder.tell(f"slow: every rank is a new interpreter, because {error}")
+            launcher = self.launcher(session)
+        return launcher
 
     def close(self) -> None:
         """End the launcher and everything it started."""
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
+        if self.folder.is_made:
+            with contextlib.suppress(OSError):  # another worker's ranks are still there
+                (self.folder.path / ".crews").rmdir()
 
     def run_item(self, item: pytest.Function, timeout: float | None) -> tuple[Verdict, Evidence]:
         """Run a collected test on its ranks and write everything that is known of it."""
@@ -73,17 +91,26 @@ class RankRunner:
             folder=str(folder),
             root=str(self.config.rootpath),
             timeout=limit,
-            group_timeout=limit + GROUP_MARGIN_S,
             created=time.time(),
             tmp=_temporary_folder(item, folder.name),
             **job_settings(item, self.settings),
         )
-        verdict, evidence = self._run(item.session, job)
+        if self._next_crew() == job.crew and self.next_item is not None:
+            job = replace(job, stay=bool(job.reuse) and marks.reuse_scope(self.next_item) == job.reuse)
+        keep = bool(name) or "artifacts" in item.fixturenames or self.settings.keep_passed
+        verdict, evidence = self._run(item.session, job, keep=keep)
         self.record(folder, verdict)
-        uninteresting = verdict.outcome in ("PASS", "SKIP") and not name and "artifacts" not in item.fixturenames
-        if uninteresting and not self.settings.keep_passed:
+        if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)
         return verdict, evidence
+
+    def _next_crew(self) -> CrewSpec | None:
+        """The ranks that the next test of this process will need; None when it needs none, or nobody can tell."""
+        item = self.next_item
+        if not isinstance(item, pytest.Function) or not marks.is_ranked(item):
+            return None
+        settings = job_settings(item, self.settings)
+        return CrewSpec(**{name: settings[name] for name in ("world_size", "backend", "device")})
 
     def record(self, folder: Path, verdict: Verdict) -> None:
         """A line in the run's list of verdicts, and one in its log."""
@@ -99,9 +126,9 @@ class RankRunner:
 
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
         """Run a function for the fixture `launch`; its folder has been made."""
-        return self._run(session, job)[0]
+        return self._run(session, job, keep=True)[0]
 
-    def _run(self, session: pytest.Session, job: Job) -> tuple[Verdict, Evidence]:
+    def _run(self, session: pytest.Session, job: Job, *, keep: bool) -> tuple[Verdict, Evidence]:
         reserve = min(RESERVE_S, 0.2 * job.timeout)
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
@@ -111,14 +138,18 @@ class RankRunner:
         folder = Path(job.folder)
         write_atomically(folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
         try:
-            RanksRun(job, self.launcher(session), limits).run()
+            launcher = self._ready_launcher(session)
+            upcoming = self._next_crew()
+            wanted = self.settings.ahead and not job.stay and upcoming is not None and upcoming.device == "cpu"
+            launcher.expect(upcoming if wanted else None)
+            RanksRun(job, launcher, limits).run()
         except LaunchError as error:
             self.close()  # the next test gets a new one
             append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})
         except KeyboardInterrupt:
-            self.record(folder, _conclude(folder)[0])
+            self.record(folder, _conclude(folder, keep=True)[0])
             raise
-        return _conclude(folder)
+        return _conclude(folder, keep=keep)
 
 
 @contextmanager
@@ -145,16 +176,17 @@ def _temporary_folder(item: pytest.Function, name: str) -> str:
     return str(item.config._tmp_path_factory.mktemp(name))  # type: ignore[attr-defined]
 
 
-def _conclude(folder: Path) -> tuple[Verdict, Evidence]:
-    """Diagnose a folder and write what follows from it beside the evidence."""
+def _conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
+    """Diagnose a folder and write what follows from it beside the evidence, unless it passed and is not kept."""
     began = time.time()
     evidence = load(folder)
     verdict = diagnose(evidence)
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
     if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
-    write_verdict(folder, verdict)
-    _merge_logs(folder, evidence)
+    if keep or verdict.failed:
+        write_verdict(folder, verdict)
+        _merge_logs(folder, evidence)
     return verdict, evidence
 
 
@@ -201,4 +233,5 @@ def job_settings(item: pytest.Item, settings: Settings) -> dict[str, Any]:
         "static_graph": item.get_closest_marker("static_graph") is not None,
         "fsdp_version": settings.fsdp_version,
         "traces": traces.args if traces is not None else (),
+        "reuse": marks.reuse_scope(item),
     }

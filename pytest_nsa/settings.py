@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 LAUNCHES = ("auto", "fork", "clean", "cold")
-# Set for a child pytest of ours: the descriptor on which it serves as zygote, or the job of a cold rank.
+# Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
+# or the job of a cold rank.
 ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
+LISTENER_FD = "PYTEST_NSA_LISTENER_FD"
 COLD_JOB = "PYTEST_NSA_COLD_JOB"
 
 
@@ -26,8 +28,10 @@ class Settings:
     start_timeout: float
     hang_after: float
     keep_passed: bool
+    ahead: bool
     backend: str | None
     zygote_fd: int | None
+    listener_fd: int | None
     cold_job: Path | None
     gpus: int
 
@@ -59,6 +63,9 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
     parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
     parser.addini(
+        "ranks_ahead", "While a test runs, fork the ranks of the next one, on gloo and CPU", type="bool", default=True
+    )
+    parser.addini(
         "ranks_hang_after",
         "End a test whose ranks all stood still for so many seconds (0: never)",
         default="0",
@@ -78,9 +85,11 @@ def resolve(config: pytest.Config) -> Settings:
         timeout=_seconds(config, "ranks_timeout", at_least=1),
         start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
         hang_after=_seconds(config, "ranks_hang_after", at_least=0),
+        ahead=config.getini("ranks_ahead"),
         keep_passed=config.getoption("--nsa-keep") == "all",
         backend=backend,
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
+        listener_fd=int(os.environ[LISTENER_FD]) if os.environ.get(LISTENER_FD) else None,
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpus=count_gpus(),
     )
@@ -117,7 +126,11 @@ def count_gpus() -> int:
 
 def child_environment(**extra: str) -> dict[str, str]:
     """The environment for a child pytest of ours, without what makes this process an xdist worker."""
-    mine = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST") and k not in (ZYGOTE_FD, COLD_JOB)}
+    mine = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("PYTEST_XDIST") and k not in (ZYGOTE_FD, LISTENER_FD, COLD_JOB)
+    }
     mine.pop("PYTEST_CURRENT_TEST", None)
     return {**mine, **extra}
 

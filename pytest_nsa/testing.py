@@ -31,6 +31,7 @@ class ExampleResult:
     outcomes: dict[str, int]
     returncode: int
     stdout: str
+    stderr: str
     run: Path | None
     verdicts: dict[str, Verdict]
 
@@ -67,6 +68,7 @@ def read_result(pytester: pytest.Pytester, result: pytest.RunResult) -> ExampleR
         outcomes=outcomes,
         returncode=int(result.ret),
         stdout=result.stdout.str(),
+        stderr=result.stderr.str(),
         run=run,
         verdicts=verdicts,
     )

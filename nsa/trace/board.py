@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 import time
-from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
@@ -72,25 +71,31 @@ def _layout() -> tuple[dict[str, Any], int]:
 class Board:
     """The writer's side. Attributes of a rank are set with `number` and `text`; collectives with `enter` and `leave`."""
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        layout, size = _layout()
-        header = json.dumps(layout).encode()
-        if len(header) > HEADER:
+    def __init__(self, path: str | os.PathLike[str] | None = None, rank: int = 0, world_size: int = 1) -> None:
+        layout, self._size = _layout()
+        self._header = json.dumps(layout).encode()
+        if len(self._header) > HEADER:
             raise AssertionError("the board's header outgrew its page")
-        self.path = Path(path)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.ftruncate(fd, size)
-            self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
-        self._map[: len(header)] = header
         self._numbers = {
             name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()
         }
         self._texts = layout["texts"]
         self._arrived = layout["arrived"][0]
         self._ring = layout["ring"]["offset"]
+        self.open(path, rank, world_size)
+
+    def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
+        """Begin anew in the file ``path`` (None: in memory that nobody else sees). Raises OSError, on a full disk too."""
+        if path is None:
+            self._map = mmap.mmap(-1, self._size)
+        else:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, self._size)  # a store into a page that the disk cannot hold is a SIGBUS
+                self._map = mmap.mmap(fd, self._size)
+            finally:
+                os.close(fd)
+        self._map[: len(self._header)] = self._header
         self._counts = dict.fromkeys(_NUMBERS, 0)
         self.phase_name = "start"
         for name, value in (

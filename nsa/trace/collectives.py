@@ -39,6 +39,12 @@ class CollectiveRecorder:
         self._pending: dict[int, tuple[int, Any]] = {}  # id(work) -> (index on the board, work)
         self._lock = threading.Lock()
 
+    def forget(self) -> None:
+        """Another test begins in this process, on a new board: numbers start again on all its ranks."""
+        self._sequence.clear()
+        with self._lock:
+            self._pending.clear()
+
     def install(self) -> None:
         """Replace the methods. What torch's version does not have is left out."""
         group_class = dist.ProcessGroup
@@ -94,6 +100,11 @@ class CollectiveRecorder:
         yield
         if on_main:
             self.board.number("blocked_in", 0)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a collective has been entered and not been seen to complete."""
+        return bool(self._pending)
 
     def poll(self) -> None:
         """Mark collectives that have completed without anybody waiting for them. Called by the heartbeat."""

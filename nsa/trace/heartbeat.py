@@ -49,6 +49,7 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
         self.record()
+        os.close(self._file)
 
     def record(self, **more: Any) -> None:
         """Append a line now; one write, so that a killed rank loses at most the line in hand."""

@@ -30,6 +30,10 @@ def plain_name(name: str) -> str:
     return name
 
 
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""
+
+
 def _parallel_kind(root: nn.Module) -> str:
     if isinstance(root, DistributedDataParallel):
         return "ddp"
@@ -47,17 +51,25 @@ class Observer:
     how it is shared: ddp, fsdp or none.
     """
 
-    def __init__(self, board: Board, on_change: Callable[[], None] | None = None) -> None:
+    on_change: Callable[[], None]
+    on_names: Callable[[list[str]], None]
+    on_model: Callable[[str], None]
+    parameter_names: list[str]
+    _names: WeakKeyDictionary[nn.Module, str]
+    _roots: WeakSet[nn.Module]
+    _model: weakref.ref[nn.Module] | None  # the root with the most trained parameters: its calls are steps
+
+    def __init__(self, board: Board) -> None:
         self.board = board
-        self.on_change = on_change or (lambda: None)
-        self.on_names: Callable[[list[str]], None] = lambda names: None
-        self.on_model: Callable[[str], None] = lambda kind: None
-        self.parameter_names: list[str] = []
-        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-        self._roots: WeakSet[nn.Module] = WeakSet()
-        self._model: weakref.ref[nn.Module] | None = (
-            None  # the root with the most trained parameters: its calls are steps
-        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Another test or training begins in this process: its models are not those seen so far."""
+        self.on_change = self.on_model = self.on_names = _ignore
+        self.parameter_names = []
+        self._names = WeakKeyDictionary()
+        self._roots = WeakSet()
+        self._model = None
         self._depth = 0
         self._in_backward = False
 

@@ -1,8 +1,9 @@
-"""The always-on tracers of one rank, started together: board, observer, collectives, heartbeat."""
+"""The always-on tracers of a process, together: board, observer, collectives, heartbeat."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from nsa.trace.board import Board
@@ -14,9 +15,18 @@ _current: TraceSession | None = None
 
 
 class TraceSession:
-    """Leaves ``board.bin`` in ``folder`` and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too)."""
+    """The tracers, installed once a process. Until `begin` they write into memory that nobody sees."""
 
-    def __init__(
+    heartbeat: Heartbeat
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.recorder = CollectiveRecorder(self.board)
+        self.observer = Observer(self.board)
+        self.recorder.install()
+        self.observer.install()
+
+    def begin(
         self,
         folder: str | os.PathLike[str],
         rank: int,
@@ -24,22 +34,41 @@ class TraceSession:
         label: str = "",
         beats: Path | None = None,
     ) -> None:
-        self.folder = Path(folder)
-        self.board = Board(self.folder / "board.bin", rank, world_size)
-        self.recorder = CollectiveRecorder(self.board)
-        heartbeat_file = (beats or self.folder) / f"heartbeat_rank{rank}.jsonl"
-        self.heartbeat = Heartbeat(self.board, self.recorder, heartbeat_file, rank, label)
-        self.observer = Observer(self.board, self.heartbeat.record)
+        """Leave ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too)."""
+        self.recorder.forget()
+        self.observer.forget()
+        self.board.open(Path(folder) / "board.bin", rank, world_size)
+        path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
+        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label)
+        self.observer.on_change = self.heartbeat.record
+        self.heartbeat.start()
+
+    def end(self, settle_s: float = 0.0) -> None:
+        """The last heartbeat; what comes after is not recorded as a phase.
+
+        Collectives that nobody waits for get ``settle_s`` seconds to be seen to complete.
+        """
+        self.observer.forget()
+        self.recorder.poll()
+        deadline = time.monotonic() + settle_s
+        while self.recorder.is_waiting and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.recorder.poll()
+        self.heartbeat.stop()
+
+
+def installed() -> TraceSession:
+    """This process's tracers, installed when first asked for. A fork inherits them."""
+    global _current
+    if _current is None:
+        _current = TraceSession()
+    return _current
 
 
 def start(
     folder: str | os.PathLike[str], rank: int, world_size: int, label: str = "", beats: Path | None = None
 ) -> TraceSession:
-    """Start the tracers of this process. A second call returns the first one's session."""
-    global _current
-    if _current is None:
-        _current = TraceSession(folder, rank, world_size, label, beats)
-        _current.recorder.install()
-        _current.observer.install()
-        _current.heartbeat.start()
-    return _current
+    """Install and begin in one call."""
+    session = installed()
+    session.begin(folder, rank, world_size, label, beats)
+    return session

@@ -21,16 +21,15 @@ class ColdSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        from pytest_nsa.launch import rank
+        from pytest_nsa.launch.rank import EXIT_FAILED, RankProcess
 
         data = json.loads(self.spec.read_text(encoding="utf-8"))
         job = Job.from_json(data["job"])
+        code = EXIT_FAILED
         try:
-            run = rank.prepare(job, by_nodeid(session.items))
-            code = rank.main(data["rank"], job, run)
-        except LookupError as error:
-            print(error, file=sys.stderr)
-            code = rank.EXIT_FAILED
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+            rank = RankProcess(data["rank"], job.crew, Path(job.folder) / "store", by_nodeid(session.items))
+            code = rank.run(job)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RankContext:
-    """What the fixtures of a rank are made from. ``device`` is 'cpu' or 'cuda:0'; ``retired`` keeps pytest's capture alive."""
+    """What the fixtures of a rank are made from. ``device`` is 'cpu' or 'cuda:0'."""
 
     rank: int
     job: Job
     device: str
     session: TraceSession
     notes: list[str]
-    retired: object = None
 
     @property
     def folder(self) -> Path:

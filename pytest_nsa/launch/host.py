@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pytest_nsa.artifacts import append_line
-from pytest_nsa.launch.messages import DUMP_SIGNAL, Job
+from pytest_nsa.launch.messages import DUMP_SIGNAL, CrewSpec, Job
 from pytest_nsa.watch.progress import ProgressWatch
 from pytest_nsa.watch.second_look import busy_ranks, dump_stacks, sample_processes
 
@@ -24,8 +24,20 @@ class LaunchError(Exception):
     """The ranks could not be started; the message says why and what to do."""
 
 
+class UnfitError(LaunchError):
+    """Ranks must not be forked from the process that collected the tests; the message says why."""
+
+
 class Launcher(Protocol):
     """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`)."""
+
+    def expect(self, spec: CrewSpec | None) -> None:
+        """What ranks the test after the next job will need (None: unknown): they may be made ready meanwhile."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait for what must come before the first rank. Raises LaunchError; UnfitError where no rank may come from here."""
+        ...
 
     def start(self, job: Job) -> list[int]:
         """Start the ranks; returns their process ids. Raises LaunchError."""
@@ -169,11 +181,16 @@ class RanksRun:
 
     def _kill(self) -> None:
         self._ended_by = self._ended_by or "cleanup"
-        if len(self.statuses) < len(self.pids):
+        if len(self.statuses) < len(self.pids) or (self.job.stay and not self._may_stay()):
             self.launcher.kill()
         deadline = time.monotonic() + KILL_WAIT_S
         while len(self.statuses) < len(self.pids) and time.monotonic() < deadline:
             self._collect(POLL_S)
+
+    def _may_stay(self) -> bool:
+        """Whether the ranks are fit for another test: all passed, and left every collective that any of them entered."""
+        self.watch.look()
+        return not any(self.statuses.values()) and self.watch.is_even()
 
     def _note(self, event: str, **facts: object) -> None:
         append_line(self.log, {"event": event, "time": time.time(), **facts})

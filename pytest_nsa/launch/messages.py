@@ -16,11 +16,30 @@ DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CrewSpec:
+    """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
+
+    ``gpus`` is what CUDA_VISIBLE_DEVICES will say ('' leaves it alone).
+    """
+
+    world_size: int
+    backend: str
+    device: str
+    gpus: str = ""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CrewSpec:
+        """The inverse of ``dataclasses.asdict``."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A test, or a function, to run on ``world_size`` ranks. Written to ``job.json`` in its folder.
 
     ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
-    ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; times are in seconds.
+    ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; times are in seconds. ``reuse`` names the class
+    or module whose tests share their ranks, '' for fresh ones; with ``stay`` they wait for another test after this one.
     """
 
     nodeid: str
@@ -36,10 +55,17 @@ class Job:
     static_graph: bool = False
     fsdp_version: int = 2
     traces: tuple[str, ...] = ()
-    group_timeout: float = 600.0
     timeout: float = 300.0
     created: float = 0.0
     tmp: str = ""
+    gpus: str = ""
+    reuse: str = ""
+    stay: bool = False
+
+    @property
+    def crew(self) -> CrewSpec:
+        """The ranks that this job needs."""
+        return CrewSpec(world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

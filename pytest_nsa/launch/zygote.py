@@ -1,7 +1,8 @@
 """The zygote: a process with every test collected and torch loaded, which forks the ranks of each test.
 
 It is either a fork of the pytest process, made right after collection, or a clean child pytest that collected the
-same tests (`ServeSession`). It runs no test itself, so every rank starts from the same untouched state.
+same tests (`ServeSession`), for one host or, under xdist, for all workers. It runs no test itself, so every rank
+starts from the same untouched state.
 """
 
 from __future__ import annotations
@@ -14,100 +15,224 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_nsa.launch.messages import Channel, Job, plain_nodeid
+from pytest_nsa.launch.children import become_subreaper, children, end_orphans
+from pytest_nsa.launch.crew import Crew
+from pytest_nsa.launch.messages import Channel, CrewSpec, Job, plain_nodeid
 from pytest_nsa.launch.parent import die_with, kill_group
+from pytest_nsa.launch.rank import LATE, RankProcess
+from pytest_nsa.launch.replay import prepare
+from pytest_nsa.launch.start import peer_user
 
-# What DDP, FSDP and optimizers import on first use: seconds in each rank, unless the zygote has them already.
-PRELOAD = (
-    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.fsdp",
-    "torch.distributed.device_mesh", "nsa.trace.session",
-)  # fmt: skip
+PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.launch.rendezvous")
+# The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
+LATE_FIXTURES = {"ddp", "fsdp"}
+PENDING_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A forked rank that has not been reaped, and the number of the job that it belongs to."""
+@dataclass(eq=False)
+class Host:
+    """A pytest process that asks for ranks: its job's crew, and the crew that was forked ahead for its next test."""
 
-    job: int
-    rank: int
+    channel: Channel
+    current: Crew | None = None
+    ahead: Crew | None = None
+    crews: list[Crew] = field(default_factory=list)
 
 
 class Zygote:
-    """Serves the host at the other end of a socket; returns from `serve` when that has gone."""
+    """Serves hosts until the first has gone. ``listener`` is where further ones connect (xdist workers)."""
 
-    def __init__(self, items: dict[str, pytest.Item], sock: socket.socket) -> None:
+    def __init__(
+        self, items: dict[str, pytest.Item], first: socket.socket, listener: socket.socket | None = None
+    ) -> None:
         self.items = items
-        self.host = Channel(sock)
-        self.ranks: dict[int, Rank] = {}  # by pid
+        self.first = Host(Channel(first))
+        self.hosts = [self.first]
+        self.listener = listener
+        self._count = 0
+        self._late: set[str] = set()  # what ranks had to import
 
     def serve(self) -> None:
-        """Preload, say that we are ready, and fork ranks until the host has closed its end."""
+        """Preload, say that we are ready, and fork ranks until the first host has closed its end."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._preload()
-        gc.collect()
-        gc.freeze()  # pages that no collection touches stay shared with the ranks
-        self.host.send(op="ready")
-        while not self.host.closed:
-            sources: list[Any] = [wake_read, self.host.socket]
-            readable, _, _ = select.select(sources, [], [])
+        become_subreaper()
+        refusal = self._preload()
+        _freeze()
+        self._own = set(children())  # what collecting the tests has started is nobody's orphan
+        self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
+        self.first.channel.send(**self._greeting)
+        while not self.first.channel.closed:
+            readable = self._wait(wake_read)
             if wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)
                 self._reap()
-            if self.host.socket in readable:
-                for message in self.host.receive(0):
-                    self._handle(message)
-        for pid in self.ranks:
-            kill_group(pid)
-            os.waitpid(pid, 0)
+            if self.listener is not None and self.listener.fileno() in readable:
+                self._accept(self.listener)
+            for host in list(self.hosts):
+                self._serve_host(host, readable)
+        for host in list(self.hosts):
+            self._drop(host)
 
-    def _preload(self) -> None:
-        for module in PRELOAD:
+    def _wait(self, wake: int) -> set[int]:
+        """Descriptors that have something to say."""
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        if self.listener is not None:
+            poll.register(self.listener, select.POLLIN)
+        for host in self.hosts:
+            poll.register(host.channel, select.POLLIN)
+            for crew in host.crews:
+                for member in crew.members.values():
+                    if not member.control.closed:
+                        poll.register(member.control, select.POLLIN)
+        is_pending = any(crew.pending is not None for host in self.hosts for crew in host.crews)
+        return {fd for fd, _ in poll.poll(1e3 * PENDING_S if is_pending else None)}
+
+    def _preload(self) -> str:
+        """Import what ranks need and install the tracers; '' or the reason that ranks must not be forked from here."""
+        threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        needs_late = any(LATE_FIXTURES.intersection(getattr(i, "fixturenames", ())) for i in self.items.values())
+        for module in (*PRELOAD, *(LATE if needs_late else ())):
             importlib.import_module(module)
         import torch
 
+        from nsa.trace.session import installed
+
+        if torch.cuda.is_initialized():
+            return (
+                "collecting the tests initialises CUDA, and a process forked after that cannot use it: "
+                "move the CUDA calls from module level into tests or fixtures, or use --nsa-launch=cold"
+            )
+        if threads:
+            return (
+                f"collecting the tests starts threads ({', '.join(threads[:3])}), which ranks forked from here would lack, "
+                "with whatever locks they hold: start them in tests or fixtures, or use --nsa-launch=cold"
+            )
         torch.set_num_threads(1)
+        installed()
+        return ""
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if peer_user(connection) != os.getuid():
+            connection.close()
+            return
+        host = Host(Channel(connection))
+        self.hosts.append(host)
+        host.channel.send(**self._greeting)
+
+    def _serve_host(self, host: Host, readable: set[int]) -> None:
+        if host.channel.fileno() in readable:
+            for message in host.channel.receive(0):
+                self._handle(host, message)
+            if host.channel.closed:
+                if host is not self.first:
+                    self._drop(host)
+                return
+        for crew in list(host.crews):
+            for member in list(crew.members.values()):
+                if not member.control.closed and member.control.fileno() in readable:
+                    for message in member.control.receive(0):
+                        if message["op"] == "finished" and crew.number is not None:
+                            member.state = "waiting"
+                            self._late.update(message["late"])
+                            host.channel.send(op="finished", number=crew.number, rank=member.rank, code=message["code"])
+                        elif message["op"] == "store":
+                            crew.values.answer(member.control, message)
+                        elif message["op"] == "joined":
+                            member.state = "waiting"
+            if crew.pending is not None:
+                self._settle(host, crew)
+
+    def _handle(self, host: Host, message: dict[str, Any]) -> None:
         if message["op"] == "run":
-            self._start(message["number"], Job.from_json(message["job"]))
-            return
-        for pid, rank in self.ranks.items():
-            if rank.job != message["number"]:
-                continue
+            self._start(host, message["number"], Job.from_json(message["job"]))
+            if message["ahead"] is not None and host.ahead is None:
+                host.ahead = self._fork(
+                    host, CrewSpec.from_json(message["ahead"]), Path(message["job"]["folder"]).parent
+                )
+        elif host.current is not None and host.current.number == message["number"]:
             if message["op"] == "kill":
-                kill_group(pid)
-            elif message["op"] == "signal" and rank.rank == message["rank"]:
-                os.kill(pid, message["signal"])
+                host.current.pending = None
+                host.current.kill()
+            elif message["op"] == "signal":
+                host.current.signal(message["rank"], message["signal"])
 
-    def _start(self, number: int, job: Job) -> None:
-        from pytest_nsa.launch import rank as rank_module
-
+    def _start(self, host: Host, number: int, job: Job) -> None:
+        if self._late:
+            for module in sorted(self._late):
+                importlib.import_module(module)
+            self._late.clear()
+            _freeze()
         try:
-            run = rank_module.prepare(job, self.items)
+            prepare(job, self.items)
         except LookupError as error:
-            self.host.send(op="refused", number=number, reason=str(error))
+            host.channel.send(op="refused", number=number, reason=str(error))
             return
-        parent = os.getpid()
-        pids = []
-        for rank in range(job.world_size):
-            pid = os.fork()
-            if pid == 0:
-                self._become_rank(parent, rank, job, run)
-            self.ranks[pid] = Rank(number, rank)
-            pids.append(pid)
-        self.host.send(op="started", number=number, pids=pids)
+        stayed = host.current if host.current is not None and host.current.is_waiting and host.current.reuse else None
+        if stayed is not None and job.reuse and stayed.fits(job):
+            self._assign(host, stayed, number, job)
+            return
+        if stayed is not None:
+            stayed.kill()
+        ahead, host.ahead = host.ahead, None
+        if ahead is not None and ahead.fits(job) and not ahead.reuse:
+            ahead.number, ahead.pending, ahead.pending_since = number, job, time.monotonic()
+            host.current = ahead
+            self._settle(host, ahead)
+            return
+        if ahead is not None:
+            ahead.kill()
+        self._start_fresh(host, number, job)
 
-    def _become_rank(self, parent: int, rank: int, job: Job, run: Any) -> None:
+    def _settle(self, host: Host, crew: Crew) -> None:
+        """A crew forked ahead is wanted: give it its job once it is ready; one that comes to nothing is replaced."""
+        job, number = crew.pending, crew.number
+        assert job is not None
+        assert number is not None
+        if crew.is_waiting:
+            self._assign(host, crew, number, job)
+        elif not crew.is_whole or crew.is_late:
+            crew.pending = crew.number = None
+            crew.kill()
+            self._start_fresh(host, number, job)
+
+    def _assign(self, host: Host, crew: Crew, number: int, job: Job) -> None:
+        crew.assign(number, job)
+        host.current = crew
+        host.channel.send(op="started", number=number, pids=crew.pids)
+
+    def _start_fresh(self, host: Host, number: int, job: Job) -> None:
+        crew = self._fork(host, job.crew, Path(job.folder).parent, job)
+        crew.number, crew.reuse = number, job.reuse
+        host.current = crew
+        host.channel.send(op="started", number=number, pids=crew.pids)
+
+    def _fork(self, host: Host, spec: CrewSpec, run: Path, job: Job | None = None) -> Crew:
+        """Fork a crew: for ``job``, or for a job that it will be told."""
+        self._count += 1
+        folder = run / ".crews" / f"{os.getpid()}-{self._count}"
+        folder.mkdir(parents=True)
+        crew = Crew(spec, folder / "store")
+        parent = os.getpid()
+        crew.fork(lambda rank, control: self._become_rank(parent, rank, crew, control, job), job)
+        host.crews.append(crew)
+        return crew
+
+    def _become_rank(self, parent: int, rank: int, crew: Crew, control: Channel, job: Job | None) -> None:
         """Never returns: whatever happens, the child must not go on as a zygote."""
         code = 70
         try:
@@ -116,10 +241,14 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self.host.socket.close()
-            from pytest_nsa.launch import rank as rank_module
-
-            code = rank_module.main(rank, job, run)
+            for host in self.hosts:
+                host.channel.socket.close()
+                for other in host.crews:
+                    for member in other.members.values():
+                        member.control.socket.close()
+            if self.listener is not None:
+                self.listener.close()
+            code = RankProcess(rank, crew.spec, crew.store, self.items, control).run(job)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -130,14 +259,47 @@ class Zygote:
 
     def _reap(self) -> None:
         """Report each rank that has ended, and end what it left running."""
-        for pid, rank in list(self.ranks.items()):
-            # Looked at before it is reaped: until then neither its pid nor its process group can be anybody else's.
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
-            kill_group(pid)
-            _, status = os.waitpid(pid, 0)
-            del self.ranks[pid]
-            self.host.send(op="exited", number=rank.job, rank=rank.rank, status=status)
+        for host in self.hosts:
+            for crew in list(host.crews):
+                for pid, member in crew.members.items():
+                    if member.state == "gone":
+                        continue
+                    # Looked at before it is reaped: until then neither its pid nor its group can be anybody else's.
+                    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                        continue
+                    kill_group(pid)
+                    _, status = os.waitpid(pid, 0)
+                    member.state = "gone"
+                    member.control.shut_down()
+                    if crew.number is not None and crew.pending is None:
+                        host.channel.send(op="exited", number=crew.number, rank=member.rank, status=status)
+                if crew.pending is not None:
+                    self._settle(host, crew)
+                if all(m.state == "gone" for m in crew.members.values()):
+                    crew.clean_up()
+                    host.crews.remove(crew)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        end_orphans(self._own | {pid for host in self.hosts for crew in host.crews for pid in crew.members})
+
+    def _drop(self, host: Host) -> None:
+        """A host has gone: its ranks go too."""
+        for crew in host.crews:
+            crew.kill()
+            for pid, member in crew.members.items():
+                if member.state != "gone":
+                    os.waitpid(pid, 0)
+            crew.clean_up()
+        host.crews.clear()
+        self._end_orphans()
+        self.hosts.remove(host)
+
+
+def _freeze() -> None:
+    """Pages that no garbage collection touches stay shared with the ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
@@ -148,12 +310,13 @@ def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
 class ServeSession:
     """Registered in a clean child pytest: after collection it serves as the zygote instead of running tests."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, listener_fd: int | None) -> None:
+        self.first = socket.socket(fileno=fd)
+        self.listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         die_with(os.getppid())
         # A child cannot speak to the terminal: what it collected is in the hosts' hands already.
-        Zygote(by_nodeid(session.items), socket.socket(fileno=self.fd)).serve()
+        Zygote(by_nodeid(session.items), self.first, self.listener).serve()
         return True

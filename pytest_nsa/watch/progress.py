@@ -77,6 +77,13 @@ class ProgressWatch:
         blocked = {rank: board.blocked for rank, board in self.boards.items()}
         return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
 
+    def is_even(self) -> bool:
+        """Whether every rank has left each collective that it entered, and none of them differed."""
+        numbers = [board.numbers for board in self.boards.values()]
+        return all(n["collectives_entered"] == n["collectives_left"] for n in numbers) and not first_departure(
+            self.rings
+        )
+
     def moved_within(self, seconds: float) -> list[int]:
         """The ranks that moved in the last ``seconds``."""
         now = time.monotonic()

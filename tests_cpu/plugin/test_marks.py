@@ -12,10 +12,10 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
         "world_size(n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name)",
-        "static_graph", "gpu",
+        "static_graph", "gpu", "reuse",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 8
+    assert len(RULES) == 9
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_short_summary_is_one_line_on_ci(
 
 def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, EVERYDAY, "-rA", "--junitxml=report.xml")
-    assert result.outcomes == {"passed": 8, "failed": 8, "skipped": 2, "xfailed": 3}
+    assert result.outcomes == {"passed": 8, "failed": 8, "skipped": 2, "xfailed": 3, "warnings": 2}
     for name in ("test_xfail_raises_another", "test_xfail_on_one_rank_only", "test_warning_is_an_error"):
         assert result.verdicts[name].failed
     assert "UserWarning: careful in ranks" in result.stdout
@@ -205,15 +205,27 @@ def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> Non
     assert len(list(ElementTree.parse(pytester.path / "r.xml").iter("testcase"))) == 2
 
 
-def test_threads_in_the_host_mean_a_clean_child(pytester: pytest.Pytester) -> None:
+def test_threads_of_a_plugin_mean_a_clean_child(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("""
+import os, threading
+def pytest_collection_modifyitems():
+    if "PYTEST_NSA_ZYGOTE_FD" not in os.environ:  # a thread that only the host has
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+""")
+    result = run_example(pytester, "@world_size(2)\ndef test_a(group): pass")
+    assert result.outcomes == {"passed": 1}
+    assert "a clean child pytest (other threads run here" in result.stdout
+
+
+def test_threads_of_the_tests_modules_mean_cold_ranks_and_it_is_said(pytester: pytest.Pytester) -> None:
     source = """
-threading.Thread(target=threading.Event().wait, daemon=True).start()
+threading.Thread(target=threading.Event().wait, daemon=True, name="reporter").start()
 @world_size(2)
-def test_a(group): pass
+def test_a(group): assert any(t.name == "reporter" for t in threading.enumerate())
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1}
-    assert "a clean child pytest (other threads run here" in result.stdout
+    assert "slow: every rank is a new interpreter, because collecting the tests starts threads (reporter)" in result.stdout
 
 
 def test_xdist_workers_write_into_one_run(pytester: pytest.Pytester) -> None:

@@ -1,0 +1,61 @@
+"""What a rank writes down as it happens: events and exceptions, a JSON line each, in its folder."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.artifacts import append_line
+
+MAX_TEXT = 200_000
+MAX_CHAIN = 10
+
+
+def record(folder: Path, **event: Any) -> None:
+    """Append to ``events.jsonl``."""
+    append_line(folder / "events.jsonl", {"time": time.time(), **event})
+
+
+def cut(text: str) -> str:
+    """``text`` up to a limit that reports can carry; what is left out is said."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def message_of(error: BaseException) -> str:
+    """``str(error)``, cut; also of an error that cannot say what it is."""
+    try:
+        return cut(str(error))
+    except Exception as failure:
+        return f"<its text could not be made: {type(failure).__name__} in __str__>"
+
+
+def record_exception(folder: Path, error: BaseException, when: str) -> None:
+    """Append an exception with the innermost line of the user's code."""
+    from nsa.trace.frames import is_user_file
+
+    frames = traceback.extract_tb(error.__traceback__)
+    chain: list[tuple[str, str]] = []
+    cause = error.__cause__ or error.__context__
+    while cause is not None and len(chain) < MAX_CHAIN:
+        inner = traceback.extract_tb(cause.__traceback__)
+        chain.append((message_of(cause), inner[-1].filename if inner else ""))
+        cause = cause.__cause__ or cause.__context__
+    place = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
+    record(
+        folder,
+        event="exception",
+        when=when,
+        type=type(error).__name__,
+        module=type(error).__module__,
+        message=message_of(error),
+        file=place.filename if place else "",
+        line=place.lineno if place else 0,
+        function=place.name if place else "",
+        raised_in=frames[-1].filename if frames else "",
+        chain=chain,
+    )

@@ -1,0 +1,240 @@
+"""Ranks before and after their test: forked ahead, shared by a class, found in one store, and what they leave running."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import ExampleResult, run_example
+
+PIDS = """
+def leave(artifacts, group):
+    (artifacts / f"pid{group.rank}").write_text(str(os.getpid()))
+"""
+
+
+def pids(result: ExampleResult, *names: str) -> list[tuple[str, ...]]:
+    """The ranks' process ids of each test."""
+    folders = [result.folder(name) for name in names]
+    return [tuple(path.read_text() for path in sorted(folder.glob("pid*"))) for folder in folders]
+
+
+def test_every_test_has_fresh_processes_also_when_forked_ahead(pytester: pytest.Pytester) -> None:
+    source = (
+        PIDS
+        + """
+seen = []
+@pytest.mark.parametrize("n", range(5))
+@world_size(2)
+def test_it(group, n, artifacts):
+    leave(artifacts, group)
+    seen.append(n)
+    assert seen == [n]
+"""
+    )
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 5}
+    found = pids(result, *(f"test_it[{n}]" for n in range(5)))
+    assert len({pid for ranks in found for pid in ranks}) == 10
+
+
+@pytest.mark.parametrize("arguments", [(), ("-o", "ranks_ahead=false"), ("-p", "no:timeout")])
+def test_worlds_of_several_sizes_follow_each_other(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    source = """
+@pytest.mark.parametrize("n", [pytest.param(n, marks=world_size(n)) for n in (2, 3, 1, 2, 4)])
+def test_it(group, n):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == n == group.world_size
+
+@world_size(2)
+def test_dies(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+def test_plain(): pass
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+    result = run_example(pytester, source, *arguments)
+    assert result.outcomes == {"passed": 7, "failed": 1}
+    assert result.verdicts["test_dies"].cause == "rank_died"
+    assert not (result.run / ".crews").exists()  # type: ignore[operator]
+
+
+def test_a_class_shares_its_ranks_until_one_fails(pytester: pytest.Pytester) -> None:
+    source = (
+        PIDS
+        + """
+@reuse
+class TestShared:
+    seen = []
+
+    @pytest.mark.parametrize("n", range(7))
+    @world_size(2)
+    def test_it(self, group, n, artifacts):
+        leave(artifacts, group)
+        self.seen.append(n)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        print(f"this is {n}")
+        if n == 2:
+            assert group.rank == 0
+        if n == 4 and group.rank == 1:
+            dist.all_reduce(total, async_op=True)  # passes, and leaves the group uneven
+
+@world_size(2)
+def test_of_its_own(group, artifacts): leave(artifacts, group)
+"""
+    )
+    result = run_example(pytester, source, "--nsa-keep=all")
+    assert result.outcomes == {"passed": 7, "failed": 1}
+    names = [f"test_it[{n}]" for n in range(7)]
+    ranks = pids(result, *names, "test_of_its_own")
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert ranks[3] == ranks[4]
+    assert ranks[5] == ranks[6]
+    assert len(set(ranks)) == 4
+    # Each test has its own evidence, as if it had fresh ranks.
+    for n, name in enumerate(names):
+        folder = result.folder(name)
+        assert (folder / "rank1" / "output.log").read_text() == f"this is {n}\n"
+        assert (folder / "rank1" / "board.bin").is_file()
+    failed = result.verdicts["TestShared::test_it[2]"]
+    assert (failed.cause, failed.ranks) == ("assertion", (1,))
+
+
+def test_a_stalled_test_throws_shared_ranks_away(pytester: pytest.Pytester) -> None:
+    source = """
+pytestmark = reuse
+
+@world_size(2)
+def test_before(group): dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_stalls(group):
+    if group.rank == 0:
+        dist.all_reduce(torch.ones(1))
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 2, "failed": 1}
+    stalled = result.verdicts["test_stalls"]
+    assert (stalled.cause, stalled.ranks) == ("skipped_collective", (1,))
+
+
+def test_reuse_on_a_function_is_refused(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@reuse\n@world_size(2)\ndef test_it(group): pass")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "test_it: reuse: belongs on a class or a module" in result.stderr
+
+
+def test_the_store_keeps_torch_s_promises(pytester: pytest.Pytester) -> None:
+    source = """
+from datetime import timedelta
+from torch.distributed.device_mesh import init_device_mesh
+
+@world_size(2)
+def test_it(group):
+    store = dist.distributed_c10d._get_default_store()
+    assert not store.check(["nobody"])
+    store.set(f"text{group.rank}", "a\\u00e9")
+    assert store.get(f"text{1 - group.rank}") == "a\\u00e9".encode()
+    store.set("bytes", bytes(range(256)))
+    assert store.get("bytes") == bytes(range(256))
+    dist.barrier()
+    assert store.add("count", 1) in (1, 2)
+    dist.barrier()
+    assert store.add("count", 0) == 2
+    assert store.compare_set(f"once{group.rank}", "", "first") == b"first"
+    assert store.compare_set(f"once{group.rank}", "other", "second") == b"first"
+    assert store.delete_key(f"once{group.rank}")
+    assert not store.delete_key(f"once{group.rank}")
+    assert store.num_keys() > 3
+    prefixed = dist.PrefixStore("p", store)
+    with pytest.raises(dist.DistStoreError):
+        prefixed.wait(["never"], timedelta(seconds=0.2))
+    prefixed.set(f"k{group.rank}", "v")
+    prefixed.wait(["k0", "k1"])
+    subgroup = dist.new_group([0, 1])
+    dist.barrier(subgroup)
+    mesh = init_device_mesh("cpu", (2,))
+    dist.barrier(mesh.get_group())
+    dist.monitored_barrier()
+"""
+    assert run_example(pytester, source).outcomes == {"passed": 1}
+
+
+def test_sixteen_ranks(pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.parametrize("n", range(2))
+@world_size(16)
+def test_it(group, n):
+    total = torch.tensor([float(group.rank)])
+    dist.all_reduce(total)
+    assert total.item() == 120
+"""
+    assert run_example(pytester, source).outcomes == {"passed": 2}
+
+
+def test_what_a_rank_leaves_running_is_ended_and_told(pytester: pytest.Pytester) -> None:
+    source = """
+import subprocess
+from torch.utils.data import DataLoader
+
+def start(seconds, **options):
+    return subprocess.Popen(["sleep", str(seconds)], **options).pid
+
+@world_size(2)
+def test_leaves_a_child_and_a_daemon(group, artifacts):
+    if group.rank == 1:
+        (artifacts / "child").write_text(str(start(1001)))
+        (artifacts / "session").write_text(str(start(1002, start_new_session=True)))
+        subprocess.run(["sh", "-c", "setsid sleep 1003 & echo $! > " + str(artifacts / "daemon")], check=True)
+
+@world_size(2)
+def test_dies_and_leaves_a_child(group, artifacts):
+    if group.rank == 1:
+        (artifacts / "orphan").write_text(str(start(1004, start_new_session=True)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@world_size(1)
+def test_data_loader_workers_are_nothing_to_tell(group):
+    loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
+    keep.append(iter(loader))
+    next(keep[0])
+keep = []
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 2, "failed": 1, "warnings": 3}, result.stdout
+    left = [
+        int(path.read_text()) for name in ("child", "session", "daemon", "orphan") for path in _files(result, name)
+    ]
+    assert len(left) == 4
+    assert not [pid for pid in left if _is_there(pid)]
+    for seconds in (1001, 1002, 1003):
+        assert f"rank 1 left a process running, which was ended: sleep {seconds}" in result.stdout
+
+
+def _files(result: ExampleResult, name: str) -> list[Path]:
+    assert result.run is not None
+    return list(result.run.glob(f"*/{name}"))
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
