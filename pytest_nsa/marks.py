@@ -6,6 +6,7 @@ Each function below is the mark as a plain decorator; its docstring is its line 
 from __future__ import annotations
 
 import inspect
+import os
 import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ def scenario(name: str) -> pytest.MarkDecorator:
     return pytest.mark.scenario(name)
 
 
+def cores(n: int) -> pytest.MarkDecorator:
+    """Pin the test's ranks to n cores that no other test which asks for cores has meanwhile."""
+    return pytest.mark.cores(n)
+
+
 # Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
 static_graph: pytest.MarkDecorator = pytest.mark.static_graph
 gpu: pytest.MarkDecorator = pytest.mark.gpu
@@ -88,6 +94,22 @@ def _check_world_size(mark: pytest.Mark) -> str | None:
         return "takes one whole number of ranks, as in world_size(2)"
     if not 1 <= mark.args[0] <= MAX_WORLD_SIZE:
         return f"must be from 1 to {MAX_WORLD_SIZE} ranks, as in world_size(2)"
+    return None
+
+
+def _check_cores(mark: pytest.Mark) -> str | None:
+    available = len(os.sched_getaffinity(0))
+    if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
+        return "takes one whole number of cores, as in cores(1)"
+    return f"this machine lends {available} cores" if mark.args[0] > available else None
+
+
+def _check_gpu(mark: pytest.Mark) -> str | None:
+    count, share = mark.kwargs.get("count"), mark.kwargs.get("share", False)
+    if mark.args or set(mark.kwargs) - {"count", "share"} or not isinstance(share, bool):
+        return "takes count=, a number of GPUs, and share=, True or False, as in gpu or gpu(count=2)"
+    if count is not None and (type(count) is not int or count < 1):
+        return f"count={count!r} must be a whole number of GPUs, as in gpu(count=2)"
     return None
 
 
@@ -155,7 +177,16 @@ _RULES = (
     _taking_arguments(gc_range, _check_gc_range, fixture="gc_range"),
     _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
     _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
-    _bare("gpu", "The test needs a GPU: skipped with a reason where there is none, and its ranks get CUDA devices."),
+    MarkRule(
+        name="gpu",
+        form="(count=None, share=False)",
+        text=(
+            "The test needs GPUs: skipped with a reason where there are too few. They are its own while it runs, unless it "
+            "shares them with other tests that do. Default count: one a rank, or all that there are."
+        ),
+        check=_check_gpu,
+    ),
+    _taking_arguments(cores, _check_cores),
     _bare(
         "reuse",
         "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these.",

@@ -108,14 +108,22 @@ def _needs_ranks(item: pytest.Item) -> bool:
     return ranked and not _lacks_gpu(item)
 
 
-def _lacks_gpu(item: pytest.Item) -> bool:
-    return item.get_closest_marker("gpu") is not None and not item.config.stash[settings_key].gpus
+def _lacks_gpu(item: pytest.Item) -> str:
+    """Why ``item`` cannot have the GPUs that it asks for; '' when it can."""
+    mark = item.get_closest_marker("gpu")
+    there = item.config.stash[settings_key].gpus
+    if mark is None or there >= (mark.kwargs.get("count") or 1):
+        return ""
+    if not there:
+        return "needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
+    return f"needs {mark.kwargs['count']} GPUs, and this machine shows {there}"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if _lacks_gpu(item):
-        pytest.skip("needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)")
+    reason = _lacks_gpu(item)
+    if reason:
+        pytest.skip(reason)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,8 @@ from pytest_nsa.evidence import Evidence, load
 from pytest_nsa.launch import start
 from pytest_nsa.launch.host import Launcher, LaunchError, Limits, RanksRun, UnfitError
 from pytest_nsa.launch.messages import CrewSpec, Job, plain_nodeid
+from pytest_nsa.needs import Needs, needs_of, tracing_of
+from pytest_nsa.resources import Resources
 from pytest_nsa.settings import Settings
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
@@ -38,6 +39,7 @@ class RankRunner:
         self._launcher: Launcher | None = None
         self._plan: start.LaunchPlan | None = None
         self.next_item: pytest.Item | None = None
+        self.resources = Resources(config, settings)
 
     @property
     def plan(self) -> start.LaunchPlan:
@@ -78,6 +80,7 @@ class RankRunner:
         if self.folder.is_made:
             with contextlib.suppress(OSError):  # another worker's ranks are still there
                 (self.folder.path / ".crews").rmdir()
+        self.resources.close()
 
     def run_item(self, item: pytest.Function, timeout: float | None) -> tuple[Verdict, Evidence]:
         """Run a collected test on its ranks and write everything that is known of it."""
@@ -85,6 +88,8 @@ class RankRunner:
         name = marks.value(item, "scenario", "")
         folder = self.folder.test_folder(name or safe_name(nodeid))
         limit = timeout or self.settings.timeout
+        needs = needs_of(item, self.settings)
+        leases = self.resources.take(needs, nodeid)
         job = Job(
             nodeid=nodeid,
             scenario=name,
@@ -93,24 +98,38 @@ class RankRunner:
             timeout=limit,
             created=time.time(),
             tmp=_temporary_folder(item, folder.name),
-            **job_settings(item, self.settings),
+            world_size=needs.world_size,
+            backend=needs.backend,
+            device=needs.device,
+            reuse=needs.reuse,
+            stay=bool(needs.reuse) and needs == self._next_needs(),
+            gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
+            cores=",".join(leases["core"].names) if "core" in leases else "",
+            in_use=tuple(path for lease in leases.values() for path in lease.in_use),
+            **tracing_of(item, self.settings),
         )
-        if self._next_crew() == job.crew and self.next_item is not None:
-            job = replace(job, stay=bool(job.reuse) and marks.reuse_scope(self.next_item) == job.reuse)
         keep = bool(name) or "artifacts" in item.fixturenames or self.settings.keep_passed
-        verdict, evidence = self._run(item.session, job, keep=keep)
+        try:
+            verdict, evidence = self._run(item.session, job, keep=keep)
+        finally:
+            if not job.stay:
+                self.resources.release()
         self.record(folder, verdict)
         if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)
         return verdict, evidence
 
-    def _next_crew(self) -> CrewSpec | None:
-        """The ranks that the next test of this process will need; None when it needs none, or nobody can tell."""
+    def _next_needs(self) -> Needs | None:
+        """What the next test of this process needs; None when it needs no ranks, or nobody can tell."""
         item = self.next_item
-        if not isinstance(item, pytest.Function) or not marks.is_ranked(item):
+        return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marks.is_ranked(item) else None
+
+    def _crew_ahead(self, job: Job) -> CrewSpec | None:
+        """The ranks to make ready while ``job`` runs."""
+        needs = self._next_needs()
+        if not self.settings.ahead or job.stay or needs is None or not needs.may_be_forked_ahead:
             return None
-        settings = job_settings(item, self.settings)
-        return CrewSpec(**{name: settings[name] for name in ("world_size", "backend", "device")})
+        return CrewSpec(world_size=needs.world_size, backend=needs.backend, device=needs.device)
 
     def record(self, folder: Path, verdict: Verdict) -> None:
         """A line in the run's list of verdicts, and one in its log."""
@@ -139,9 +158,7 @@ class RankRunner:
         write_atomically(folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
         try:
             launcher = self._ready_launcher(session)
-            upcoming = self._next_crew()
-            wanted = self.settings.ahead and not job.stay and upcoming is not None and upcoming.device == "cpu"
-            launcher.expect(upcoming if wanted else None)
+            launcher.expect(self._crew_ahead(job))
             RanksRun(job, launcher, limits).run()
         except LaunchError as error:
             self.close()  # the next test gets a new one
@@ -216,22 +233,3 @@ def _merge_logs(folder: Path, evidence: Evidence) -> None:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-
-
-def job_settings(item: pytest.Item, settings: Settings) -> dict[str, Any]:
-    """What marks and options say of a test's ranks, as fields of Job."""
-    fixtures = getattr(item, "fixturenames", ())
-    on_gpu = item.get_closest_marker("gpu") is not None
-    world_size = marks.value(item, "world_size", marks.DEFAULT_WORLD_SIZE)
-    own_gpu = on_gpu and settings.gpus >= world_size
-    traces = item.get_closest_marker("trace")
-    return {
-        "world_size": world_size,
-        "backend": marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
-        "device": "cuda" if on_gpu else "cpu",
-        "parallel": "ddp" if "ddp" in fixtures else "fsdp" if "fsdp" in fixtures else "none",
-        "static_graph": item.get_closest_marker("static_graph") is not None,
-        "fsdp_version": settings.fsdp_version,
-        "traces": traces.args if traces is not None else (),
-        "reuse": marks.reuse_scope(item),
-    }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that are none: for testing the leases where there is no GPU
 LAUNCHES = ("auto", "fork", "clean", "cold")
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
 # or the job of a cold rank.
@@ -33,7 +34,13 @@ class Settings:
     zygote_fd: int | None
     listener_fd: int | None
     cold_job: Path | None
-    gpus: int
+    gpu_ids: tuple[str, ...]
+    fake_gpus: bool
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs ranks could use."""
+        return len(self.gpu_ids)
 
 
 settings_key = pytest.StashKey[Settings]()
@@ -91,7 +98,8 @@ def resolve(config: pytest.Config) -> Settings:
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
         listener_fd=int(os.environ[LISTENER_FD]) if os.environ.get(LISTENER_FD) else None,
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
-        gpus=count_gpus(),
+        gpu_ids=find_gpus(),
+        fake_gpus=bool(os.environ.get(FAKE_GPUS)),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
         raise pytest.UsageError(f"--artifacts {directory}: is a file; give a folder, or the name of one to be made")
@@ -114,14 +122,22 @@ def _seconds(config: pytest.Config, name: str, at_least: float) -> float:
     return value
 
 
-def count_gpus() -> int:
-    """GPUs that ranks could use, without importing torch: the NVIDIA device files, less what CUDA_VISIBLE_DEVICES hides."""
+def find_gpus() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES may name, without importing torch: what it names now, else the NVIDIA device files.
+
+    Raises UsageError where NSA_FAKE_GPUS is no number.
+    """
+    fake = os.environ.get(FAKE_GPUS)
+    if fake:
+        if not fake.isdecimal() or not 0 < int(fake) <= 64:
+            raise pytest.UsageError(f"{FAKE_GPUS}={fake!r}: must be a number of GPUs from 1 to 64")
+        return tuple(str(i) for i in range(int(fake)))
     found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        named = [v for v in visible.split(",") if v.strip() and v.strip() != "-1"]
-        found = min(found, len(named))
-    return found
+    if visible is None:
+        return tuple(str(i) for i in range(found))
+    named = [v.strip() for v in visible.split(",") if v.strip() and v.strip() != "-1"]
+    return tuple(named[:found])
 
 
 def child_environment(**extra: str) -> dict[str, str]:

@@ -19,13 +19,14 @@ DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 class CrewSpec:
     """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
 
-    ``gpus`` is what CUDA_VISIBLE_DEVICES will say ('' leaves it alone).
+    ``gpus`` is what CUDA_VISIBLE_DEVICES will say ('' leaves it alone), ``cores`` what they are pinned to ('': nothing).
     """
 
     world_size: int
     backend: str
     device: str
     gpus: str = ""
+    cores: str = ""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CrewSpec:
@@ -40,6 +41,7 @@ class Job:
     ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
     ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; times are in seconds. ``reuse`` names the class
     or module whose tests share their ranks, '' for fresh ones; with ``stay`` they wait for another test after this one.
+    ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them.
     """
 
     nodeid: str
@@ -59,13 +61,17 @@ class Job:
     created: float = 0.0
     tmp: str = ""
     gpus: str = ""
+    cores: str = ""
+    in_use: tuple[str, ...] = ()
     reuse: str = ""
     stay: bool = False
 
     @property
     def crew(self) -> CrewSpec:
         """The ranks that this job needs."""
-        return CrewSpec(world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus)
+        return CrewSpec(
+            world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus, cores=self.cores
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -74,7 +80,7 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """The inverse of `to_json`."""
-        return cls(**{**data, "traces": tuple(data["traces"])})
+        return cls(**{**data, "traces": tuple(data["traces"]), "in_use": tuple(data.get("in_use", ()))})
 
     def rank_folder(self, rank: int) -> Path:
         """Where a rank leaves its evidence."""

@@ -18,6 +18,7 @@ import pytest
 from pytest_nsa.launch import replay
 from pytest_nsa.launch.children import become_subreaper, end_leftovers
 from pytest_nsa.launch.context import RankContext, become
+from pytest_nsa.launch.leases import hold_while_alive
 from pytest_nsa.launch.messages import DUMP_SIGNAL, Channel, CrewSpec, Job
 from pytest_nsa.launch.record import record, record_exception
 
@@ -54,6 +55,7 @@ class RankProcess:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
         become_subreaper()
         self._set_environment()
+        self._held = hold_while_alive(job.in_use if job is not None else ())
         code = 0
         if job is None:
             self._join()
@@ -124,6 +126,8 @@ class RankProcess:
         os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, OMP_NUM_THREADS="1")
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
+        if self.spec.cores:
+            os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
         self.notes = []
         if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and self.spec.backend == "gloo":
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"

@@ -218,9 +218,7 @@ keep = []
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 2, "failed": 1, "warnings": 3}, result.stdout
-    left = [
-        int(path.read_text()) for name in ("child", "session", "daemon", "orphan") for path in _files(result, name)
-    ]
+    left = [int(path.read_text()) for name in ("child", "session", "daemon", "orphan") for path in _files(result, name)]
     assert len(left) == 4
     assert not [pid for pid in left if _is_there(pid)]
     for seconds in (1001, 1002, 1003):

@@ -225,7 +225,9 @@ def test_a(group): assert any(t.name == "reporter" for t in threading.enumerate(
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1}
-    assert "slow: every rank is a new interpreter, because collecting the tests starts threads (reporter)" in result.stdout
+    assert (
+        "slow: every rank is a new interpreter, because collecting the tests starts threads (reporter)" in result.stdout
+    )
 
 
 def test_xdist_workers_write_into_one_run(pytester: pytest.Pytester) -> None:

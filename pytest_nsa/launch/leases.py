@@ -1,0 +1,207 @@
+"""GPUs and cores, handed to one test at a time on this machine: lock files that the kernel frees when their holder dies.
+
+Whoever waits holds a ticket; the oldest living ticket alone takes, all that it needs or nothing. So tests are served in
+order, and no two can wait for each other. It works between the workers of a run and between runs of a user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POLL_S = 0.05
+FIRST_WORD_S = 1.0
+NEXT_WORD_S = 15.0
+
+
+def default_folder() -> Path:
+    """Where this user's lock files lie. Raises PermissionError when somebody else has made the folder."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = (
+        Path(base) / "pytest-nsa"
+        if base and os.access(base, os.W_OK)
+        else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
+    )
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder}: belongs to another user; remove it, or set XDG_RUNTIME_DIR")
+    return folder
+
+
+@dataclass(kw_only=True)
+class Lease:
+    """What a test was given. ``names`` are those of the resources; released by `release`, or by the kernel."""
+
+    names: tuple[str, ...] = ()
+    in_use: tuple[str, ...] = ()
+    _locks: list[_Lock] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Give everything back."""
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
+
+
+@dataclass(kw_only=True)
+class Broker:
+    """Leases of one kind, 'gpu' or 'core'. ``names`` are all that this machine has."""
+
+    folder: Path
+    kind: str
+    names: Sequence[str]
+
+    def lease(self, count: int, *, share: bool, holder: str, say: Callable[[str], None]) -> Lease:
+        """Wait for ``count`` of them. ``say`` is told what is waited for. Raises ValueError when there are not so many."""
+        if count > len(self.names):
+            raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
+        with self._ticket() as ticket:
+            began = said = time.monotonic()
+            while True:
+                if self._is_first(ticket):
+                    lease = self._take(count, share, holder)
+                    if lease is not None:
+                        return lease
+                now = time.monotonic()
+                if now - said >= (NEXT_WORD_S if said > began else FIRST_WORD_S):
+                    said = now
+                    say(
+                        f"{holder} waits for {count} of {len(self.names)} {self.kind}s, {now - began:.0f} s; {self._held()}"
+                    )
+                time.sleep(POLL_S)
+
+    def clean_up(self) -> None:
+        """Remove the files that nobody holds, whoever left them."""
+        for path in self.folder.glob(f"{self.kind}-*"):
+            _Lock.is_free(path)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # empty: nobody else is at it
+
+    def _take(self, count: int, share: bool, holder: str) -> Lease | None:
+        """All or nothing, without waiting."""
+        locks, taken = [], []
+        for name in self.names:
+            lock = _Lock(self._path(name))
+            # Ranks of a test whose host was killed may live on for a moment: they hold the second file.
+            if lock.try_lock(share=share) and (share or _Lock.is_free(self._use_path(name))):
+                locks.append(lock)
+                taken.append(name)
+            else:
+                lock.release()
+            if len(taken) == count:
+                for held in locks:
+                    held.write(f"{os.getpid()} {holder}")
+                uses = tuple(str(self._use_path(name)) for name in taken)
+                return Lease(names=tuple(taken), in_use=uses, _locks=locks)
+        for lock in locks:
+            lock.release()
+        return None
+
+    def _held(self) -> str:
+        """Who has them, for the one who waits."""
+        holders = {}
+        for name in self.names:
+            with contextlib.suppress(OSError):
+                pid, _, test = self._path(name).read_text().partition(" ")
+                if pid:
+                    holders[name] = f"{test} (process {pid})"
+        tests = dict.fromkeys(holders.values())
+        return f"held by {', '.join(tests)}" if tests else "others wait before it"
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{self.kind}-{name.replace(os.sep, '_')}.lock"
+
+    def _use_path(self, name: str) -> Path:
+        return self.folder / f"{self.kind}-{name.replace(os.sep, '_')}.use"
+
+    @contextlib.contextmanager
+    def _ticket(self) -> Iterator[Path]:
+        """A place in the queue, for as long as this process waits."""
+        path = self.folder / f"{self.kind}-ticket-{time.time_ns():020d}-{os.getpid()}"
+        lock = _Lock(path)
+        lock.try_lock(share=False)
+        try:
+            yield path
+        finally:
+            lock.release()
+
+    def _is_first(self, ticket: Path) -> bool:
+        for other in sorted(self.folder.glob(f"{self.kind}-ticket-*")):
+            if other.name >= ticket.name:
+                return True
+            if not _Lock.is_free(other):
+                return False
+        return True
+
+
+class _Lock:
+    """A lock file that is there only while somebody holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        self._share = False
+
+    def try_lock(self, *, share: bool) -> bool:
+        """Lock it without waiting; whether that worked."""
+        while True:
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:  # the last holder of anything has just removed the folder
+                self.path.parent.mkdir(mode=0o700, exist_ok=True)
+                continue
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                return False
+            # Its last holder may have removed the file between our opening and locking it.
+            with contextlib.suppress(OSError):
+                if os.stat(self.path).st_ino == os.fstat(fd).st_ino:
+                    self._fd, self._share = fd, share
+                    return True
+            os.close(fd)
+
+    def write(self, text: str) -> None:
+        """Say who holds it."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text.encode(errors="replace"), 0)
+
+    def release(self) -> None:
+        """Remove the file and free the lock. Shared ones are removed by who finds them free."""
+        if self._fd < 0:
+            return
+        with contextlib.suppress(OSError):
+            if self._share:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while others share it
+            self.path.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+    @staticmethod
+    def is_free(path: Path) -> bool:
+        """Whether nobody holds it; what a dead process left is removed."""
+        lock = _Lock(path)
+        if not path.exists():
+            return True
+        if not lock.try_lock(share=False):
+            return False
+        lock.release()
+        return True
+
+
+def hold_while_alive(paths: Sequence[str]) -> list[int]:
+    """In a rank: mark resources as in use for as long as this process lives. Returns the descriptors that do it."""
+    held = []
+    for path in paths:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        held.append(fd)
+    return held

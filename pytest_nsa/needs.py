@@ -1,0 +1,59 @@
+"""What a test needs from the machine: ranks of which kind, GPUs, cores. Read from its marks, fixtures and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pytest_nsa import marks
+from pytest_nsa.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """Tests of equal needs can use the same ranks. ``reuse`` names the class or module that shares its ranks, or is ''."""
+
+    world_size: int
+    backend: str
+    device: str
+    gpus: int = 0
+    share_gpus: bool = False
+    cores: int = 0
+    reuse: str = ""
+
+    @property
+    def may_be_forked_ahead(self) -> bool:
+        """Whether ranks can be made ready before the test's turn: nothing is to be leased first."""
+        return not self.gpus and not self.cores
+
+
+def needs_of(item: pytest.Item, settings: Settings) -> Needs:
+    """What a test on ranks needs."""
+    world_size = marks.value(item, "world_size", marks.DEFAULT_WORLD_SIZE)
+    gpu = item.get_closest_marker("gpu")
+    gpus = 0 if gpu is None else gpu.kwargs.get("count") or min(world_size, settings.gpus)
+    on_gpu = gpu is not None and not settings.fake_gpus
+    own_gpu = on_gpu and gpus >= world_size
+    return Needs(
+        world_size=world_size,
+        backend=marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
+        device="cuda" if on_gpu else "cpu",
+        gpus=gpus,
+        share_gpus=gpu is not None and gpu.kwargs.get("share", False),
+        cores=marks.value(item, "cores", 0),
+        reuse=marks.reuse_scope(item),
+    )
+
+
+def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
+    """How a test's models are shared and traced, as fields of Job."""
+    fixtures = getattr(item, "fixturenames", ())
+    traces = item.get_closest_marker("trace")
+    return {
+        "parallel": "ddp" if "ddp" in fixtures else "fsdp" if "fsdp" in fixtures else "none",
+        "static_graph": item.get_closest_marker("static_graph") is not None,
+        "fsdp_version": settings.fsdp_version,
+        "traces": traces.args if traces is not None else (),
+    }

@@ -1,0 +1,60 @@
+"""The GPUs and cores of this process's tests: leased before a test's ranks start, kept while they stay, then given back."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from pytest_nsa.launch.leases import Broker, Lease, default_folder
+from pytest_nsa.needs import Needs
+from pytest_nsa.settings import Settings
+
+
+class Resources:
+    """What one pytest process has leased."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self.config, self.settings = config, settings
+        self._for: Needs | None = None
+        self._leases: dict[str, Lease] = {}
+        self._brokers: dict[str, Broker] = {}
+
+    def take(self, needs: Needs, test: str) -> dict[str, Lease]:
+        """Wait for what ``test`` needs; what the tests before it left to it is used again. Cores before GPUs, for all tests."""
+        if self._for is not None and needs != self._for:
+            self.release()
+        if self._for is None:
+            wanted = {"core": (needs.cores, False), "gpu": (needs.gpus, needs.share_gpus)}
+            for kind, (count, share) in wanted.items():
+                if count:
+                    broker = self._broker(kind)
+                    self._leases[kind] = broker.lease(count, share=share, holder=test, say=self._say)
+            self._for = needs
+        return self._leases
+
+    def release(self) -> None:
+        """Give everything back."""
+        for lease in self._leases.values():
+            lease.release()
+        self._leases.clear()
+        self._for = None
+
+    def close(self) -> None:
+        """At the session's end, when no rank of this process is left: give back, and leave no file."""
+        self.release()
+        for broker in self._brokers.values():
+            broker.clean_up()
+
+    def _broker(self, kind: str) -> Broker:
+        if kind not in self._brokers:
+            names = self.settings.gpu_ids if kind == "gpu" else [str(c) for c in sorted(os.sched_getaffinity(0))]
+            self._brokers[kind] = Broker(folder=default_folder(), kind=kind, names=names)
+        return self._brokers[kind]
+
+    def _say(self, text: str) -> None:
+        """A line to the terminal while a test waits; also from an xdist worker, whose standard error is the controller's."""
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)

@@ -1,0 +1,225 @@
+"""GPUs and cores are lent to one test at a time: between xdist workers, between runs, and after a holder's death."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.launch.leases import Broker
+from pytest_nsa.testing import ExampleResult, run_example
+
+NOTE = """
+import json
+def note(artifacts, group, began):
+    seen = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""), "cores": sorted(os.sched_getaffinity(0)),
+            "began": began, "ended": time.monotonic()}
+    (artifacts / f"note{group.rank}.json").write_text(json.dumps(seen))
+"""
+
+
+@pytest.fixture
+def lease_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("NSA_FAKE_GPUS", "4")
+    return tmp_path / "pytest-nsa"
+
+
+def notes(result: ExampleResult) -> list[dict[str, object]]:
+    assert result.run is not None
+    return [json.loads(path.read_text()) for path in result.run.glob("*/note0.json")]
+
+
+def test_no_gpu_is_lent_twice(pytester: pytest.Pytester, lease_folder: Path) -> None:
+    source = (
+        NOTE
+        + """
+@pytest.mark.parametrize("n", [pytest.param(n, marks=[world_size(n), gpu]) for n in (1, 2, 4, 1, 2, 1, 4, 2)])
+def test_it(group, n, artifacts):
+    began = time.monotonic()
+    assert len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) == n
+    time.sleep(0.2)  # the time in which another test could do wrong
+    dist.barrier()
+    note(artifacts, group, began)
+"""
+    )
+    result = run_example(pytester, source, "-n3", "-p", "xdist")
+    assert result.outcomes == {"passed": 8}
+    used: dict[str, list[tuple[float, float]]] = {}
+    for entry in notes(result):
+        for name in str(entry["gpus"]).split(","):
+            used.setdefault(name, []).append((entry["began"], entry["ended"]))  # type: ignore[arg-type]
+    assert sorted(used) == ["0", "1", "2", "3"]
+    for times in used.values():
+        assert all(one[1] <= other[0] for one, other in pairwise(sorted(times)))
+    assert not lease_folder.exists()
+
+
+def test_tests_that_share_may_meet_on_a_gpu(pytester: pytest.Pytester, lease_folder: Path, tmp_path: Path) -> None:
+    source = f"""
+@pytest.mark.parametrize("n", range(2))
+@gpu(count=4, share=True)
+@world_size(1)
+def test_it(group, n):
+    from pathlib import Path
+    (Path({str(tmp_path)!r}) / f"here{{n}}").touch()
+    while not (Path({str(tmp_path)!r}) / f"here{{1 - n}}").exists():
+        time.sleep(0.01)
+"""
+    assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
+    assert not lease_folder.exists()
+
+
+def test_too_many_gpus_are_a_reason_to_skip(pytester: pytest.Pytester, lease_folder: Path) -> None:
+    result = run_example(pytester, "@gpu(count=5)\n@world_size(1)\ndef test_it(group): pass", "-rs")
+    assert result.outcomes == {"skipped": 1}
+    assert "needs 5 GPUs, and this machine shows 4" in result.stdout
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from pytest_nsa.launch.leases import Broker
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+lease = Broker(folder=folder, kind="gpu", names="0123").lease(3, share=False, holder="a_long_test", say=print)
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_who_waits_says_for_what_and_a_dead_holder_frees_it(pytester: pytest.Pytester, lease_folder: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lease_folder)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    (pytester.path / "test_example.py").write_text(
+        "from pytest_nsa import *\n@gpu\n@world_size(2)\ndef test_it(group): pass\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, cwd=pytester.path,
+    )  # fmt: skip
+    assert run.stdout is not None
+    said = ""
+    while "waits for" not in said:
+        line = run.stdout.readline()
+        assert line
+        said += line
+    assert (
+        f"nsa: test_example.py::test_it waits for 2 of 4 gpus, 1 s; held by a_long_test (process {holder.pid})" in said
+    )
+    holder.kill()
+    holder.communicate()
+    assert "1 passed" in run.communicate(timeout=60)[0]
+    assert not lease_folder.exists()
+
+
+def test_a_class_keeps_its_gpus_while_it_keeps_its_ranks(pytester: pytest.Pytester, lease_folder: Path) -> None:
+    source = (
+        NOTE
+        + """
+@reuse
+class TestShared:
+    @pytest.mark.parametrize("n", range(3))
+    @gpu(count=1)
+    @world_size(2)
+    def test_it(self, group, n, artifacts):
+        (artifacts / "pid").write_text(str(os.getpid()))
+        note(artifacts, group, 0)
+
+@gpu(count=4)
+@world_size(2)
+def test_all(group): assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+"""
+    )
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 4}
+    assert {entry["gpus"] for entry in notes(result)} == {"0"}
+
+
+def test_ranks_are_pinned_to_the_cores_that_were_lent(pytester: pytest.Pytester, lease_folder: Path) -> None:
+    source = (
+        NOTE
+        + """
+@cores(1)
+@world_size(2)
+def test_it(group, artifacts): note(artifacts, group, 0)
+"""
+    )
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1}
+    assert [len(entry["cores"]) for entry in notes(result)] == [1]  # type: ignore[arg-type]
+
+
+def test_tickets_are_served_in_order(tmp_path: Path) -> None:
+    """Three that want everything, one after the other: each gets it in the order in which it came."""
+    everything = Broker(folder=tmp_path, kind="gpu", names="0123")
+    first = everything.lease(4, share=False, holder="first", say=print)
+    waiting = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from pytest_nsa.launch.leases import Broker
+        broker = Broker(folder=Path(sys.argv[1]), kind="gpu", names="0123")
+        lease = broker.lease(int(sys.argv[2]), share=False, holder="x", say=lambda text: print("waits", flush=True))
+        print("got", flush=True)
+        with open(sys.argv[1] + "/order", "a") as file:
+            file.write(sys.argv[2] + " ")
+        lease.release()
+    """)
+    processes = []
+    for count in (4, 1, 2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", waiting, str(tmp_path), str(count)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        processes.append(process)
+    first.release()
+    for process in processes:
+        assert process.wait(30) == 0
+        process.stdout.close()  # type: ignore[union-attr]
+    assert (tmp_path / "order").read_text() == "4 1 2 "
+    assert [p.name for p in tmp_path.iterdir()] == ["order"]
+
+
+def test_a_killed_holder_whose_ranks_live_on_keeps_the_gpu(tmp_path: Path) -> None:
+    broker = Broker(folder=tmp_path, kind="gpu", names="0")
+    lease = broker.lease(1, share=False, holder="host", say=print)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "import sys, time; from pytest_nsa.launch.leases import hold_while_alive\n"
+         "held = hold_while_alive(sys.argv[1:]); print('held', flush=True); time.sleep(1000)", *lease.in_use],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "held\n"
+    lease.release()  # as the kernel does when the host dies
+    assert broker._take(1, share=False, holder="next") is None
+    rank.kill()
+    rank.communicate()
+    after = broker.lease(1, share=False, holder="next", say=print)
+    assert after.names == ("0",)
+    after.release()
+    broker.clean_up()
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}/gpu*"))
+
+
+def test_wrong_marks_are_refused(pytester: pytest.Pytester) -> None:
+    source = """
+@gpu(count=0)
+@world_size(1)
+def test_a(group): pass
+
+@cores(100000)
+@world_size(1)
+def test_b(group): pass
+"""
+    result = run_example(pytester, source)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "gpu(count=0): count=0 must be a whole number of GPUs, as in gpu(count=2)" in result.stderr
+    assert f"cores(100000): this machine lends {len(os.sched_getaffinity(0))} cores" in result.stderr
