@@ -66,6 +66,7 @@ class RankEvidence:
     notes: tuple[str, ...]
     warnings: tuple[dict[str, Any], ...]
     left_running: tuple[str, ...]
+    quit_debugger: bool
     parallel: str | None
     folder: Path
 
@@ -187,6 +188,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
+        quit_debugger=any(e["event"] == "quit_debugger" for e in events),
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         folder=folder,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import sys
 import warnings
 from pathlib import Path
@@ -30,16 +31,20 @@ class RankFailure(Exception):
         self.verdict, self.evidence = verdict, evidence
 
 
-def rank_failure(verdict: Verdict, evidence: Evidence) -> RankFailure:
-    """The failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...)."""
+def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
+    """The failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
+
+    With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
+    """
+    bases: tuple[type[Exception], ...] = (RankFailure, bdb.BdbQuit) if shown else (RankFailure,)
     raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
     kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
-            return type("RankFailure", (RankFailure, kind), {})(verdict, evidence)
+            return type("RankFailure", (*bases, kind), {})(verdict, evidence)
         except TypeError:  # two bases whose layouts do not go together
             pass
-    return RankFailure(verdict, evidence)
+    return type("RankFailure", bases, {})(verdict, evidence)
 
 
 class RankedFunction(pytest.Function):
@@ -60,13 +65,15 @@ class RankedFunction(pytest.Function):
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
         warn_again(self, evidence)
+        if any(rank.quit_debugger for rank in evidence.ranks):
+            pytest.exit("Quitting debugger")
         failing = [r for r in evidence.ranks if not r.passed]
         if failing and all(r.xfailed is not None for r in failing):
             pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
             pytest.skip(verdict.reason)
         if verdict.failed:
-            raise rank_failure(verdict, evidence)
+            raise rank_failure(verdict, evidence, shown=self.config.option.usepdb)
 
     def _take_over(self, evidence: Evidence) -> None:
         """Properties that the body recorded; what the ranks printed, when it failed."""

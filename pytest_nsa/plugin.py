@@ -93,6 +93,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
         runner.launcher(session, between_tests=True)
+        runner.open_debugger()
         with termination_as_interrupt():
             return (yield)
     return (yield)

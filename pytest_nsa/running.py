@@ -16,11 +16,12 @@ import pytest
 
 from pytest_nsa import marks
 from pytest_nsa.artifacts import RunFolder, append_line, discard, safe_name, write_atomically
+from pytest_nsa.attend import DebuggerServer, LiveOutput, OutputLimit, Terminal
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence, load
 from pytest_nsa.launch import start
-from pytest_nsa.launch.host import Launcher, LaunchError, Limits, RanksRun, UnfitError
+from pytest_nsa.launch.host import Attendant, Launcher, LaunchError, Limits, RanksRun, UnfitError
 from pytest_nsa.launch.messages import CrewSpec, Job, plain_nodeid
 from pytest_nsa.needs import Needs, needs_of, tracing_of
 from pytest_nsa.resources import Resources
@@ -40,6 +41,8 @@ class RankRunner:
         self._plan: start.LaunchPlan | None = None
         self.next_item: pytest.Item | None = None
         self.resources = Resources(config, settings)
+        self._terminal = Terminal(config)
+        self._debugger: DebuggerServer | None = None
 
     @property
     def plan(self) -> start.LaunchPlan:
@@ -59,6 +62,11 @@ class RankRunner:
             kind = self.plan.kind
             self._launcher = start.start(kind, self.config, session, self.folder.path / "zygote.log")
         return self._launcher
+
+    def open_debugger(self) -> None:
+        """Where this process has a terminal to lend."""
+        if not hasattr(self.config, "workerinput"):
+            self._debugger = DebuggerServer(self._terminal)
 
     def _ready_launcher(self, session: pytest.Session) -> Launcher:
         """The launcher, ready. Where the tests' collection leaves no process that may be forked, cold ranks."""
@@ -106,6 +114,8 @@ class RankRunner:
             gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
             cores=",".join(leases["core"].names) if "core" in leases else "",
             in_use=tuple(path for lease in leases.values() for path in lease.in_use),
+            debugger=self._debugger.name if self._debugger is not None else "",
+            debug_rank=self.settings.debug_rank,
             **tracing_of(item, self.settings),
         )
         keep = bool(name) or "artifacts" in item.fixturenames or self.settings.keep_passed
@@ -123,6 +133,16 @@ class RankRunner:
         """What the next test of this process needs; None when it needs no ranks, or nobody can tell."""
         item = self.next_item
         return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marks.is_ranked(item) else None
+
+    def _attendants(self, job: Job) -> list[Attendant]:
+        """What is to be done while ``job`` runs."""
+        found: list[Attendant] = [OutputLimit(job, self.settings.output_limit)]
+        if self.config.option.capture == "no":
+            found.append(LiveOutput(job, self._terminal))
+        if self._debugger is not None:
+            self._debugger.begin(once=self.config.option.usepdb)
+            found.append(self._debugger)
+        return found
 
     def _crew_ahead(self, job: Job) -> CrewSpec | None:
         """The ranks to make ready while ``job`` runs."""
@@ -159,7 +179,7 @@ class RankRunner:
         try:
             launcher = self._ready_launcher(session)
             launcher.expect(self._crew_ahead(job))
-            RanksRun(job, launcher, limits).run()
+            RanksRun(job, launcher, limits, attendants=self._attendants(job)).run()
         except LaunchError as error:
             self.close()  # the next test gets a new one
             append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})
@@ -231,5 +251,8 @@ def _merge_logs(folder: Path, evidence: Evidence) -> None:
                 (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+def _lines(path: Path) -> Iterator[str]:
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield line.rstrip("\n")

@@ -30,6 +30,8 @@ class Settings:
     hang_after: float
     keep_passed: bool
     ahead: bool
+    output_limit: int
+    debug_rank: int
     backend: str | None
     zygote_fd: int | None
     listener_fd: int | None
@@ -66,6 +68,14 @@ def add_options(parser: pytest.Parser) -> None:
         default="failed",
         help="Whose folders to keep (default: failed)",
     )
+    group.addoption(
+        "--pdb-rank",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="The rank that --pdb and breakpoint() attach to (default: the first that fails; 0)",
+    )
+    parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
     parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
     parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
@@ -93,6 +103,8 @@ def resolve(config: pytest.Config) -> Settings:
         start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
         hang_after=_seconds(config, "ranks_hang_after", at_least=0),
         ahead=config.getini("ranks_ahead"),
+        output_limit=_bytes(config, "ranks_output_limit"),
+        debug_rank=config.getoption("--pdb-rank"),
         keep_passed=config.getoption("--nsa-keep") == "all",
         backend=backend,
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
@@ -120,6 +132,13 @@ def _seconds(config: pytest.Config, name: str, at_least: float) -> float:
     if not value >= at_least:
         raise pytest.UsageError(f"ini {name} = {text!r}: must be a number of seconds, at least {at_least:g}")
     return value
+
+
+def _bytes(config: pytest.Config, name: str) -> int:
+    text = str(config.getini(name))
+    if not text.isdecimal() or int(text) < 1:
+        raise pytest.UsageError(f"ini {name} = {text!r}: must be a whole number of MB, at least 1")
+    return int(text) << 20
 
 
 def find_gpus() -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,18 @@ class LaunchError(Exception):
 
 class UnfitError(LaunchError):
     """Ranks must not be forked from the process that collected the tests; the message says why."""
+
+
+class Attendant(Protocol):
+    """Something else that the host does while the ranks run (`pytest_nsa.attend`)."""
+
+    def attend(self) -> float:
+        """Called at each look at the ranks; returns the seconds that shall not count as theirs."""
+        ...
+
+    def finish(self) -> None:
+        """The ranks have ended."""
+        ...
 
 
 class Launcher(Protocol):
@@ -78,6 +91,7 @@ class RanksRun:
     limits: Limits
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
+    attendants: Sequence[Attendant] = ()
     _ended_by: str = ""
 
     def __post_init__(self) -> None:
@@ -99,6 +113,8 @@ class RanksRun:
             raise
         finally:
             self._kill()
+            for attendant in self.attendants:
+                attendant.finish()
             self._note("ended", duration_s=time.monotonic() - started)
             with contextlib.suppress(OSError):
                 (self.folder / "store").unlink()
@@ -108,6 +124,9 @@ class RanksRun:
         failed_at = 0.0
         while len(self.statuses) < self.job.world_size:
             self._collect(POLL_S)
+            paused = sum(attendant.attend() for attendant in self.attendants)
+            started, failed_at = started + paused, failed_at + paused if failed_at else 0.0
+            self.watch.pause(paused)
             if len(self.statuses) == self.job.world_size:
                 return ""
             self.watch.look()

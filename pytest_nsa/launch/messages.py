@@ -41,7 +41,8 @@ class Job:
     ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
     ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; times are in seconds. ``reuse`` names the class
     or module whose tests share their ranks, '' for fresh ones; with ``stay`` they wait for another test after this one.
-    ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them.
+    ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them;
+    ``debugger`` names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any).
     """
 
     nodeid: str
@@ -63,6 +64,8 @@ class Job:
     gpus: str = ""
     cores: str = ""
     in_use: tuple[str, ...] = ()
+    debugger: str = ""
+    debug_rank: int = -1
     reuse: str = ""
     stay: bool = False
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from pytest_nsa.artifacts import append_line
+from pytest_nsa.launch import debugger
 from pytest_nsa.launch.context import RankContext
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.launch.record import cut, record, record_exception
 
 # They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
-HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures")
+HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace")
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 
@@ -101,6 +102,7 @@ def _make_config_a_ranks(config: pytest.Config) -> None:
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    debugger.install()
     config.option.runxfail = True  # the host applies xfail to the test as a whole
     for name in HOST_PLUGINS:
         config.pluginmanager.unregister(name=name)
@@ -153,6 +155,10 @@ class RankRecorder:
             data["longrepr"] = None
             append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
         self.passed = self.passed and not report.failed
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
+        if self.config.option.usepdb and call.excinfo is not None:
+            debugger.post_mortem(self.ctx, call.excinfo)
 
     def pytest_warning_recorded(self, warning_message: Any) -> None:
         w = warning_message

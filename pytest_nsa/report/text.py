@@ -12,7 +12,10 @@ from pytest_nsa.watch.stacks import ThreadStack
 
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
-MAX_OUTPUT_LINES = 20  # of each rank in the terminal; all of it is in its file
+MAX_HEAD_LINES = 5
+MAX_OUTPUT_LINES = 20  # of each rank in the terminal, beside the head; all of it is in its file
+MAX_LINE = 500
+READ_BYTES = 1 << 16
 
 
 def short_path(path: str | Path) -> str:
@@ -98,7 +101,7 @@ def _error_lines(text: str) -> str:
 def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Report sections: what each rank printed, and its stack when it was stopped or crashed."""
     for rank in evidence.ranks:
-        output = _tail(rank.folder / "output.log")
+        output = excerpt(rank.folder / "output.log")
         if output:
             yield f"output of rank {rank.rank}", output
         stack = _stack_text(rank)
@@ -121,10 +124,23 @@ def frame_lines(thread: ThreadStack) -> list[str]:
     return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames]
 
 
-def _tail(path: Path) -> str:
+def excerpt(path: Path) -> str:
+    """The head and tail of a rank's output, lines cut to what a terminal bears; '' when there is none."""
     if not path.is_file():
         return ""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    left_out = len(lines) - MAX_OUTPUT_LINES
-    head = [f"... {left_out} lines before, in {short_path(path)}"] if left_out > 0 else []
-    return "\n".join(head + lines[-MAX_OUTPUT_LINES:])
+    with path.open("rb") as file:
+        data = file.read(READ_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        cut = size > 2 * READ_BYTES
+        file.seek(size - READ_BYTES if cut else len(data))
+        rest = file.read(READ_BYTES)
+    head, tail = (data, rest) if cut else (data + rest, b"")
+    lines = [line[:MAX_LINE] for line in head.decode(errors="replace").splitlines()]
+    last = [line[:MAX_LINE] for line in tail.decode(errors="replace").splitlines()[1:]]
+    if not cut:
+        lines, last = lines[:MAX_HEAD_LINES], lines[MAX_HEAD_LINES:]
+    if not cut and len(last) <= MAX_OUTPUT_LINES:
+        return "\n".join(lines + last)
+    left_out = f"{len(last) - MAX_OUTPUT_LINES} lines" if not cut else f"most of {size >> 10} KiB"
+    middle = f"... {left_out} left out, in {short_path(path)}"
+    return "\n".join([*lines[:MAX_HEAD_LINES], middle, *last[-MAX_OUTPUT_LINES:]])

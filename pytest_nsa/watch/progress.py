@@ -49,6 +49,15 @@ class ProgressWatch:
         if not self.running_since and len(self.boards) == len(self.folders) and self.all_past("start"):
             self.running_since = now
 
+    def pause(self, seconds: float) -> None:
+        """The ranks were held for so long: it counts neither as their time nor as standing still."""
+        if seconds:
+            self.last_move += seconds
+            self._last_look += seconds
+            self.running_since += seconds if self.running_since else 0.0
+            self._departed_since = 0.0
+            self._moves = {rank: at + seconds for rank, at in self._moves.items()}
+
     def all_past(self, phase: str) -> bool:
         """Whether every rank has a board and none is in ``phase``."""
         return all(board.phase != phase for board in self.boards.values())

@@ -32,7 +32,11 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         ("trace('grad')", "trace", "trace('grad'): 'grad' must be one of grads, module_bwd, ddp_buckets"),
         ("scenario('../up')", "group", "scenario('../up'): takes one name of letters, digits, '_', '-' and '.'"),
         ("static_graph(True)", "ddp", "static_graph(True): takes no argument, as in @pytest.mark.static_graph"),
-        ("gpu(1)", "group", "gpu(1): takes count=, a number of GPUs, and share=, True or False, as in gpu or gpu(count=2)"),
+        (
+            "gpu(1)",
+            "group",
+            "gpu(1): takes count=, a number of GPUs, and share=, True or False, as in gpu or gpu(count=2)",
+        ),
         ("branch('sel')", "group", "branch('sel'): does nothing, as the test does not take the fixture 'branch'"),
         ("static_graph", "group", "static_graph: does nothing, as the test does not take the fixture 'ddp'"),
     ],

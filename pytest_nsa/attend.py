@@ -1,0 +1,176 @@
+"""What the host does beside watching while ranks run: passes their output on (-s), keeps it within limits, lends its terminal.
+
+Each attendant's `attend` is called at every look at the ranks, and returns the seconds that shall not count as theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.launch.messages import Job
+from pytest_nsa.launch.start import peer_user
+
+KEPT_TAIL = 1 << 20
+
+
+class LiveOutput:
+    """With -s: each line that a rank writes, as it is written, behind ``[rank 1]``."""
+
+    def __init__(self, job: Job, write: Terminal) -> None:
+        self._write = write
+        self._paths = {rank: job.rank_folder(rank) / "output.log" for rank in range(job.world_size)}
+        self._read = dict.fromkeys(self._paths, 0)
+        self._rest = dict.fromkeys(self._paths, b"")
+        self._begin = "\n"  # pytest has begun the line with the test's name
+
+    def attend(self) -> float:
+        """Show the whole lines that are new."""
+        for rank, path in self._paths.items():
+            try:
+                with path.open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(min(self._read[rank], size))
+                    data = file.read()
+                    self._read[rank] = file.tell()
+            except OSError:
+                continue
+            *lines, self._rest[rank] = (self._rest[rank] + data).split(b"\n")
+            self._show(rank, lines)
+        return 0.0
+
+    def finish(self) -> None:
+        """Show the rest, a last line without its end too."""
+        self.attend()
+        for rank, rest in self._rest.items():
+            if rest:
+                self._show(rank, [rest])
+
+    def _show(self, rank: int, lines: list[bytes]) -> None:
+        if lines:
+            begin, self._begin = self._begin, ""
+            self._write(begin + "".join(f"[rank {rank}] {line.decode(errors='replace')}\n" for line in lines))
+
+
+class OutputLimit:
+    """Keeps each rank's output.log to a limit: its head and its tail; what is cut is said in between."""
+
+    def __init__(self, job: Job, limit: int) -> None:
+        self._limit = limit
+        self._paths = [job.rank_folder(rank) / "output.log" for rank in range(job.world_size)]
+        self._cut = dict.fromkeys(self._paths, 0)
+
+    def attend(self) -> float:
+        """Cut what has grown too long. The rank appends, so it goes on behind the cut."""
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                if path.stat().st_size > self._limit:
+                    self._shorten(path)
+        return 0.0
+
+    def finish(self) -> None:
+        """Cut for the last time."""
+        self.attend()
+
+    def _shorten(self, path: Path) -> None:
+        head = self._limit // 2
+        with path.open("r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            tail_size = min(KEPT_TAIL, self._limit // 4)
+            file.seek(size - tail_size)
+            tail = file.read(tail_size)
+            file.truncate(head)
+        self._cut[path] += size - head - len(tail)
+        note = f"\n[nsa: {self._cut[path]} bytes left out here: ranks_output_limit keeps {self._limit} bytes a rank]\n"
+        with path.open("ab", buffering=0) as file:
+            file.write(note.encode() + tail.partition(b"\n")[2])
+
+
+class Terminal:
+    """Writes to the user's terminal past pytest's capture, and lends it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._capture = config.pluginmanager.getplugin("capturemanager")
+
+    def __call__(self, text: str) -> None:
+        with self._capture.global_and_fixture_disabled():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Standard input too is the user's."""
+        self._capture.suspend(in_=True)
+        try:
+            yield
+        finally:
+            self._capture.resume()
+
+
+class DebuggerServer:
+    """Lends the terminal to the first rank of a job that asks for it: a socket that only this user's processes may use."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self.name = f"pytest-nsa-debug-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("\0" + self.name)
+        self._listener.listen(16)
+        self.once = False  # post mortem: one rank a test
+        self._served = 0
+
+    def begin(self, *, once: bool) -> None:
+        """Another test."""
+        self.once, self._served = once, 0
+
+    def attend(self) -> float:
+        """Serve a rank that asks; the others wait for it in their next collective."""
+        if not select.select([self._listener], [], [], 0)[0]:
+            return 0.0
+        connection, _ = self._listener.accept()
+        with connection:
+            if peer_user(connection) != os.getuid() or (self.once and self._served):
+                return 0.0
+            self._served += 1
+            began = time.monotonic()
+            with self._terminal.lent():
+                print("\n>>> a rank is in the debugger; the others wait, and no time limit runs", flush=True)
+                self._relay(connection)
+            return time.monotonic() - began
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """No more ranks will ask."""
+        self._listener.close()
+
+    def _relay(self, connection: socket.socket) -> None:
+        sources: list[socket.socket | int] = [connection, 0]
+        while True:
+            readable, _, _ = select.select(sources, [], [])
+            if connection in readable:
+                try:
+                    data = connection.recv(1 << 16)
+                except ConnectionResetError:
+                    return
+                if not data:
+                    return
+                os.write(1, data)
+            if 0 in readable:
+                typed = os.read(0, 1 << 12)
+                with contextlib.suppress(BrokenPipeError):
+                    if typed:
+                        connection.sendall(typed)
+                    else:  # end of file: pdb takes that for quit
+                        sources.remove(0)
+                        connection.shutdown(socket.SHUT_WR)

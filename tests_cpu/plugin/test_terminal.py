@@ -1,0 +1,142 @@
+"""What a user does at the terminal: -s, --pdb and breakpoint() reach the ranks; a flood of output does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER, run_example
+
+
+def debug(pytester: pytest.Pytester, source: str, typed: str, *arguments: str) -> str:
+    """The terminal's text when ``typed`` is what the user types."""
+    (pytester.path / "test_example.py").write_text(HEADER + source)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], input=typed, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=pytester.path, timeout=120, check=False,
+    )  # fmt: skip
+    return done.stdout
+
+
+FAILS = """
+@world_size(2)
+@pytest.mark.timeout(10)
+def test_fails(group):
+    secret = 40 + group.rank
+    dist.barrier()
+    assert group.rank != 1
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+
+
+def test_pdb_attaches_to_the_rank_that_failed(pytester: pytest.Pytester) -> None:
+    text = debug(pytester, FAILS, "p secret\nw\nc\n", "--pdb")
+    assert "(Pdb, rank 1) 41" in text
+    assert "assert group.rank != 1" in text
+    assert "1 failed, 1 passed" in text
+    assert text.count("a rank is in the debugger") == 1
+    assert "FAIL: rank 1 of 2, assertion" in text
+
+
+def test_pdb_of_another_rank_than_failed_is_not_entered(pytester: pytest.Pytester) -> None:
+    text = debug(pytester, FAILS, "", "--pdb", "--pdb-rank=0")
+    assert "is in the debugger" not in text
+    assert "1 failed, 1 passed" in text
+
+
+def test_quitting_the_debugger_ends_the_session(pytester: pytest.Pytester) -> None:
+    text = debug(pytester, FAILS, "q\n", "--pdb")
+    assert "Exit: Quitting debugger" in text
+    assert "passed" not in text.splitlines()[-1]
+
+
+BREAKS = """
+@world_size(2)
+@pytest.mark.timeout(6)
+def test_breaks(group):
+    value = 70 + group.rank
+    if group.rank == 0:
+        breakpoint()
+    else:
+        pytest.set_trace()
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    assert total == 99
+"""
+
+
+@pytest.mark.parametrize(("chosen", "seen", "total"), [((), 70, 99), (("--pdb-rank=1",), 71, 99)])
+def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
+    pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int
+) -> None:
+    # Longer at the prompt than the test's whole time.
+    typed = f"p value\nimport time; time.sleep(7)\nvalue = {total - 141 + seen}\nn\nn\nc\n"
+    text = debug(pytester, BREAKS, typed, *chosen)
+    rank = seen - 70
+    assert f"(Pdb, rank {rank}) {seen}" in text
+    assert f"(Pdb, rank {1 - rank})" not in text
+    assert "1 passed" in text
+
+
+def test_breakpoint_on_a_worker_says_why_not(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, BREAKS, "-n1", "-p", "xdist")
+    assert result.outcomes == {"failed": 1}
+    assert "this rank has no terminal, as its host is an xdist worker; run without -n" in result.stdout
+
+
+def test_s_shows_each_rank_s_lines_as_they_come(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    source = f"""
+from pathlib import Path
+@world_size(2)
+def test_it(group):
+    print("hello from", group.rank)
+    os.write(2, b"and not from Python\\n")
+    while not Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.01)
+    print("no line end", end="")
+"""
+    (pytester.path / "test_example.py").write_text(HEADER + source)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-s"], stdout=subprocess.PIPE, text=True,
+        cwd=pytester.path,
+    )  # fmt: skip
+    assert run.stdout is not None
+    seen = set()
+    while len(seen) < 4:  # while the test still runs
+        line = run.stdout.readline()
+        assert line
+        seen |= {line for start in ("[rank 0]", "[rank 1]") if line.startswith(start)}
+    (tmp_path / "go").touch()
+    rest = run.communicate(timeout=60)[0]
+    assert seen == {f"[rank {r}] {text}\n" for r in (0, 1) for text in (f"hello from {r}", "and not from Python")}
+    assert "[rank 0] no line end\n" in rest
+    assert "1 passed" in rest
+
+
+def test_a_flood_of_output_is_cut_and_it_is_said(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_floods(group):
+    print("this is the head")
+    if group.rank == 1:
+        line = b"x" * (1 << 20) + b"\\n"
+        for _ in range(1024):
+            os.write(1, line)
+    print("this is the tail")
+    assert group.rank != 1
+"""
+    result = run_example(pytester, source, "-o", "ranks_output_limit=8")
+    assert result.outcomes == {"failed": 1}
+    output = result.folder("test_floods") / "rank1" / "output.log"
+    assert output.stat().st_size < 9 << 20
+    text = output.read_text()
+    assert text.startswith("this is the head\n")
+    assert text.rstrip().endswith("this is the tail")
+    assert "bytes left out here: ranks_output_limit keeps 8388608 bytes a rank" in text
+    assert "this is the tail" in result.stdout
+    assert len(result.stdout) < 100_000
