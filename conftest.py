@@ -17,3 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def fault(request: pytest.FixtureRequest) -> str | None:
     """The fault that ``--fault`` plants, None without."""
     return request.config.getoption("--fault")
+
+
+@pytest.fixture(autouse=True)
+def _examples_in_order(request: pytest.FixtureRequest) -> None:
+    """Tests that run pytest on an example want its tests in order: pytest-randomly is on only where they ask for it."""
+    if "pytester" in request.fixturenames:
+        request.getfixturevalue("pytester")  # which clears the variable
+        request.getfixturevalue("monkeypatch").setenv("PYTEST_ADDOPTS", "-p no:randomly")

@@ -14,6 +14,7 @@ Importing this imports neither torch nor anything that needs it.
 from __future__ import annotations
 
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.hosting import host_fixture
 from pytest_nsa.launch.outcome import Outcome
 from pytest_nsa.marks import (
     LayerRange,
@@ -38,6 +39,7 @@ __all__ = [
     "cores",
     "gc_range",
     "gpu",
+    "host_fixture",
     "reuse",
     "scenario",
     "static_graph",

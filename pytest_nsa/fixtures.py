@@ -220,6 +220,14 @@ def trace(request: pytest.FixtureRequest) -> Trace:
 
 
 @pytest.fixture
+def rank_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A temporary folder of this rank's own, in `tmp_path`, which is the same on all ranks. The test runs on ranks."""
+    folder = tmp_path / f"rank{require_rank(request, 'rank_tmp_path').rank}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
 def branch(request: pytest.FixtureRequest) -> str | None:
     """The NSA branch of the mark branch('sel'); None without the mark."""
     return getattr(request, "param", None) or marks.value(request.node, "branch")

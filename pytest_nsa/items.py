@@ -13,6 +13,8 @@ from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLoca
 
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence
+from pytest_nsa.hosting import make_host_values
+from pytest_nsa.launch import lockstep
 from pytest_nsa.launch.context import current_rank
 from pytest_nsa.report import text
 from pytest_nsa.running import RankRunner
@@ -20,6 +22,7 @@ from pytest_nsa.running import RankRunner
 runner_key = pytest.StashKey[RankRunner]()
 timeout_key = pytest.StashKey[float]()
 verdict_key = pytest.StashKey[Verdict]()
+values_key = pytest.StashKey[dict[str, Any]]()
 folder_key = pytest.StashKey[Path]()
 
 
@@ -48,11 +51,15 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -
 
 
 class RankedFunction(pytest.Function):
-    """On the host `setup` does nothing and `runtest` launches; in a rank both are pytest's own."""
+    """On the host `setup` makes the host's fixtures and `runtest` launches; in a rank both are pytest's own."""
 
     def setup(self) -> None:
         if current_rank() is not None:
             super().setup()
+        else:
+            self.stash[values_key] = make_host_values(self)
+            if lockstep.is_hypothesis_test(self):
+                lockstep.relax(self)
 
     def runtest(self) -> None:
         if current_rank() is not None:
@@ -60,7 +67,7 @@ class RankedFunction(pytest.Function):
             return
         __tracebackhide__ = True
         runner = self.config.stash[runner_key]
-        verdict, evidence = runner.run_item(self, self.stash.get(timeout_key, None))
+        verdict, evidence = runner.run_item(self, self.stash.get(timeout_key, None), self.stash[values_key])
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)

@@ -9,7 +9,7 @@ import pytest
 
 from pytest_nsa import marks, settings
 from pytest_nsa.artifacts import RunFolder
-from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, trace
+from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.items import RankedFunction, folder_key, make_ranked, refuse_marks, runner_key, timeout_key, verdict_key
 from pytest_nsa.launch.context import current_rank
 from pytest_nsa.launching import artifacts, failed_key, launch
@@ -20,7 +20,7 @@ from pytest_nsa.running import RankRunner, termination_as_interrupt
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
-__all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", "trace"]
+__all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", "rank_tmp_path", "trace"]
 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,8 +92,10 @@ class RankRunner:
                 (self.folder.path / ".crews").rmdir()
         self.resources.close()
 
-    def run_item(self, item: pytest.Function, timeout: float | None) -> tuple[Verdict, Evidence]:
-        """Run a collected test on its ranks and write everything that is known of it."""
+    def run_item(
+        self, item: pytest.Function, timeout: float | None, values: dict[str, Any]
+    ) -> tuple[Verdict, Evidence]:
+        """Run a collected test on its ranks and write everything that is known of it. ``values``: of host fixtures."""
         nodeid = plain_nodeid(item.nodeid)
         name = marks.value(item, "scenario", "")
         folder = self.folder.test_folder(name or safe_name(nodeid))
@@ -105,6 +109,8 @@ class RankRunner:
             root=str(self.config.rootpath),
             timeout=limit,
             created=time.time(),
+            seed=random.SystemRandom().getrandbits(64),
+            values=values,
             tmp=_temporary_folder(item, folder.name),
             world_size=needs.world_size,
             backend=needs.backend,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -27,9 +28,18 @@ class ColdSession:
         job = Job.from_json(data["job"])
         code = EXIT_FAILED
         try:
+            _seed_alike(job.seed)
             rank = RankProcess(data["rank"], job.crew, Path(job.folder) / "store", by_nodeid(session.items))
             code = rank.run(job)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _seed_alike(seed: int) -> None:
+    """Forked ranks begin with one state of the random generators; so do these."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)

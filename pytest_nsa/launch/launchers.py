@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.artifacts import write_atomically
+from pytest_nsa.launch import cover
 from pytest_nsa.launch.host import LaunchError, UnfitError
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job
 from pytest_nsa.launch.parent import die_with, kill_group
@@ -139,7 +140,7 @@ class ColdLauncher:
             with (folder / "output.log").open("ab") as log:
                 self._ranks[rank] = subprocess.Popen(
                     [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, env=child_environment(**{COLD_JOB: str(spec)}), preexec_fn=in_child,
+                    stderr=log, env=child_environment(**{COLD_JOB: str(spec)}, **cover.for_child()), preexec_fn=in_child,
                 )  # fmt: skip
         return [process.pid for process in self._ranks.values()]
 

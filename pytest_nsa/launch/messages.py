@@ -38,11 +38,12 @@ class CrewSpec:
 class Job:
     """A test, or a function, to run on ``world_size`` ranks. Written to ``job.json`` in its folder.
 
-    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
-    ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; times are in seconds. ``reuse`` names the class
-    or module whose tests share their ranks, '' for fresh ones; with ``stay`` they wait for another test after this one.
-    ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them;
-    ``debugger`` names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any).
+    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds; ``root``
+    is the tests' root folder, ``tmp`` where their tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of
+    fixtures that the host made; times are in seconds. ``reuse`` names the class or module whose tests share their ranks, ''
+    for fresh ones; with ``stay`` they wait for another test after this one. ``gpus`` and ``cores`` are those that were
+    leased, ``in_use`` the files that ranks hold while they use them; ``debugger`` names the socket at which the host lends
+    its terminal, to ``debug_rank`` (-1: to any).
     """
 
     nodeid: str
@@ -60,6 +61,8 @@ class Job:
     traces: tuple[str, ...] = ()
     timeout: float = 300.0
     created: float = 0.0
+    seed: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
     tmp: str = ""
     gpus: str = ""
     cores: str = ""
@@ -110,6 +113,8 @@ class Channel:
 
     def send(self, **message: Any) -> None:
         """Send one message. A peer that has gone is noticed by the reader, not here."""
+        if self.closed:
+            return
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except (BrokenPipeError, ConnectionResetError):

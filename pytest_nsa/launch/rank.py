@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
-from pytest_nsa.launch import replay
+from pytest_nsa.launch import cover, replay
 from pytest_nsa.launch.children import become_subreaper, end_leftovers
 from pytest_nsa.launch.context import RankContext, become
 from pytest_nsa.launch.leases import hold_while_alive
@@ -48,6 +48,7 @@ class RankProcess:
         self.device = "cpu"
         self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
         self._has_joined = False
+        self._coverage_settings = cover.settings_of_this_process()
         self._had = set(sys.modules).intersection(LATE)
 
     def run(self, job: Job | None) -> int:
@@ -99,6 +100,7 @@ class RankProcess:
         session.observer.on_model = saw_model
         session.observer.on_names = lambda names: record(folder, event="parameters", names=names)
         _listen_to_traces(folder)
+        measuring = cover.start(self._coverage_settings)
         try:
             run = replay.prepare(job, self.items)
             session.board.text("line", run.place)
@@ -111,6 +113,7 @@ class RankProcess:
             record_exception(folder, error, "setup")
             traceback.print_exc()
             passed = False
+        cover.save(measuring)
         session.board.phase("done")
         session.end(SETTLE_S if job.stay else 0.0)
         for command in end_leftovers():

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from pytest_nsa.artifacts import append_line
-from pytest_nsa.launch import debugger
+from pytest_nsa.hosting import take_host_values
+from pytest_nsa.launch import debugger, lockstep
 from pytest_nsa.launch.context import RankContext
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.launch.record import cut, record, record_exception
@@ -84,6 +85,9 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     recorder.begin(ctx)
     if ctx.job.tmp:
         _share_temporary_folder(config, Path(ctx.job.tmp))
+    if lockstep.is_hypothesis_test(item):
+        lockstep.prepare(ctx, item)
+    take_host_values(item, ctx.job.values)
     # The whole protocol, not its three phases alone: assertion messages and warning filters hang on it.
     item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
     return recorder.passed
@@ -136,7 +140,7 @@ class RankRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        if call.excinfo is not None:
+        if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value
             if isinstance(error, pytest.skip.Exception):
                 record(self.ctx.folder, event="skipped", reason=str(error.msg))

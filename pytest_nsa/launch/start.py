@@ -10,19 +10,19 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from pytest_nsa.launch import cover
 from pytest_nsa.launch.host import Launcher
 from pytest_nsa.launch.launchers import ColdLauncher, ZygoteLauncher
 from pytest_nsa.launch.messages import Channel
 from pytest_nsa.launch.parent import die_with
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
-from pytest_nsa.watch.process import native_threads
+from pytest_nsa.watch.process import restless_threads
 
 BACKLOG = 128  # xdist workers that have connected before the zygote accepts
 
@@ -31,14 +31,12 @@ def why_not_fork(config: pytest.Config) -> str:
     """'' when forking this process is safe, else the reason that it is not."""
     if hasattr(config, "workerinput"):
         return "an xdist worker has threads of its own"
-    others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-    if others:
-        return f"other threads run here ({', '.join(others[:3])})"
+    restless = restless_threads()
+    if restless:
+        return f"other threads run here ({', '.join(restless[:3])})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA is initialised in this process"
-    if any(state not in "SI" for state in native_threads()):
-        return "native threads are busy in this process"
     return ""
 
 
@@ -116,7 +114,7 @@ def _clean_zygote(
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *arguments], cwd=config.invocation_params.dir, stdin=subprocess.DEVNULL,
             stdout=output, stderr=output, pass_fds=[s.fileno() for s in passed.values()], preexec_fn=in_child,
-            env=child_environment(**{name: str(s.fileno()) for name, s in passed.items()}),
+            env=child_environment(**{name: str(s.fileno()) for name, s in passed.items()}, **cover.for_child()),
         )  # fmt: skip
     theirs.close()
     return ZygoteLauncher(Channel(ours), process.pid, log)

@@ -11,11 +11,11 @@ import contextlib
 import gc
 import importlib
 import os
+import random
 import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable
@@ -32,6 +32,7 @@ from pytest_nsa.launch.parent import die_with, kill_group
 from pytest_nsa.launch.rank import LATE, RankProcess
 from pytest_nsa.launch.replay import prepare
 from pytest_nsa.launch.start import peer_user
+from pytest_nsa.watch.process import restless_threads
 
 PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.launch.rendezvous")
 # The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
@@ -70,6 +71,7 @@ class Zygote:
         become_subreaper()
         refusal = self._preload()
         _freeze()
+        self._random = random.getstate()
         self._own = set(children())  # what collecting the tests has started is nobody's orphan
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
         self.first.channel.send(**self._greeting)
@@ -103,7 +105,7 @@ class Zygote:
 
     def _preload(self) -> str:
         """Import what ranks need and install the tracers; '' or the reason that ranks must not be forked from here."""
-        threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        threads = restless_threads()
         needs_late = any(LATE_FIXTURES.intersection(getattr(i, "fixturenames", ())) for i in self.items.values())
         for module in (*PRELOAD, *(LATE if needs_late else ())):
             importlib.import_module(module)
@@ -238,6 +240,7 @@ class Zygote:
         try:
             die_with(parent)
             os.setpgid(0, 0)
+            random.setstate(self._random)  # Python reseeds it in a fork; ranks begin alike, as torch's and numpy's do
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

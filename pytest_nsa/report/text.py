@@ -63,11 +63,22 @@ def failure(verdict: Verdict, evidence: Evidence) -> str:
     """What the test's report shows: the verdict, then each different failure of the ranks once."""
     parts = ["\n".join(lines(verdict, evidence))]
     for ranks, body in _failures(evidence, verdict):
-        numbers = ", ".join(map(str, ranks))
-        parts.append(f"--- rank{'s' if len(ranks) > 1 else ''} {numbers} ---\n{body}")
+        parts.append(f"--- {number_ranks(ranks)} ---\n{body}")
     notes = {note for rank in evidence.ranks for note in rank.notes}
     parts += sorted(notes)
     return "\n\n".join(parts)
+
+
+def number_ranks(ranks: list[int]) -> str:
+    """'rank 3', 'ranks 0-3', 'ranks 0, 2-5'."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}{', ' if len(r) == 2 else '-'}{r[-1]}" for r in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int], str]]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+REST_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +46,32 @@ def look_at(pid: int) -> ProcessState | None:
     )
 
 
-def native_threads() -> list[str]:
-    """The state letters of this process's threads other than the main one."""
-    states = []
+def restless_threads() -> list[str]:
+    """Names of this process's other threads that ran within a moment, or may have.
+
+    A thread that rests in a system call holds no lock that a forked child would wait for in vain; one that runs may.
+    """
+    names = {t.native_id: t.name for t in threading.enumerate()}
+    before = _thread_activity()
+    if not before:
+        return []
+    time.sleep(REST_S)
+    after = _thread_activity()
+    return [names.get(thread, f"native thread {thread}") for thread in after if after[thread] != before.get(thread)]
+
+
+def _thread_activity() -> dict[int, tuple[str, ...]]:
+    """Of each thread but the main one: state and context switches. Where /proc hides these, no two looks are alike."""
+    found = {}
     for task in Path("/proc/self/task").glob("*"):
-        if task.name != str(os.getpid()):
-            fields = _read(task / "stat").rpartition(")")[2].split()
-            states.append(fields[0] if fields else "?")
-    return states
+        if task.name == str(os.getpid()):
+            continue
+        status = dict(line.partition(":")[::2] for line in _read(task / "status").splitlines())
+        switches = (status.get("voluntary_ctxt_switches"), status.get("nonvoluntary_ctxt_switches"))
+        state = status.get("State", "?").strip()[:1]
+        resting = state in "SI" and None not in switches
+        found[int(task.name)] = (state, *map(str, switches)) if resting else (str(time.monotonic()),)
+    return found
 
 
 def _read(path: Path) -> str:

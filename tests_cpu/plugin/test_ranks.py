@@ -210,16 +210,31 @@ def test_threads_of_a_plugin_mean_a_clean_child(pytester: pytest.Pytester) -> No
 import os, threading
 def pytest_collection_modifyitems():
     if "PYTEST_NSA_ZYGOTE_FD" not in os.environ:  # a thread that only the host has
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        def run(rest=threading.Event()):
+            while not rest.wait(0.001): pass
+        threading.Thread(target=run, daemon=True).start()
 """)
     result = run_example(pytester, "@world_size(2)\ndef test_a(group): pass")
     assert result.outcomes == {"passed": 1}
     assert "a clean child pytest (other threads run here" in result.stdout
 
 
+def test_a_thread_that_rests_is_no_obstacle(pytester: pytest.Pytester) -> None:
+    source = """
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+@world_size(2)
+def test_a(group): dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1}
+    assert "forked from this process" in result.stdout
+
+
 def test_threads_of_the_tests_modules_mean_cold_ranks_and_it_is_said(pytester: pytest.Pytester) -> None:
     source = """
-threading.Thread(target=threading.Event().wait, daemon=True, name="reporter").start()
+def run(rest=threading.Event()):
+    while not rest.wait(0.001): pass
+threading.Thread(target=run, daemon=True, name="reporter").start()
 @world_size(2)
 def test_a(group): assert any(t.name == "reporter" for t in threading.enumerate())
 """

@@ -1,0 +1,80 @@
+"""Fixtures that the host makes once, for ranks that take their values: a folder, a data set, a server's address.
+
+Every other fixture of a test on ranks is made in each rank, for that test alone, whatever its scope.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_MARK = "__nsa_host_fixture__"
+
+
+def host_fixture(*, scope: str = "session", name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a fixture that is made on the host and whose value every rank gets::
+
+        @host_fixture(scope="session")
+        def corpus(tmp_path_factory):
+            path = tmp_path_factory.mktemp("corpus") / "text.bin"
+            path.write_bytes(...)
+            return path
+
+    The value must be a Path, or what JSON can hold; other tests, on the host, get it as it is.
+    """
+
+    def declare(function: Callable[..., Any]) -> Any:
+        setattr(function, _MARK, True)
+        return pytest.fixture(scope=scope, name=name)(function)  # type: ignore[call-overload]
+
+    return declare
+
+
+def _definitions(item: pytest.Function) -> dict[str, Any]:
+    """The host fixtures among those that a test uses, by name."""
+    found = {name: definitions[-1] for name, definitions in item._fixtureinfo.name2fixturedefs.items() if definitions}
+    return {name: d for name, d in found.items() if getattr(d.func, _MARK, False)}
+
+
+def make_host_values(item: pytest.Function) -> dict[str, Any]:
+    """On the host, in a test's setup: the values, as JSON. Raises TypeError for one that is neither a Path nor JSON."""
+    values = {}
+    for name in _definitions(item):
+        value = item._request.getfixturevalue(name)
+        encoded = {"path": str(value)} if isinstance(value, Path) else {"value": value}
+        try:
+            json.dumps(encoded)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"host_fixture {name!r}: its value must be a Path, or what JSON can hold: {error}"
+            ) from None
+        values[name] = encoded
+    return values
+
+
+def take_host_values(item: pytest.Item, values: dict[str, Any]) -> None:
+    """In a rank: give the host's values to the fixtures that it made; what these alone were built on is not made here."""
+    if not values:
+        return
+    assert isinstance(item, pytest.Function)
+    for name, definition in _definitions(item).items():
+        encoded = values[name]
+        value = Path(encoded["path"]) if "path" in encoded else encoded["value"]
+        definition.func, definition.argnames = (lambda value=value: value), ()
+    item.fixturenames[:] = _closure(item)
+
+
+def _closure(item: pytest.Function) -> list[str]:
+    """The fixtures that are still needed, in pytest's order."""
+    info = item._fixtureinfo
+    needed, todo = set(), [*info.initialnames]
+    while todo:
+        name = todo.pop()
+        if name not in needed:
+            needed.add(name)
+            todo += info.name2fixturedefs[name][-1].argnames if info.name2fixturedefs.get(name) else ()
+    return [name for name in item.fixturenames if name in needed]

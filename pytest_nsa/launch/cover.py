@@ -1,0 +1,56 @@
+"""Coverage of code that ranks run, under pytest-cov: each rank measures on its own and leaves a file to be combined."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+VARIABLE = "PYTEST_NSA_COVERAGE"  # for a zygote or a cold rank that is a pytest of its own
+
+
+def settings_of_this_process() -> dict[str, Any] | None:
+    """What is measured here, so that a rank can measure the same; None when nothing is."""
+    module = sys.modules.get("coverage")
+    current = module.Coverage.current() if module is not None else None
+    if current is None:
+        text = os.environ.get(VARIABLE)
+        return json.loads(text) if text else None
+    config = current.config
+    return {
+        "data_file": os.path.abspath(config.data_file),
+        "config_file": config.config_file or False,
+        "branch": config.branch,
+        "source": config.source,
+        "source_pkgs": config.source_pkgs,
+        "omit": config.run_omit,
+        "include": config.run_include,
+    }
+
+
+def for_child() -> dict[str, str]:
+    """The environment variable that tells a child of ours."""
+    settings = settings_of_this_process()
+    return {VARIABLE: json.dumps(settings)} if settings is not None else {}
+
+
+def start(settings: dict[str, Any] | None) -> Any:
+    """Measure from now on, whatever the process that forked us measured. Returns what `save` takes."""
+    if settings is None:
+        return None
+    import coverage
+
+    inherited = coverage.Coverage.current()
+    if inherited is not None:
+        inherited.stop()
+    measuring = coverage.Coverage(data_suffix=True, **settings)
+    measuring.start()
+    return measuring
+
+
+def save(measuring: Any) -> None:
+    """Write the file of this rank; pytest-cov combines it with the others."""
+    if measuring is not None:
+        measuring.stop()
+        measuring.save()

@@ -1,0 +1,273 @@
+"""pytest's own facilities and other people's plugins do in ranks what they do elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER, run_example
+
+HYPOTHESIS = """
+from hypothesis import given, settings, strategies as st
+
+@settings(max_examples=20)
+@given(x=st.lists(st.integers(0, 1000), max_size=20))
+@world_size(2)
+def test_same_examples(group, artifacts, x):
+    with (artifacts / f"examples{group.rank}").open("a") as file:
+        file.write(f"{x}\\n")
+    total = torch.tensor(float(sum(x)))
+    dist.all_reduce(total)
+    assert total.item() == 2 * sum(x)
+
+@given(x=st.integers(0, 1000))
+@world_size(2)
+def test_one_rank_fails_and_shrinks(group, x):
+    total = torch.tensor(float(x))
+    dist.all_reduce(total)
+    assert group.rank == 0 or x < 37
+
+@given(x=st.integers(0, 1000))
+@world_size(2)
+@pytest.mark.timeout(30)
+def test_one_rank_fails_before_a_collective(group, x):
+    assert group.rank == 0 or x < 37
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_hypothesis_draws_the_same_examples_and_shrinks_in_step(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, HYPOTHESIS)
+    assert result.outcomes == {"passed": 1, "failed": 2}
+    folder = result.folder("test_same_examples")
+    examples = [(folder / f"examples{rank}").read_text() for rank in (0, 1)]
+    assert examples[0] == examples[1]
+    assert len(set(examples[0].splitlines())) >= 10
+    shrunk = result.verdicts["test_one_rank_fails_and_shrinks"]
+    assert (shrunk.outcome, shrunk.cause, shrunk.ranks) == ("FAIL", "assertion", (1,))
+    assert "x=37" in result.stdout
+    early = result.verdicts["test_one_rank_fails_before_a_collective"]
+    assert (early.outcome, early.cause, early.ranks) == ("FAIL", "assertion", (1,))
+
+
+COVERED = """
+def on_ranks(rank):
+    if rank == 1:
+        return "one"
+    return "zero"
+
+def never():
+    return "never"
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n1",), ("--nsa-launch=clean",), ("--nsa-launch=cold",)])
+def test_coverage_counts_what_ranks_run(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    (pytester.path / "covered.py").write_text(COVERED)
+    source = "import covered\n@world_size(2)\ndef test_it(group): covered.on_ranks(group.rank)"
+    result = run_example(pytester, source, "--cov=covered", "--cov-report=json", "-p", "xdist", *arguments)
+    assert result.outcomes == {"passed": 1}
+    report = json.loads((pytester.path / "coverage.json").read_text())
+    assert report["files"]["covered.py"]["missing_lines"] == [8]
+    assert not list(pytester.path.glob(".coverage.*"))
+    sqlite3.connect(pytester.path / ".coverage").close()
+
+
+def test_a_rerun_gets_fresh_ranks(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    source = f"""
+from pathlib import Path
+@pytest.mark.flaky(reruns=3)
+@world_size(2)
+def test_it(group):
+    dist.barrier()
+    tries = Path({str(tmp_path / "tries")!r})
+    if group.rank == 0:
+        with tries.open("a") as file:
+            file.write(f"{{os.getpid()}}\\n")
+        assert len(set(tries.read_text().split())) == 3
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1, "rerun": 2}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--nsa-launch=clean",), ("-n2",)])
+def test_randomly_gives_all_ranks_one_seed(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    source = """
+import random
+@pytest.mark.parametrize("n", range(4))
+@world_size(2)
+def test_it(group, n):
+    mine = torch.tensor([random.random(), torch.rand(()).item()], dtype=torch.float64)
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine)
+    assert torch.equal(theirs[0], theirs[1])
+"""
+    result = run_example(pytester, source, "-p", "randomly", "-p", "xdist", *arguments)
+    assert result.outcomes == {"passed": 4}
+    assert "--randomly-seed=" in result.stdout
+
+
+EVERYTHING = """
+import logging, unittest, warnings
+
+@pytest.fixture(scope="session", params=["a", "b"])
+def session_wide(request):
+    yield request.param
+
+@pytest.fixture(scope="module")
+def module_wide(session_wide): return session_wide + "m"
+
+@pytest.fixture
+def doubled(request): return request.param * 2
+
+@world_size(2)
+@pytest.mark.parametrize("doubled", [1, 2], indirect=True)
+def test_fixtures(group, module_wide, doubled, monkeypatch, tmp_path, rank_tmp_path):
+    assert module_wide in ("am", "bm") and doubled in (2, 4)
+    monkeypatch.setenv("X", str(group.rank))
+    (rank_tmp_path / "mine").write_text(os.environ["X"])
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0", "rank1"]
+    assert (tmp_path / f"rank{1 - group.rank}" / "mine").read_text() == str(1 - group.rank)
+
+@world_size(2)
+def test_logs(group, caplog, capsys):
+    logging.getLogger("x").warning("logged by %d", group.rank)
+    assert caplog.messages == [f"logged by {group.rank}"]
+
+@world_size(2)
+def test_capfd(group, capfd):
+    os.write(1, b"to the descriptor")
+    assert capfd.readouterr().out == "to the descriptor"
+
+@world_size(4)
+def test_group_of_errors(group):
+    raise ExceptionGroup("several", [ValueError("one"), TypeError("two")])
+
+@world_size(2)
+def test_warns(group):
+    with pytest.warns(UserWarning, match="here"):
+        warnings.warn("here")
+    warnings.warn("seen by the user")
+
+@world_size(2)
+def test_setup_fails_on_one(group, broken): pass
+
+@pytest.fixture
+def broken(group, artifacts):
+    (artifacts / f"set_up{group.rank}").touch()
+    if group.rank == 1:
+        raise RuntimeError("no set-up here")
+    yield
+    (artifacts / f"torn_down{group.rank}").touch()
+
+@pytest.fixture
+def torn_down(group, artifacts):
+    yield
+    (artifacts / f"torn_down{group.rank}").touch()
+
+@world_size(2)
+def test_one_fails_and_both_are_torn_down(group, torn_down):
+    assert group.rank == 0
+
+@world_size(2)
+def test_fail(group): pytest.fail("because", pytrace=False)
+"""
+
+
+def test_pytest_s_own_facilities(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, EVERYTHING)
+    assert result.outcomes == {"passed": 7, "failed": 4, "warnings": 1}
+    text = result.stdout
+    assert "--- ranks 0-3 ---" in text  # the same failure, once
+    assert text.count("| ValueError: one") == 1
+    assert "UserWarning: seen by the user" in text
+    broken = result.verdicts["test_setup_fails_on_one"]
+    assert (broken.cause, broken.ranks) == ("rank_exception", (1,))
+    assert "no set-up here" in broken.reason
+    folder = result.folder("test_one_fails_and_both_are_torn_down")
+    assert sorted(p.name for p in folder.glob("torn_down*")) == ["torn_down0", "torn_down1"]
+    assert "because" in result.verdicts["test_fail"].reason
+
+
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="subtests came with pytest 9")
+def test_subtests(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_it(group, subtests):
+    for n in range(3):
+        with subtests.test(n=n):
+            assert n != 1 or group.rank == 0
+    dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"failed": 1}
+    verdict = result.verdicts["test_it"]
+    assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
+
+
+HOSTED = """
+@host_fixture(scope="session")
+def corpus(tmp_path_factory, on_host_only):
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "made").write_text(f"by {os.getpid()}")
+    yield folder
+    (folder / "made").unlink()
+
+@host_fixture(scope="module")
+def numbers(): return {"a": [1, 2]}
+
+@pytest.fixture(scope="session")
+def on_host_only():
+    assert "RANK" not in os.environ
+    return os.getpid()
+
+@world_size(2)
+@pytest.mark.parametrize("n", range(2))
+def test_on_ranks(group, n, corpus, numbers, artifacts):
+    assert numbers == {"a": [1, 2]}
+    (artifacts / f"seen{group.rank}").write_text((corpus / "made").read_text())
+
+def test_on_the_host(corpus, on_host_only):
+    assert (corpus / "made").read_text() == f"by {os.getpid()}"
+"""
+
+
+def test_a_host_fixture_is_made_once_for_all_ranks_and_tests(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, HOSTED)
+    assert result.outcomes == {"passed": 3}
+    assert result.run is not None
+    assert len({path.read_text() for path in result.run.glob("*/seen*")}) == 1
+
+
+def test_a_host_fixture_with_an_unfit_value_says_what_would_do(pytester: pytest.Pytester) -> None:
+    source = """
+@host_fixture()
+def model(): return torch.nn.Linear(1, 1)
+
+@world_size(2)
+def test_it(group, model): pass
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"errors": 1}
+    assert "host_fixture 'model': its value must be a Path, or what JSON can hold" in result.stdout
+
+
+def test_last_failed_exit_first_and_durations(pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(
+        HEADER
+        + """
+@pytest.mark.parametrize("n", range(4))
+@world_size(2)
+def test_it(group, n): assert n not in (1, 2)
+"""
+    )
+    first = pytester.runpytest_subprocess("-x", "--durations=3", "-vv")
+    first.assert_outcomes(passed=1, failed=1)
+    assert "call     test_example.py::test_it[0]" in first.stdout.str()
+    pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
+    pytester.runpytest_subprocess("--lf", "--nsa-launch=clean").assert_outcomes(failed=1)
+    pytester.runpytest_subprocess("--ff").assert_outcomes(passed=2, failed=2)
