@@ -100,7 +100,10 @@ def own_error(call: pytest.CallInfo[Any]) -> bool:
         return True
     cause = error.__cause__
     if cause is None:
-        call.excinfo = pytest.ExceptionInfo.from_exception(pytest.fail.Exception(str(error), pytrace=False))
+        try:
+            pytest.fail(str(error), pytrace=False)
+        except pytest.fail.Exception as short:
+            call.excinfo = pytest.ExceptionInfo.from_exception(short)
         return False
     for note in getattr(error, "__notes__", ()):  # hypothesis writes the falsifying example there
         cause.add_note(note)
