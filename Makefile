@@ -4,6 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 FAULT  ?=
 ARGS   ?=
+WORKERS ?= 2
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
@@ -30,7 +31,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest tests_cpu $(ARGS)
+	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -26,6 +26,8 @@ KEPT_TAIL = 1 << 20
 class LiveOutput:
     """With -s: each line that a rank writes, as it is written, behind ``[rank 1]``."""
 
+    stop_reason = ""
+
     def __init__(self, job: Job, write: Terminal) -> None:
         self._write = write
         self._paths = {rank: job.rank_folder(rank) / "output.log" for rank in range(job.world_size)}
@@ -63,6 +65,8 @@ class LiveOutput:
 
 class OutputLimit:
     """Keeps each rank's output.log to a limit: its head and its tail; what is cut is said in between."""
+
+    stop_reason = ""
 
     def __init__(self, job: Job, limit: int) -> None:
         self._limit = limit
@@ -118,6 +122,8 @@ class Terminal:
 
 class DebuggerServer:
     """Lends the terminal to the first rank of a job that asks for it: a socket that only this user's processes may use."""
+
+    stop_reason = ""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal

@@ -26,23 +26,28 @@ class Needs:
     @property
     def may_be_forked_ahead(self) -> bool:
         """Whether ranks can be made ready before the test's turn: nothing is to be leased first."""
-        return not self.gpus and not self.cores
+        return not self.gpus and not self.cores and self.device == "cpu"
 
 
 def needs_of(item: pytest.Item, settings: Settings) -> Needs:
     """What a test on ranks needs."""
-    world_size = marks.value(item, "world_size", marks.DEFAULT_WORLD_SIZE)
+    default = marks.DEFAULT_WORLD_SIZE if settings.outer is None else settings.outer.world_size
+    world_size = marks.value(item, "world_size", default)
     gpu = item.get_closest_marker("gpu")
     gpus = 0 if gpu is None else gpu.kwargs.get("count") or min(world_size, settings.gpus)
     on_gpu = gpu is not None and not settings.fake_gpus
-    own_gpu = on_gpu and gpus >= world_size
+    # Under an outer launcher the GPUs have been dealt out already, one a rank.
+    own_gpu = on_gpu and (gpus >= world_size or settings.outer is not None)
+    cores = marks.value(item, "cores", 0)
+    if settings.outer is not None:
+        gpus = cores = 0
     return Needs(
         world_size=world_size,
         backend=marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
         device="cuda" if on_gpu else "cpu",
         gpus=gpus,
         share_gpus=gpu is not None and gpu.kwargs.get("share", False),
-        cores=marks.value(item, "cores", 0),
+        cores=cores,
         reuse=marks.reuse_scope(item),
     )
 

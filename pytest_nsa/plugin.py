@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import marks, settings
+from pytest_nsa import attached, marks, settings
 from pytest_nsa.artifacts import RunFolder
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.items import RankedFunction, folder_key, make_ranked, refuse_marks, runner_key, timeout_key, verdict_key
@@ -37,7 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", rule.describe())
     resolved = settings.resolve(config)
     worker: dict[str, Any] = getattr(config, "workerinput", {})
-    config.stash[runner_key] = RankRunner(config, resolved, RunFolder(resolved.artifacts, worker.get("nsa_run")))
+    follows = resolved.outer is not None and resolved.outer.rank > 0
+    root = attached.become_follower(config) if follows else resolved.artifacts
+    config.stash[runner_key] = RankRunner(config, resolved, RunFolder(root, worker.get("nsa_run")))
     if resolved.zygote_fd is not None:
         from pytest_nsa.launch.zygote import ServeSession
 
@@ -46,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_nsa.launch.cold import ColdSession
 
         config.pluginmanager.register(ColdSession(resolved.cold_job), "nsa-cold")
+    elif resolved.outer is not None:
+        config.pluginmanager.register(attached.AttachedHooks(), "nsa-attached")
     elif config.pluginmanager.hasplugin("xdist"):
         from pytest_nsa.distributed import XdistHooks
 
@@ -94,6 +98,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
         runner.launcher(session, between_tests=True)
         runner.open_debugger()
+        runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])
         with termination_as_interrupt():
             return (yield)
     return (yield)
@@ -166,7 +171,10 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if runner is None or current_rank() is not None or _is_child(config):
         return
     runner.close()
-    if runner.folder.is_made and not hasattr(config, "workerinput"):
+    if runner.attachment is not None:
+        runner.attachment.exit_status = int(exitstatus)
+    follows = runner.attachment is not None and not runner.attachment.leads
+    if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         config.stash[entries_key] = session_report.write_reports(
             runner.folder.path, runner.settings.gpus, interrupted=interrupted

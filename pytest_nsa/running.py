@@ -23,6 +23,7 @@ from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence, load
 from pytest_nsa.launch import start
+from pytest_nsa.launch.attach import Attachment
 from pytest_nsa.launch.host import Attendant, Launcher, LaunchError, Limits, RanksRun, UnfitError
 from pytest_nsa.launch.messages import CrewSpec, Job, plain_nodeid
 from pytest_nsa.needs import Needs, needs_of, tracing_of
@@ -43,6 +44,7 @@ class RankRunner:
         self._plan: start.LaunchPlan | None = None
         self.next_item: pytest.Item | None = None
         self.resources = Resources(config, settings)
+        self.attachment: Attachment | None = None
         self._terminal = Terminal(config)
         self._debugger: DebuggerServer | None = None
 
@@ -64,6 +66,12 @@ class RankRunner:
             kind = self.plan.kind
             self._launcher = start.start(kind, self.config, session, self.folder.path / "zygote.log")
         return self._launcher
+
+    def attach(self, nodeids: list[str]) -> None:
+        """Under an outer launcher: meet the other processes, and agree on the tests."""
+        if self.settings.outer is not None:
+            self.attachment = Attachment(self.settings.outer)
+            self.attachment.agree_on(nodeids)
 
     def open_debugger(self) -> None:
         """Where this process has a terminal to lend."""
@@ -124,16 +132,30 @@ class RankRunner:
             debug_rank=self.settings.debug_rank,
             **tracing_of(item, self.settings),
         )
+        if self.attachment is not None:
+            job = replace(self.attachment.local(job), reuse="", stay=False)
         keep = bool(name) or "artifacts" in item.fixturenames or self.settings.keep_passed
         try:
             verdict, evidence = self._run(item.session, job, keep=keep)
         finally:
             if not job.stay:
                 self.resources.release()
+        if self.attachment is not None:
+            verdict, evidence = self._agree(self.attachment, verdict, evidence)
         self.record(folder, verdict)
         if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)
         return verdict, evidence
+
+    def _agree(self, attachment: Attachment, verdict: Verdict, evidence: Evidence) -> tuple[Verdict, Evidence]:
+        """What the leader makes of a test holds in all processes, so that they go on, or stop, alike."""
+        conclusion = None
+        if attachment.leads:
+            facts = [{"passed": rank.passed, "xfailed": rank.xfailed} for rank in evidence.ranks]
+            conclusion = {"verdict": verdict.to_json(), "ranks": facts}
+        told = attachment.share(conclusion)
+        ranks = [replace(rank, **known) for rank, known in zip(evidence.ranks, told["ranks"], strict=True)]
+        return Verdict.from_json(told["verdict"]), replace(evidence, ranks=tuple(ranks))
 
     def _next_needs(self) -> Needs | None:
         """What the next test of this process needs; None when it needs no ranks, or nobody can tell."""
@@ -153,7 +175,13 @@ class RankRunner:
     def _crew_ahead(self, job: Job) -> CrewSpec | None:
         """The ranks to make ready while ``job`` runs."""
         needs = self._next_needs()
-        if not self.settings.ahead or job.stay or needs is None or not needs.may_be_forked_ahead:
+        if (
+            not self.settings.ahead
+            or job.stay
+            or self.attachment is not None
+            or needs is None
+            or not needs.may_be_forked_ahead
+        ):
             return None
         return CrewSpec(world_size=needs.world_size, backend=needs.backend, device=needs.device)
 
@@ -185,7 +213,10 @@ class RankRunner:
         try:
             launcher = self._ready_launcher(session)
             launcher.expect(self._crew_ahead(job))
-            RanksRun(job, launcher, limits, attendants=self._attendants(job)).run()
+            if self.attachment is not None:
+                self.attachment.run(job, launcher, limits, self._attendants(job))
+            else:
+                RanksRun(job, launcher, limits, self._attendants(job)).run()
         except LaunchError as error:
             self.close()  # the next test gets a new one
             append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})

@@ -19,6 +19,17 @@ COLD_JOB = "PYTEST_NSA_COLD_JOB"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OuterLauncher:
+    """What torchrun or a SLURM job says of this process. ``serves_store``: the launcher itself keeps the store."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    serves_store: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What a run was asked for. Times in seconds; 0 means never."""
 
@@ -38,6 +49,7 @@ class Settings:
     cold_job: Path | None
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
+    outer: OuterLauncher | None = None
 
     @property
     def gpus(self) -> int:
@@ -112,6 +124,7 @@ def resolve(config: pytest.Config) -> Settings:
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
+        outer=_outer_launcher(config),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
         raise pytest.UsageError(f"--artifacts {directory}: is a file; give a folder, or the name of one to be made")
@@ -121,6 +134,33 @@ def resolve(config: pytest.Config) -> Settings:
         )
     config.stash[settings_key] = settings
     return settings
+
+
+def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
+    """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, or when a launch is asked for.
+
+    Raises UsageError where a variable is wrong, or xdist is on.
+    """
+    env = os.environ
+    names = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]
+    numbers = [next((env[name] for name in pair if env.get(name)), None) for pair in names]
+    is_child = env.get(ZYGOTE_FD) or env.get(COLD_JOB) or hasattr(config, "workerinput")
+    if is_child or None in numbers or not env.get("MASTER_ADDR") or config.getoption("--nsa-launch") != "auto":
+        return None
+    values = [*numbers, env.get("MASTER_PORT", "29500")]
+    if not all(value is not None and value.isdecimal() for value in values):
+        raise pytest.UsageError(
+            f"RANK, WORLD_SIZE, MASTER_PORT = {values}: must be whole numbers; unset RANK to run without"
+        )
+    if getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("-n under torchrun or SLURM: each of its processes is a rank already; leave -n out")
+    return OuterLauncher(
+        rank=int(values[0] or 0),
+        world_size=int(values[1] or 1),
+        address=env["MASTER_ADDR"],
+        port=int(values[2] or 0),
+        serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def _seconds(config: pytest.Config, name: str, at_least: float) -> float:

@@ -26,12 +26,12 @@ _NUMBERS = {
     "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
 }  # fmt: skip
-_TEXTS = {"module": 160, "parameter": 160, "line": 256, "phase_line": 256}
+_TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512}
 
 # A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
-    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("site", "128s"),
+    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("site", "256s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
@@ -131,7 +131,7 @@ class Board:
     def text(self, name: str, value: str) -> None:
         """Store a text field, cut to its size."""
         offset, size = self._texts[name]
-        data = value.encode(errors="replace")[:size]
+        data = value.encode(errors="replace")[-size:]  # the end of a path or of a module's name says more
         self._map[offset : offset + size] = data.ljust(size, b"\0")
 
     def mark_arrived(self, index: int) -> None:
@@ -159,7 +159,7 @@ class Board:
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self._counts["step"], PHASES.index(self.phase_name), peer, size,
-            time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], site.encode()[-128:],
+            time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], site.encode()[-256:],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

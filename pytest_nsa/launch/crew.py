@@ -89,7 +89,7 @@ class Crew:
 
     def fork(self, become: Callable[[int, Channel], None], job: Job | None) -> None:
         """Fork every rank; in each, ``become(rank, control)`` must never return. ``job`` is what they know from the start."""
-        for rank in range(self.spec.world_size):
+        for rank in self.spec.local_ranks:
             ours, theirs = socket.socketpair()
             pid = os.fork()
             if pid == 0:
@@ -110,7 +110,7 @@ class Crew:
         """Whether every rank is there, and none is about to end."""
         return (
             not self.is_doomed
-            and len(self.members) == self.spec.world_size
+            and len(self.members) == len(self.spec.local_ranks)
             and all(m.state != "gone" for m in self.members.values())
         )
 

@@ -30,7 +30,9 @@ class UnfitError(LaunchError):
 
 
 class Attendant(Protocol):
-    """Something else that the host does while the ranks run (`pytest_nsa.attend`)."""
+    """Something else that the host does while the ranks run (`pytest_nsa.attend`). ``stop_reason`` ends the run."""
+
+    stop_reason: str
 
     def attend(self) -> float:
         """Called at each look at the ranks; returns the seconds that shall not count as theirs."""
@@ -89,15 +91,17 @@ class RanksRun:
     job: Job
     launcher: Launcher
     limits: Limits
+    attendants: Sequence[Attendant] = ()
+    ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
-    attendants: Sequence[Attendant] = ()
     _ended_by: str = ""
 
     def __post_init__(self) -> None:
         self.folder = Path(self.job.folder)
         self.log = self.folder / "host.jsonl"
-        self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in range(self.job.world_size)})
+        self.ranks = self.ranks or range(self.job.world_size)
+        self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
 
     def run(self) -> None:
         """Start, watch, end. Raises LaunchError; a KeyboardInterrupt passes through once no rank is left."""
@@ -122,13 +126,16 @@ class RanksRun:
     def _watch(self, started: float) -> str:
         """Wait until all ranks have ended ('') or there is a reason to stop them."""
         failed_at = 0.0
-        while len(self.statuses) < self.job.world_size:
+        while len(self.statuses) < len(self.ranks):
             self._collect(POLL_S)
             paused = sum(attendant.attend() for attendant in self.attendants)
             started, failed_at = started + paused, failed_at + paused if failed_at else 0.0
             self.watch.pause(paused)
-            if len(self.statuses) == self.job.world_size:
+            if len(self.statuses) == len(self.ranks):
                 return ""
+            reason = next((attendant.stop_reason for attendant in self.attendants if attendant.stop_reason), "")
+            if reason:
+                return reason
             self.watch.look()
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
@@ -156,7 +163,7 @@ class RanksRun:
 
     def _alive(self) -> dict[int, int]:
         """Process ids of the ranks that have not ended, by rank."""
-        return {rank: pid for rank, pid in enumerate(self.pids) if rank not in self.statuses}
+        return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
 
     def _is_computing(self) -> bool:
         """Whether any rank uses the CPU: that is progress too, of a kind that boards do not see."""

@@ -30,8 +30,9 @@ CLOSE_S = 3.0
 class ZygoteLauncher:
     """Asks a zygote. ``pid`` is the zygote's where it is a child of this process, else 0: it serves others too."""
 
-    def __init__(self, channel: Channel, pid: int, log: Path) -> None:
+    def __init__(self, channel: Channel, pid: int, log: Path, process: subprocess.Popen[bytes] | None = None) -> None:
         self.channel, self.pid, self.log = channel, pid, log
+        self._process = process
         self._ready = False
         self._number = 0  # of the job: what a rank of an earlier one still says is not about this one
         self._exits: dict[int, int] = {}
@@ -71,6 +72,8 @@ class ZygoteLauncher:
         self.channel.shut_down()
         if not self.pid:
             return
+        if self._process is not None:
+            self._process.returncode = 0  # reaped below: nobody need warn that it runs still
         deadline = time.monotonic() + CLOSE_S
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
@@ -132,7 +135,7 @@ class ColdLauncher:
             os.setpgid(0, 0)
             die_with(parent)
 
-        for rank in range(job.world_size):
+        for rank in job.crew.local_ranks:
             folder = job.rank_folder(rank)
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"

@@ -20,6 +20,7 @@ class CrewSpec:
     """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
 
     ``gpus`` is what CUDA_VISIBLE_DEVICES will say ('' leaves it alone), ``cores`` what they are pinned to ('': nothing).
+    Under an outer launcher ``only`` is the one rank that is started here, and ``rendezvous`` ('host:port/prefix') where all meet.
     """
 
     world_size: int
@@ -27,6 +28,13 @@ class CrewSpec:
     device: str
     gpus: str = ""
     cores: str = ""
+    only: int = -1
+    rendezvous: str = ""
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks that are started here."""
+        return tuple(range(self.world_size)) if self.only < 0 else (self.only,)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CrewSpec:
@@ -67,6 +75,8 @@ class Job:
     gpus: str = ""
     cores: str = ""
     in_use: tuple[str, ...] = ()
+    only: int = -1
+    rendezvous: str = ""
     debugger: str = ""
     debug_rank: int = -1
     reuse: str = ""
@@ -76,8 +86,9 @@ class Job:
     def crew(self) -> CrewSpec:
         """The ranks that this job needs."""
         return CrewSpec(
-            world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus, cores=self.cores
-        )
+            world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus, cores=self.cores,
+            only=self.only, rendezvous=self.rendezvous,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -126,7 +126,9 @@ class RankProcess:
     def _set_environment(self) -> None:
         """The launcher's variables, before anything reads them; and what would take a rank down is changed, and said."""
         n, number = str(self.spec.world_size), str(self.number)
-        os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, OMP_NUM_THREADS="1")
+        os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
+        if self.spec.only < 0:  # else the outer launcher has set them
+            os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n)
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
@@ -153,7 +155,8 @@ class RankProcess:
                 raise RuntimeError(
                     f"torch {torch.__version__} sees no GPU, though the machine shows one; install a CUDA build of torch"
                 )
-            self.device = f"cuda:{self.number % torch.cuda.device_count()}"
+            local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or self.number)
+            self.device = f"cuda:{local % torch.cuda.device_count()}"
             torch.cuda.set_device(self.device)
         dist.set_debug_level_from_env()
         dist.init_process_group(
@@ -166,6 +169,12 @@ class RankProcess:
         self._has_joined = True
 
     def _store(self) -> dist.Store:
+        if self.spec.rendezvous:
+            import torch.distributed as dist
+
+            place, _, prefix = self.spec.rendezvous.partition("/")
+            host, _, port = place.rpartition(":")
+            return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT))
         if self.control is not None and self.spec.backend == "gloo":
             from pytest_nsa.launch.rendezvous import ChannelStore
 

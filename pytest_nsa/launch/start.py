@@ -52,12 +52,13 @@ def plan(config: pytest.Config, settings: Settings) -> LaunchPlan:
     """What ``--nsa-launch`` asks for; auto forks this process when that is safe. UsageError when fork is not."""
     if settings.launch == "cold":
         return LaunchPlan(kind="cold", description="cold: a new interpreter a rank")
+    of = f", rank {settings.outer.rank} of {settings.outer.world_size} here" if settings.outer is not None else ""
     reason = why_not_fork(config)
     if settings.launch == "fork" and reason:
         raise pytest.UsageError(f"--nsa-launch=fork: {reason}; use --nsa-launch=clean")
     if settings.launch == "clean" or reason:
-        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'asked for'})")
-    return LaunchPlan(kind="fork", description="forked from this process after collection")
+        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'asked for'}){of}")
+    return LaunchPlan(kind="fork", description=f"forked from this process after collection{of}")
 
 
 def start(kind: str, config: pytest.Config, session: pytest.Session, log: Path) -> Launcher:
@@ -117,7 +118,7 @@ def _clean_zygote(
             env=child_environment(**{name: str(s.fileno()) for name, s in passed.items()}, **cover.for_child()),
         )  # fmt: skip
     theirs.close()
-    return ZygoteLauncher(Channel(ours), process.pid, log)
+    return ZygoteLauncher(Channel(ours), process.pid, log, process)
 
 
 def _child_arguments(config: pytest.Config, log: Path) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REST_S = 0.02
+REST_LOOKS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +48,20 @@ def look_at(pid: int) -> ProcessState | None:
 
 
 def restless_threads() -> list[str]:
-    """Names of this process's other threads that ran within a moment, or may have.
+    """Names of this process's other threads that do not rest: no moment is found in which none of them runs.
 
     A thread that rests in a system call holds no lock that a forked child would wait for in vain; one that runs may.
     """
     names = {t.native_id: t.name for t in threading.enumerate()}
-    before = _thread_activity()
-    if not before:
-        return []
-    time.sleep(REST_S)
-    after = _thread_activity()
-    return [names.get(thread, f"native thread {thread}") for thread in after if after[thread] != before.get(thread)]
+    now = _thread_activity()
+    restless = list(now)
+    for _ in range(REST_LOOKS):
+        if not restless:
+            break
+        time.sleep(REST_S)
+        before, now = now, _thread_activity()
+        restless = [thread for thread in now if now[thread] != before.get(thread)]
+    return [names.get(thread, f"native thread {thread}") for thread in restless]
 
 
 def _thread_activity() -> dict[int, tuple[str, ...]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # Not just the package's name: a checkout may lie in a folder that is called so.
-_OURS = ("/nsa/trace/", *(f"/pytest_nsa/{part}" for part in ("launch/", "items.py", "plugin.py", "fixtures.py")))
+_PARTS = (p for p in Path(__file__).parents[1].iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file())
+_OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p in _PARTS))
 # For a folder that comes from another machine, whose Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})

@@ -53,7 +53,7 @@ def test_the_wheel_is_what_runs(python: Path, tmp_path: Path) -> None:
 def test_their_hanging_test_gets_its_verdict(python: Path, tmp_path: Path) -> None:
     repository = tmp_path / "downstream"
     shutil.copytree(ROOT / "examples" / "downstream", repository, ignore=shutil.ignore_patterns("artifacts", "*cache*"))
-    done = call(python, "-m", "pytest", "-p", "no:cacheprovider", cwd=repository)
+    done = call(python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", cwd=repository)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed" in done.stdout
     run = repository / "artifacts" / "latest"

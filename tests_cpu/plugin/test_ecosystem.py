@@ -50,7 +50,8 @@ def test_hypothesis_draws_the_same_examples_and_shrinks_in_step(pytester: pytest
     assert (shrunk.outcome, shrunk.cause, shrunk.ranks) == ("FAIL", "assertion", (1,))
     assert "x=37" in result.stdout
     early = result.verdicts["test_one_rank_fails_before_a_collective"]
-    assert (early.outcome, early.cause, early.ranks) == ("FAIL", "assertion", (1,))
+    assert (early.outcome, early.cause, early.ranks) == ("FAIL", "rank_exception", (1,))
+    assert early.reason.startswith("AssertionError: assert (1 == 0 or ")
 
 
 COVERED = """

@@ -1,0 +1,227 @@
+"""Under torchrun and SLURM each process is a rank: all run the same tests, rank 0's process reports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER
+
+SOURCE = """
+@pytest.mark.parametrize("n", range(2))
+@world_size(2)
+def test_passes(group, n):
+    total = torch.tensor(group.rank + 1.0)
+    dist.all_reduce(total)
+    assert total.item() == 3
+    print("said by", group.rank)
+
+def test_takes_the_launcher_s_number(group): assert group.world_size == 2
+
+@world_size(2)
+def test_fails_on_rank_1(group):
+    assert group.rank == 0
+    dist.barrier()
+
+@world_size(2)
+def test_dies_on_rank_1(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@world_size(2)
+def test_skips_a_collective(group):
+    if group.rank == 0:
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+@world_size(3)
+def test_of_another_size(group): pass
+
+@world_size(2)
+def test_foreseen(group): pytest.xfail("known")
+
+def test_on_the_host(): assert "RANK" not in os.environ or os.environ["RANK"] == "0"
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+COUNTS = "3 failed, 5 passed, 1 skipped, 1 xfailed"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def slurm(pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
+    """One task of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
+    env = {
+        **os.environ,
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=pytester.path, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def check_report(text: str, run: Path) -> None:
+    assert text.count("test session starts") == 1  # one process reports
+    assert COUNTS in text
+    assert "FAIL: rank 1 of 2, rank_exception" in text
+    assert "CRASH: rank 1 of 2, rank_died" in text
+    assert "HANG: rank 1 of 2, skipped_collective" in text
+    assert "needs 3 ranks, and the launcher has started 2" in text
+    folder = next(run.glob("*test_fails_on_rank_1*"))
+    assert (folder / "rank1" / "board.bin").is_file()
+    assert "assert 1 == 0" in (folder / "rank1" / "reports.jsonl").read_text()
+
+
+def test_torchrun(pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()),
+         "-m", "pytest", "-p", "no:cacheprovider", "-rs"],
+        cwd=pytester.path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    check_report(done.stdout, pytester.path / "artifacts" / "latest")
+
+
+def test_slurm_s_variables(pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
+    port = free_port()
+    follower, leader = slurm(pytester, 1, port, "-rs"), slurm(pytester, 0, port, "-rs")
+    text = leader.communicate(timeout=150)[0]
+    assert leader.returncode == 1
+    check_report(text, pytester.path / "artifacts" / "latest")
+    assert follower.communicate(timeout=30)[0] == ""
+    assert follower.returncode == 1
+
+
+def test_exit_first_ends_all(pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
+    port = free_port()
+    follower, leader = slurm(pytester, 1, port, "-x"), slurm(pytester, 0, port, "-x")
+    assert "1 failed, 3 passed" in leader.communicate(timeout=150)[0]
+    follower.communicate(timeout=30)
+    assert (leader.returncode, follower.returncode) == (1, 1)
+
+
+def test_a_process_with_other_tests_is_refused_with_the_difference(pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
+    port = free_port()
+    follower = slurm(pytester, 1, port, "--deselect=test_example.py::test_after")
+    leader = slurm(pytester, 0, port)
+    text = leader.communicate(timeout=100)[0]
+    follower.communicate(timeout=30)
+    assert (leader.returncode, follower.returncode) == (pytest.ExitCode.USAGE_ERROR,) * 2
+    assert (
+        "rank 1's process collected other tests on ranks than rank 0's: it lacks test_example.py::test_after; "
+        "give all the same checkout and arguments" in text
+    )
+
+
+def test_a_process_that_dies_ends_the_test_on_all(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_loses_a_node(group, artifacts):
+    if group.rank == 1:
+        os.kill(int(os.environ["FOLLOWER"]), signal.SIGKILL)  # the pytest process, and with it this rank
+    dist.barrier()
+"""
+    (pytester.path / "test_example.py").write_text(HEADER + source)
+    (pytester.path / "conftest.py").write_text("import os\nos.environ['FOLLOWER'] = str(os.getpid())\n")
+    port = free_port()
+    follower, leader = slurm(pytester, 1, port), slurm(pytester, 0, port)
+    text = leader.communicate(timeout=100)[0]
+    follower.communicate(timeout=30)
+    assert follower.returncode == -signal.SIGKILL
+    assert leader.returncode == 1
+    assert "CRASH: rank 1 of 2, rank_died" in text
+
+
+def test_xdist_under_a_launcher_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_it(): pass")
+    process = slurm(pytester, 0, free_port(), "-n2")
+    assert "-n under torchrun or SLURM: each of its processes is a rank already" in process.communicate(timeout=60)[0]
+    assert process.returncode == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[list[str]]:
+    """Two network namespaces joined by a pair of interfaces; skipped with the reason where there can be none."""
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` command: iproute2 is not installed")
+    names = [f"nsa{os.getpid()}{letter}" for letter in "ab"]
+    commands = [
+        *(["ip", "netns", "add", name] for name in names),
+        ["ip", "link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1]],
+    ]
+    for index, name in enumerate(names):
+        inside = ["ip", "-n", name]
+        commands += [
+            [*inside, "addr", "add", f"10.77.0.{index + 1}/24", "dev", "veth0"],
+            [*inside, "link", "set", "veth0", "up"],
+            [*inside, "link", "set", "lo", "up"],
+        ]
+    try:
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {' '.join(command)}: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) -> None:
+    nodes = []
+    (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
+    for index, name in enumerate(two_nodes):
+        nodes.append(
+            subprocess.Popen(
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    "--nproc_per_node=1",
+                    f"--node_rank={index}",
+                    "--master_addr=10.77.0.1",
+                    "--master_port=29512",
+                    "-m",
+                    "pytest",
+                    "-p",
+                    "no:cacheprovider",
+                    "-rs",
+                ],
+                cwd=pytester.path,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "veth0"},
+            )
+        )
+    texts = [node.communicate(timeout=150)[0] for node in nodes]
+    check_report(texts[0], pytester.path / "artifacts" / "latest")
+    assert "test session starts" not in texts[1]
+    assert len(list((pytester.path / "artifacts").glob("test_engineer*"))) == 1
