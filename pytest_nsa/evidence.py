@@ -153,12 +153,15 @@ def load(folder: Path) -> Evidence:
 def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvidence:
     events = list(_lines(folder / "events.jsonl"))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
-    done = next((e for e in events if e["event"] == "done"), None)
     sampled = next((e for e in host if e["event"] == "sampled"), {})
+    # The signal that asks for a stack may wake the very call that hung: what the rank did from then on tells nothing.
+    woken = sampled.get("time", float("inf"))
+    events = [e for e in events if e["time"] <= woken or e["event"] in ("warning", "left_running", "quit_debugger")]
+    done = next((e for e in events if e["event"] == "done"), None)
     stop = next((e for e in host if e["event"] == "stop"), {})
     return RankEvidence(
         rank=rank,
-        exit_code=exit_event.get("code") if not exit_event.get("signal") else None,
+        exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
         signal=exit_event.get("signal", 0),
         exit_time=exit_event.get("time", 0.0),
         by_us=exit_event.get("by_us", False),

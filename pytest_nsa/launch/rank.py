@@ -109,8 +109,8 @@ class RankProcess:
             become(ctx)
             session.board.phase("body")
             passed = run.body(ctx)
-        except Exception as error:
-            record_exception(folder, error, "setup")
+        except (Exception, KeyboardInterrupt, pytest.exit.Exception) as error:
+            record_exception(folder, error, "setup" if session.board.phase_name == "start" else "call")
             traceback.print_exc()
             passed = False
         cover.save(measuring)

@@ -1,0 +1,376 @@
+"""Faults of the rougher kind: each is told for what it is, nothing is left behind, and the next test passes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_example
+
+FAULTS = """
+import ctypes, resource
+
+class Unpicklable(Exception):
+    def __init__(self, lock): super().__init__(lock); self.lock = lock
+    def __reduce__(self): raise TypeError("not picklable")
+
+class Unprintable(Exception):
+    def __str__(self): raise RuntimeError("cannot say")
+
+@pytest.fixture
+def no_set_up(group):
+    if group.rank == 1:
+        raise RuntimeError("no set-up on this rank")
+    dist.barrier()
+
+@pytest.fixture
+def hangs_in_set_up(group):
+    if group.rank == 1:
+        time.sleep(1000)
+
+@pytest.fixture
+def hangs_in_teardown(group):
+    yield
+    if group.rank == 1:
+        time.sleep(1000)
+
+@world_size(2)
+def test_sys_exit(group):
+    if group.rank == 1:
+        sys.exit(3)
+    dist.barrier()
+
+@world_size(2)
+def test_abort(group):
+    if group.rank == 1:
+        os.abort()
+    dist.barrier()
+
+@world_size(2)
+def test_unpicklable(group):
+    raise Unpicklable(threading.Lock())
+
+@world_size(2)
+def test_unprintable(group):
+    raise Unprintable()
+
+@world_size(2)
+def test_long_text(group):
+    if group.rank == 1:
+        raise ValueError("x" * 100_000_000)
+
+@world_size(2)
+def test_set_up_fails(group, no_set_up): pass
+
+@world_size(2)
+@pytest.mark.timeout(5)
+def test_set_up_hangs(hangs_in_set_up): dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(5)
+def test_teardown_hangs(group, hangs_in_teardown): pass
+
+@world_size(2)
+@pytest.mark.timeout(5)
+def test_native_call_that_holds_the_gil(group):
+    if group.rank == 1:
+        ctypes.PyDLL(None).sleep(1000)
+    dist.barrier()
+
+@world_size(2)
+def test_no_descriptors(group):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    if group.rank == 1:
+        keep = [open("/dev/null") for _ in range(100)]
+
+@world_size(2)
+def test_closes_everything(group):
+    if group.rank == 1:
+        os.closerange(3, 4096)
+    assert group.rank == 0
+
+@world_size(2)
+def test_interrupts_itself(group):
+    if group.rank == 1:
+        raise KeyboardInterrupt
+    dist.barrier()
+
+@world_size(2)
+def test_recursion(group):
+    def deeper(): return deeper()
+    deeper()
+
+@world_size(2)
+def test_loses_its_folder(group, tmp_path):
+    os.chdir(tmp_path)
+    dist.barrier()
+    if group.rank == 0:
+        tmp_path.rmdir()
+    dist.barrier()
+    assert group.rank == 0
+"""
+EXPECTED = {
+    "test_sys_exit": ("FAIL", "rank_exception", (1,)),
+    "test_abort": ("CRASH", "rank_died", (1,)),
+    "test_unpicklable": ("FAIL", "rank_exception", (0, 1)),
+    "test_unprintable": ("FAIL", "rank_exception", (0, 1)),
+    "test_long_text": ("FAIL", "rank_exception", (1,)),
+    "test_set_up_fails": ("FAIL", "rank_exception", (1,)),
+    "test_set_up_hangs": ("HANG", "sleeping", (1,)),
+    "test_teardown_hangs": ("HANG", "sleeping", (1,)),
+    "test_native_call_that_holds_the_gil": ("HANG", "sleeping", (1,)),
+    "test_no_descriptors": ("FAIL", "rank_exception", (1,)),
+    "test_closes_everything": None,  # whatever can be told of a rank without descriptors, it fails
+    "test_interrupts_itself": ("FAIL", "rank_exception", (1,)),
+    "test_recursion": ("FAIL", "rank_exception", (0, 1)),
+    "test_loses_its_folder": ("FAIL", "assertion", (1,)),
+}
+
+
+def with_a_good_test_after_each(source: str) -> str:
+    """After each fault a test that passes when nothing is wrong with the session."""
+    parts = source.split("@world_size(2)\n")
+    good = "@world_size(2)\ndef test_good_{}(group):\n    t = torch.ones(1)\n    dist.all_reduce(t)\n    assert t == 2\n\n"
+    text = parts[0]
+    for index, part in enumerate(parts[1:]):
+        text += f"@world_size(2)\n{part.rstrip()}\n\n" + good.format(index)
+    return text
+
+
+def ours_in_temporary_folders() -> set[str]:
+    return {p.name for folder in ("/tmp", "/dev/shm") for p in Path(folder).glob("*nsa*")}
+
+
+def processes_below(folder: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        if entry.name == str(os.getpid()):
+            continue  # pytester has changed this process's own directory
+        try:
+            if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path, set[str]]:
+    """One session over all of them."""
+    folder = tmp_path_factory.mktemp("tough")
+    (folder / "test_example.py").write_text(HEADER + with_a_good_test_after_each(FAULTS))
+    before = ours_in_temporary_folders()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)],
+        cwd=folder, text=True, capture_output=True, timeout=170, check=False,
+    )  # fmt: skip
+
+    class Pytester:
+        path = folder
+
+    run = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
+    return read_result(Pytester(), run), folder, ours_in_temporary_folders() - before  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_fault_is_told(session: tuple[ExampleResult, Path, set[str]], name: str) -> None:
+    verdict = session[0].verdicts[name]
+    assert verdict.failed
+    if EXPECTED[name] is not None:
+        assert (verdict.outcome, verdict.cause, verdict.ranks) == EXPECTED[name]
+
+
+def test_every_next_test_passes_and_nothing_is_left(session: tuple[ExampleResult, Path, set[str]]) -> None:
+    result, folder, left = session
+    assert (result.outcomes["passed"], result.outcomes["failed"]) == (len(EXPECTED), len(EXPECTED))
+    assert processes_below(folder) == []
+    assert left == set()
+    assert len(result.stdout) < 2_000_000  # 100 MB of text are not for the terminal
+
+
+HANGS = """
+@world_size(2)
+def test_hangs(group):
+    if group.rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [("--timeout-method=signal",), ("--timeout-method=thread",), ("-o", "timeout_func_only=true")]
+)
+def test_pytest_timeout_s_methods(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
+    result = run_example(pytester, HANGS, "--timeout=5", *options)
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    verdict = result.verdicts["test_hangs"]
+    assert (verdict.outcome, verdict.ranks) == ("HANG", (1,))
+
+
+def test_a_worker_that_is_killed_takes_its_ranks_along(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    source = """
+@pytest.fixture
+def host_pid(): return None
+
+def test_kills_its_worker():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.parametrize("n", range(6))
+@world_size(2)
+def test_it(group, n): dist.barrier()
+
+@host_fixture(scope="function")
+def worker(): return os.getpid()
+
+@world_size(2)
+def test_worker_dies_while_ranks_run(group, worker):
+    if group.rank == 0:
+        os.kill(worker, signal.SIGKILL)
+    time.sleep(1000)
+"""
+    result = run_example(pytester, source, "-n2", "-p", "xdist")
+    assert result.outcomes == {"passed": 6, "failed": 2}
+    assert result.stdout.count("crashed while running") >= 2
+    assert processes_below(pytester.path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB; skipped with the reason where none may be mounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_full_disk_is_named_and_room_helps(pytester: pytest.Pytester, small_disk: Path) -> None:
+    source = f"""
+from pathlib import Path
+FILLER = Path({str(small_disk / "filler")!r})
+
+@world_size(2)
+def test_before(group): dist.barrier()
+
+def test_fill():
+    try:
+        with FILLER.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+    except OSError:
+        pass
+
+@world_size(2)
+def test_full(group): dist.barrier()
+
+def test_make_room(): FILLER.unlink()
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+    result = run_example(pytester, source, f"--artifacts={small_disk / 'artifacts'}")
+    assert result.outcomes == {"passed": 4, "failed": 1}
+    assert "No space left on device" in result.stdout
+    assert "INTERNALERROR" not in result.stdout
+
+
+def test_a_host_without_descriptors_says_so_and_recovers(pytester: pytest.Pytester) -> None:
+    source = """
+import resource
+kept = []
+
+@world_size(2)
+def test_before(group): dist.barrier()
+
+def test_take_all():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    try:
+        while True:
+            kept.append(open("/dev/null"))
+    except OSError:
+        pass
+
+@world_size(2)
+def test_none_left(group): dist.barrier()
+
+def test_give_back():
+    for file in kept:
+        file.close()
+
+@world_size(2)
+def test_after(group): dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 4, "failed": 1}
+    assert "Too many open files" in result.stdout
+
+
+@pytest.mark.parametrize("launch", ["fork", "clean"])
+def test_a_path_longer_than_a_unix_socket_s(pytester: pytest.Pytester, launch: str) -> None:
+    deep = pytester.path.joinpath(*["a_folder_with_a_rather_long_name"] * 10)
+    deep.mkdir(parents=True)
+    os.chdir(deep)
+    (deep / "test_example.py").write_text(HEADER + HANGS)
+    done = pytester.runpytest_subprocess(f"--rootdir={deep}", "--timeout=5", f"--nsa-launch={launch}")
+    done.assert_outcomes(passed=1, failed=1)
+    assert "sleeping" in done.stdout.str()
+    assert "test_example.py:9 in test_hangs" in done.stdout.str()
+
+
+def test_collection_that_initialises_cuda_means_cold_ranks(pytester: pytest.Pytester) -> None:
+    source = """
+torch.cuda._initialized = True  # what torch itself remembers
+
+@world_size(2)
+def test_it(group): dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1}
+    assert "slow: every rank is a new interpreter, because collecting the tests initialises CUDA" in result.stdout
+
+
+def test_a_second_interrupt_is_not_needed_and_does_no_harm(pytester: pytest.Pytester) -> None:
+    source = (
+        HEADER
+        + """
+@world_size(2)
+def test_waits(group, artifacts):
+    (artifacts / f"running{group.rank}").touch()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+"""
+    )
+    (pytester.path / "test_example.py").write_text(source)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=pytester.path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    run = pytester.path / "artifacts" / "latest"
+    deadline = time.monotonic() + 60
+    while len(list(run.glob("*/running*"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # the second within the handling of the first
+    text = process.communicate(timeout=30)[0]
+    assert "KeyboardInterrupt" in text
+    assert process.returncode in (pytest.ExitCode.INTERRUPTED, -signal.SIGINT)
+    assert processes_below(pytester.path) == []
