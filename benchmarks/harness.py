@@ -1,9 +1,12 @@
-"""What a trivial two-rank gloo test costs with pytest-nsa, beside the bare floor, interleaved in one run.
+"""What a trivial two-rank gloo test costs with pytest-nsa and with its peers, beside the bare floor, interleaved in one run.
 
 A test = start two ranks, form the group, one all_reduce, assert, report. The floor = fork two children of a process that has
-torch, FileStore, gloo, all_reduce, exit. Prints both and their ratio; ``--json FILE`` keeps them.
+torch, FileStore, gloo, all_reduce, exit. Peers that are not installed are left out, and it is said.
 
-    python benchmarks/harness.py --rounds 20
+    python benchmarks/harness.py --rounds 5 --json benchmarks/results/harness.json
+
+pytest-nsa's times, MultiProcessTestCase's and MultiProcContinuousTest's are those of each test but the first, which waits for
+imports and ranks; torchrun's and spawn's are whole, as every test pays them.
 """
 
 from __future__ import annotations
@@ -17,30 +20,52 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 import torch.distributed as dist
 
-TEST = """\
-import torch
+HERE = Path(__file__).parent
+OURS = """\
+import pytest, torch
 import torch.distributed as dist
+from pytest_nsa import reuse, world_size
+
+class TestTrivial:
+    @pytest.mark.parametrize("n", range({count}))
+    @world_size(2)
+    def test_it(self, group, n):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+"""
+MEMORY = """\
+import json, pytest, torch
 from pytest_nsa import world_size
-import pytest
 
-@pytest.mark.parametrize("n", range({count}))
 @world_size(2)
-def test_trivial(group, n):
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == 2
+@pytest.mark.parametrize("n", range(2))
+def test_memory(ddp, n):
+    model = ddp.wrap(torch.nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    kib = {{line.split(":")[0]: int(line.split()[1]) for line in lines[1:]}}
+    if ddp.rank == 0:
+        private = kib["Private_Clean"] + kib["Private_Dirty"]
+        json.dump({{"rss": kib["Rss"] / 1024, "private": private / 1024}}, open("memory.json", "w"))
 """
 
 
-def floor_once(folder: str) -> float:
+def floor(folder: Path, count: int) -> list[float]:
     """Seconds for two forked children to form a gloo group, reduce once and exit."""
+    return [_floor_once(folder) for _ in range(count)]
+
+
+def _floor_once(folder: Path) -> float:
     started = time.perf_counter()
-    store = os.path.join(folder, f"store{time.monotonic_ns()}")
+    store = str(folder / f"store{time.monotonic_ns()}")
     children = []
     for rank in range(2):
         pid = os.fork()
@@ -59,57 +84,147 @@ def floor_once(folder: str) -> float:
     return time.perf_counter() - started
 
 
-def ours_once(folder: Path, count: int) -> list[float]:
-    """Seconds of each trivial test but the first (which waits for the zygote's imports), as pytest itself reports them."""
-    (folder / "test_trivial.py").write_text(TEST.format(count=count))
+def _pytest(folder: Path, source: str, *arguments: str) -> list[float]:
+    """Seconds of each test but the first, as pytest itself reports them."""
+    (folder / "test_trivial.py").write_text(source)
     report = folder / "report.xml"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "test_trivial.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--junitxml={report}",
+         "test_trivial.py", *arguments],
         cwd=folder, check=True, capture_output=True,
     )  # fmt: skip
-    from xml.etree import ElementTree
-
     return [float(case.get("time", "nan")) for case in ElementTree.parse(report).iter("testcase")][1:]
+
+
+def ours(folder: Path, count: int) -> list[float]:
+    """Fresh ranks for every test."""
+    return _pytest(folder, OURS.format(count=count + 1))
+
+
+def ours_not_ahead(folder: Path, count: int) -> list[float]:
+    """Fresh ranks, forked when their test begins."""
+    return _pytest(folder, OURS.format(count=count + 1), "-o", "ranks_ahead=false")
+
+
+def ours_reused(folder: Path, count: int) -> list[float]:
+    """The mark ``reuse``: one set of ranks for the class."""
+    return _pytest(folder, OURS.format(count=count + 1).replace("class Test", "@reuse\nclass Test"))
+
+
+def _script(name: str, *arguments: str) -> list[float]:
+    """A peer's script, which prints a JSON list of seconds as its last line."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "peers" / name), *arguments], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def spawn(folder: Path, count: int) -> list[float]:
+    """torch.multiprocessing.spawn."""
+    return _script("spawn.py", str(count))
+
+
+def multi_process_test_case(folder: Path, count: int) -> list[float]:
+    """torch.testing._internal.common_distributed.MultiProcessTestCase, what torch tests itself with."""
+    return _script("torch_test_cases.py", "MultiProcessTestCase", str(count + 1))[1:]
+
+
+def multi_proc_continuous_test(folder: Path, count: int) -> list[float]:
+    """MultiProcContinuousTest: ranks that stay for a class."""
+    return _script("torch_test_cases.py", "MultiProcContinuousTest", str(count + 1))[1:]
+
+
+def torchrun(folder: Path, count: int) -> list[float]:
+    """torchrun in a subprocess for every test."""
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv-backend=c10d",
+             "--rdzv-endpoint=localhost:0", str(HERE / "peers" / "trivial_rank.py")],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def deepspeed_pattern(folder: Path, count: int) -> list[float]:
+    """A forkserver pool for every test, as DeepSpeed's DistributedTest makes; a stand-in written for this benchmark."""
+    return _script("forkserver_pool.py", str(count))
+
+
+Way = Callable[[Path, int], list[float]]
+# Name, way, and how many tests of it a round holds: dear ones few.
+WAYS: tuple[tuple[str, Way, int], ...] = (
+    ("floor", floor, 20),
+    ("pytest-nsa", ours, 20),
+    ("pytest-nsa, ranks_ahead=false", ours_not_ahead, 20),
+    ("pytest-nsa, reuse", ours_reused, 20),
+    ("MultiProcContinuousTest", multi_proc_continuous_test, 3),
+    ("MultiProcessTestCase", multi_process_test_case, 1),
+    ("torch.multiprocessing.spawn", spawn, 1),
+    ("torchrun in a subprocess", torchrun, 1),
+    ("forkserver pool (DeepSpeed's pattern)", deepspeed_pattern, 1),
+)
+
+
+def measure(rounds: int, only: str | None) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds a test by way, and why a way is missing. All ways take their turn in each round."""
+    times: dict[str, list[float]] = {}
+    missing: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _floor_once(folder)
+        for number in range(rounds):
+            for way, run, count in WAYS:
+                if way in missing or (only and only not in way and way not in ("floor", "pytest-nsa")):
+                    continue
+                try:
+                    times.setdefault(way, []).extend(run(folder, count))
+                except subprocess.CalledProcessError as error:
+                    missing[way] = (error.stderr or "").strip().splitlines()[-1][:200] if error.stderr else str(error)
+                print(f"round {number + 1}: {way}", file=sys.stderr, flush=True)
+    return times, missing
+
+
+def memory() -> dict[str, float]:
+    """MiB of a rank that has trained a step with DDP: all that is mapped in, and what is its own."""
+    with tempfile.TemporaryDirectory() as name:
+        _pytest(Path(name), MEMORY.format())
+        return json.loads((Path(name) / "memory.json").read_text())
 
 
 def main() -> None:
     """Measure, print, and keep what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="how often floor and ours take turns (default: 5)")
-    parser.add_argument("--tests", type=int, default=11, help="tests in each turn of ours (default: 11)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the ways take turns (default: 3)")
+    parser.add_argument("--only", help="measure only ways whose name holds this, beside the floor and pytest-nsa")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    floor: list[float] = []
-    ours: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        floor_once(folder)
-        for _ in range(arguments.rounds):
-            floor += [floor_once(folder) for _ in range(arguments.tests - 1)]
-            ours += ours_once(Path(folder), arguments.tests)
+    times, missing = measure(arguments.rounds, arguments.only)
+    medians = {way: statistics.median(found) for way, found in times.items() if found}
+    ways = {
+        way: {
+            "median_ms": 1e3 * medians[way], "min_ms": 1e3 * min(times[way]), "max_ms": 1e3 * max(times[way]),
+            "n": len(times[way]), "of_floor": medians[way] / medians["floor"], "of_ours": medians[way] / medians["pytest-nsa"],
+        }
+        for way in medians
+    }  # fmt: skip
     figures = {
-        "floor_ms": {
-            "median": 1e3 * statistics.median(floor),
-            "min": 1e3 * min(floor),
-            "max": 1e3 * max(floor),
-            "n": len(floor),
-        },
-        "ours_ms": {
-            "median": 1e3 * statistics.median(ours),
-            "min": 1e3 * min(ours),
-            "max": 1e3 * max(ours),
-            "n": len(ours),
-        },
-        "ratio_of_medians": statistics.median(ours) / statistics.median(floor),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    for name in ("floor_ms", "ours_ms"):
-        f = figures[name]
-        print(f"{name:>9}: median {f['median']:6.1f}  min {f['min']:6.1f}  max {f['max']:6.1f}  (n={f['n']})")
-    print(f"ratio of medians: {figures['ratio_of_medians']:.2f}")
+        "ways": ways, "missing": missing, "rank_mib": memory(), "torch": torch.__version__,
+        "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    print("| a two-rank test with | median ms | min | max | n | of the floor | of pytest-nsa |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for way, f in ways.items():
+        print(
+            f"| {way} | {f['median_ms']:.0f} | {f['min_ms']:.0f} | {f['max_ms']:.0f} | {f['n']} "
+            f"| {f['of_floor']:.2f} | {f['of_ours']:.2f} |"
+        )
+    for way, why in missing.items():
+        print(f"{way}: not measured: {why}")
+    print(f"memory of a rank after a DDP step, MiB: {figures['rank_mib']}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

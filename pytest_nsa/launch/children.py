@@ -44,9 +44,11 @@ def end_leftovers() -> list[str]:
 
     Daemonic children of multiprocessing and its servers (data loaders have them) end with their parent by design.
     """
-    left = children()
-    if not left:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none
         return []
+    left = children()
     expected = _expected()
     told = []
     for _ in range(_MAX_ROUNDS):

@@ -35,28 +35,29 @@ class KeyValues:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._waiting: list[tuple[Channel, int, list[str]]] = []
+        self._waiting: list[tuple[Channel, dict[str, Any]]] = []
 
     def answer(self, asker: Channel, request: dict[str, Any]) -> None:
         """Answer a request, and those that waited for what it stored."""
-        if request["call"] == "wait":
-            self._waiting.append((asker, request["id"], request["keys"]))
-        else:
-            asker.send(id=request["id"], value=self._call(request))
-        still = []
-        for channel, number, keys in self._waiting:
-            if all(key in self._values for key in keys):
-                channel.send(id=number, value=None)
-            else:
-                still.append((channel, number, keys))
-        self._waiting = still
+        if not self._is_answered(asker, request):
+            self._waiting.append((asker, request))
+        elif self._waiting:
+            self._waiting = [(a, r) for a, r in self._waiting if not self._is_answered(a, r)]
+
+    def _is_answered(self, asker: Channel, request: dict[str, Any]) -> bool:
+        """Answer now, if nothing has to be waited for."""
+        keys = {"wait": request.get("keys", ()), "get": (request.get("key"),)}.get(request["call"], ())
+        if not all(key in self._values for key in keys):
+            return False
+        asker.send(id=request["id"], value=self._call(request))
+        return True
 
     def _call(self, request: dict[str, Any]) -> Any:
         values, call, key = self._values, request["call"], request.get("key", "")
         if call == "set":
             values[key] = request["value"]
         elif call == "get":
-            return values.get(key, "")
+            return values[key]
         elif call == "add":
             values[key] = str(int(values.get(key, "0")) + request["amount"])
             return int(values[key])

@@ -99,7 +99,8 @@ class RankProcess:
 
         session.observer.on_model = saw_model
         session.observer.on_names = lambda names: record(folder, event="parameters", names=names)
-        _listen_to_traces(folder)
+        listen_to_traces()
+        trace_log.folder = folder
         measuring = cover.start(self._coverage_settings)
         try:
             run = replay.prepare(job, self.items)
@@ -206,18 +207,30 @@ def _redirect_output(folder: Path) -> None:
     os.close(log)
 
 
-def _listen_to_traces(folder: Path) -> None:
+class TraceLog(logging.Handler):
     """What the tracers say, through the logger ``nsa.trace``, goes to the output and to ``traces.log`` as it is said."""
+
+    folder: Path
+
+    def emit(self, entry: logging.LogRecord) -> None:
+        """One line to both."""
+        line = self.format(entry) + "\n"
+        if sys.__stdout__ is not None:
+            sys.__stdout__.write(line)
+            sys.__stdout__.flush()
+        with (self.folder / "traces.log").open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+# Made before the fork: a logger that is set up in each rank costs it half a millisecond.
+trace_log = TraceLog()
+trace_log.setFormatter(logging.Formatter("%(message)s"))
+
+
+def listen_to_traces() -> None:
+    """Take the logger over, once a process or before it is forked."""
     log = logging.getLogger("nsa.trace")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    for old in list(log.handlers):
-        log.removeHandler(old)
-        if isinstance(old, logging.FileHandler):
-            old.close()
-    for handler in (
-        logging.StreamHandler(sys.__stdout__),
-        logging.FileHandler(folder / "traces.log", encoding="utf-8", delay=True),
-    ):
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        log.addHandler(handler)
+    if trace_log not in log.handlers:
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.addHandler(trace_log)

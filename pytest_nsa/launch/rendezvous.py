@@ -50,7 +50,6 @@ class ChannelStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """The value, once there is one."""
-        self._ask("wait", keys=[key])
         return self._ask("get", key=key).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:

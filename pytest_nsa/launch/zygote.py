@@ -26,10 +26,10 @@ from typing import Any
 import pytest
 
 from pytest_nsa.launch.children import become_subreaper, children, end_orphans
-from pytest_nsa.launch.crew import Crew
+from pytest_nsa.launch.crew import Crew, Member
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job, plain_nodeid
 from pytest_nsa.launch.parent import die_with, kill_group
-from pytest_nsa.launch.rank import LATE, RankProcess
+from pytest_nsa.launch.rank import LATE, RankProcess, listen_to_traces
 from pytest_nsa.launch.replay import prepare
 from pytest_nsa.launch.start import peer_user
 from pytest_nsa.watch.process import restless_threads
@@ -76,32 +76,41 @@ class Zygote:
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
         self.first.channel.send(**self._greeting)
         while not self.first.channel.closed:
-            readable = self._wait(wake_read)
-            if wake_read in readable:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake_read, 4096)
-                self._reap()
-            if self.listener is not None and self.listener.fileno() in readable:
-                self._accept(self.listener)
-            for host in list(self.hosts):
-                self._serve_host(host, readable)
+            for source in self._wait(wake_read):
+                if isinstance(source, Host):
+                    self._hear_host(source)
+                elif isinstance(source, tuple):
+                    self._hear_member(*source)
+                elif source == wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                    self._reap()
+                elif self.listener is not None:
+                    self._accept(self.listener)
+            for host in self.hosts:
+                for crew in list(host.crews):
+                    if crew.pending is not None:
+                        self._settle(host, crew)
         for host in list(self.hosts):
             self._drop(host)
 
-    def _wait(self, wake: int) -> set[int]:
-        """Descriptors that have something to say."""
-        poll = select.poll()
-        poll.register(wake, select.POLLIN)
+    def _wait(self, wake: int) -> list[Any]:
+        """Who has something to say: hosts, members with their host and crew, and descriptors of this process itself."""
+        sources: dict[int, Any] = {wake: wake}
         if self.listener is not None:
-            poll.register(self.listener, select.POLLIN)
+            sources[self.listener.fileno()] = self.listener.fileno()
+        is_pending = False
         for host in self.hosts:
-            poll.register(host.channel, select.POLLIN)
+            sources[host.channel.fileno()] = host
             for crew in host.crews:
+                is_pending = is_pending or crew.pending is not None
                 for member in crew.members.values():
                     if not member.control.closed:
-                        poll.register(member.control, select.POLLIN)
-        is_pending = any(crew.pending is not None for host in self.hosts for crew in host.crews)
-        return {fd for fd, _ in poll.poll(1e3 * PENDING_S if is_pending else None)}
+                        sources[member.control.fileno()] = (host, crew, member)
+        poll = select.poll()
+        for fd in sources:
+            poll.register(fd, select.POLLIN)
+        return [sources[fd] for fd, _ in poll.poll(1e3 * PENDING_S if is_pending else None)]
 
     def _preload(self) -> str:
         """Import what ranks need and install the tracers; '' or the reason that ranks must not be forked from here."""
@@ -125,6 +134,7 @@ class Zygote:
             )
         torch.set_num_threads(1)
         installed()
+        listen_to_traces()
         return ""
 
     def _accept(self, listener: socket.socket) -> None:
@@ -136,28 +146,24 @@ class Zygote:
         self.hosts.append(host)
         host.channel.send(**self._greeting)
 
-    def _serve_host(self, host: Host, readable: set[int]) -> None:
-        if host.channel.fileno() in readable:
-            for message in host.channel.receive(0):
-                self._handle(host, message)
-            if host.channel.closed:
-                if host is not self.first:
-                    self._drop(host)
-                return
-        for crew in list(host.crews):
-            for member in list(crew.members.values()):
-                if not member.control.closed and member.control.fileno() in readable:
-                    for message in member.control.receive(0):
-                        if message["op"] == "finished" and crew.number is not None:
-                            member.state = "waiting"
-                            self._late.update(message["late"])
-                            host.channel.send(op="finished", number=crew.number, rank=member.rank, code=message["code"])
-                        elif message["op"] == "store":
-                            crew.values.answer(member.control, message)
-                        elif message["op"] == "joined":
-                            member.state = "waiting"
-            if crew.pending is not None:
-                self._settle(host, crew)
+    def _hear_host(self, host: Host) -> None:
+        for message in host.channel.receive(0):
+            self._handle(host, message)
+        if host.channel.closed and host is not self.first:
+            self._drop(host)
+
+    def _hear_member(self, host: Host, crew: Crew, member: Member) -> None:
+        if member.control.closed:  # by what was heard just before
+            return
+        for message in member.control.receive(0):
+            if message["op"] == "store":
+                crew.values.answer(member.control, message)
+            elif message["op"] == "joined":
+                member.state = "waiting"
+            elif message["op"] == "finished" and crew.number is not None:
+                member.state = "waiting"
+                self._late.update(message["late"])
+                host.channel.send(op="finished", number=crew.number, rank=member.rank, code=message["code"])
 
     def _handle(self, host: Host, message: dict[str, Any]) -> None:
         if message["op"] == "run":

@@ -137,7 +137,9 @@ EXPECTED = {
 def with_a_good_test_after_each(source: str) -> str:
     """After each fault a test that passes when nothing is wrong with the session."""
     parts = source.split("@world_size(2)\n")
-    good = "@world_size(2)\ndef test_good_{}(group):\n    t = torch.ones(1)\n    dist.all_reduce(t)\n    assert t == 2\n\n"
+    good = (
+        "@world_size(2)\ndef test_good_{}(group):\n    t = torch.ones(1)\n    dist.all_reduce(t)\n    assert t == 2\n\n"
+    )
     text = parts[0]
     for index, part in enumerate(parts[1:]):
         text += f"@world_size(2)\n{part.rstrip()}\n\n" + good.format(index)
