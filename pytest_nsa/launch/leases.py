@@ -18,6 +18,7 @@ from pathlib import Path
 POLL_S = 0.05
 FIRST_WORD_S = 1.0
 NEXT_WORD_S = 15.0
+LAST_RANKS_S = 1.0
 
 
 def default_folder() -> Path:
@@ -56,6 +57,7 @@ class Broker:
     folder: Path
     kind: str
     names: Sequence[str]
+    _lent: set[str] = field(default_factory=set)
 
     def lease(self, count: int, *, share: bool, holder: str, say: Callable[[str], None]) -> Lease:
         """Wait for ``count`` of them. ``say`` is told what is waited for. Raises ValueError when there are not so many."""
@@ -78,6 +80,9 @@ class Broker:
 
     def clean_up(self) -> None:
         """Remove the files that nobody holds, whoever left them."""
+        deadline = time.monotonic() + LAST_RANKS_S
+        while not all(_Lock.is_free(self._use_path(name)) for name in self._lent) and time.monotonic() < deadline:
+            time.sleep(0.01)  # our own last ranks are on their way out
         for path in self.folder.glob(f"{self.kind}-*"):
             _Lock.is_free(path)
         with contextlib.suppress(OSError):
@@ -97,6 +102,7 @@ class Broker:
             if len(taken) == count:
                 for held in locks:
                     held.write(f"{os.getpid()} {holder}")
+                self._lent.update(taken)
                 uses = tuple(str(self._use_path(name)) for name in taken)
                 return Lease(names=tuple(taken), in_use=uses, _locks=locks)
         for lock in locks:

@@ -201,6 +201,9 @@ def test_leaves_a_child_and_a_daemon(group, artifacts):
         (artifacts / "child").write_text(str(start(1001)))
         (artifacts / "session").write_text(str(start(1002, start_new_session=True)))
         subprocess.run(["sh", "-c", "setsid sleep 1003 & echo $! > " + str(artifacts / "daemon")], check=True)
+        pid = (artifacts / "daemon").read_text().strip()
+        while not open(f"/proc/{pid}/cmdline").read().startswith("sleep"):
+            time.sleep(0.01)
 
 @world_size(2)
 def test_dies_and_leaves_a_child(group, artifacts):

@@ -248,7 +248,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Pat
     folder = tmp_path_factory.mktemp("faults")
     (folder / "test_example.py").write_text(HEADER + FAULTS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)],
         cwd=folder, text=True, capture_output=True, timeout=170,
     )  # fmt: skip
     return _result(folder, done), folder
@@ -377,7 +377,7 @@ def test_waits(group, artifacts):
 """
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tmp_path)],
         cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Ranks under xdist: every way to distribute, one zygote for all workers, groups that keep together."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pytest_nsa.testing import run_example
+
+SOURCE = """
+@pytest.mark.parametrize("n", range(6))
+@world_size(2)
+def test_many(group, n, artifacts):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+    (artifacts / "parent").write_text(str(os.getppid()))
+
+@pytest.mark.xdist_group("together")
+@pytest.mark.parametrize("n", range(3))
+@world_size(3)
+def test_group(group, n, worker, artifacts):
+    dist.barrier()
+    (artifacts / "worker").write_text(worker)
+    (artifacts / "parent").write_text(str(os.getppid()))
+
+@pytest.mark.xdist_group("together")
+@pytest.mark.parametrize("n", range(3))
+def test_group_on_the_host(n, artifacts):
+    (artifacts / "host_worker").write_text(os.environ["PYTEST_XDIST_WORKER"])
+
+@host_fixture(scope="session")
+def worker(): return os.environ["PYTEST_XDIST_WORKER"]
+
+class TestScope:
+    @world_size(2)
+    def test_a(self, group): assert group.rank == 0
+
+    @reuse
+    class TestShared:
+        @pytest.mark.parametrize("n", range(3))
+        @world_size(2)
+        def test_b(self, group, n): dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("mode", ["load", "loadgroup", "loadscope", "loadfile", "worksteal"])
+def test_every_way_to_distribute(pytester: pytest.Pytester, mode: str) -> None:
+    result = run_example(pytester, SOURCE, "-n2", f"--dist={mode}", "-p", "xdist")
+    assert result.outcomes == {"passed": 15, "failed": 1}
+    assert result.run is not None
+    assert len({path.read_text() for path in result.run.glob("*/parent")}) == 1  # one zygote
+    workers = {kind: {path.read_text() for path in result.run.glob(f"*/{kind}")} for kind in ("worker", "host_worker")}
+    if mode == "loadgroup" and len(workers["host_worker"]) == 1:
+        # Where xdist keeps plain tests of a group together (3.8.0 does not under pytest 9.2), ranked ones are too.
+        assert workers["worker"] == workers["host_worker"]
+    lines = [json.loads(line) for line in (result.run / "verdicts.jsonl").read_text().splitlines()]
+    assert not [line["nodeid"] for line in lines if "@" in line["nodeid"]]
+
+
+def test_the_shared_zygote_s_death_costs_the_tests_that_ran(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(1)
+def test_kills_the_zygote(group):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+@pytest.mark.parametrize("n", range(6))
+@world_size(2)
+def test_many(group, n): dist.barrier()
+"""
+    result = run_example(pytester, source, "-n2", "-p", "xdist")
+    assert result.outcomes["passed"] + result.outcomes["failed"] == 7
+    assert result.outcomes["failed"] in (1, 2)  # the one of each worker that ran at that moment
+
+
+def test_a_session_without_ranks_starts_no_zygote(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_it(): pass")
+    result = pytester.runpytest_subprocess("-n2", "-p", "xdist")
+    result.assert_outcomes(passed=1)
+    assert not (pytester.path / "artifacts").exists()
