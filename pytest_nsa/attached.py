@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -15,11 +16,18 @@ from pytest_nsa.needs import needs_of
 from pytest_nsa.settings import settings_key
 
 
-def become_follower(config: pytest.Config) -> Path:
+def become_follower(config: pytest.Config, artifacts: Path) -> Path:
     """Nothing of this process's is shown or kept. Returns the folder for its evidence, which the leader is sent."""
     config.option.xmlpath = None
-    folder = Path(tempfile.mkdtemp(prefix="pytest-nsa-follower-"))
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    artifacts.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=artifacts))
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty where the leader shares it
+            artifacts.rmdir()
+
+    config.add_cleanup(remove)
     return folder
 
 

@@ -27,11 +27,14 @@ folder_key = pytest.StashKey[Path]()
 
 
 class RankFailure(Exception):
-    """The test failed on its ranks. Carries the verdict and the evidence; its text is the report."""
+    """The test failed on its ranks. Carries the verdict, and the report's text.
 
-    def __init__(self, verdict: Verdict, evidence: Evidence) -> None:
+    Not the evidence: pytest keeps exceptions for the whole session, and boards are large.
+    """
+
+    def __init__(self, verdict: Verdict, report: str) -> None:
         Exception.__init__(self, verdict.reason)
-        self.verdict, self.evidence = verdict, evidence
+        self.verdict, self.report = verdict, report
 
 
 def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
@@ -40,14 +43,15 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -
     With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
     """
     bases: tuple[type[Exception], ...] = (RankFailure, bdb.BdbQuit) if shown else (RankFailure,)
+    report = text.failure(verdict, evidence)
     raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
     kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
-            return type("RankFailure", (*bases, kind), {})(verdict, evidence)
+            return type("RankFailure", (*bases, kind), {})(verdict, report)
         except TypeError:  # two bases whose layouts do not go together
             pass
-    return type("RankFailure", bases, {})(verdict, evidence)
+    return type("RankFailure", bases, {})(verdict, report)
 
 
 class RankedFunction(pytest.Function):
@@ -80,7 +84,9 @@ class RankedFunction(pytest.Function):
         if verdict.outcome == "SKIP":
             pytest.skip(verdict.reason)
         if verdict.failed:
-            raise rank_failure(verdict, evidence, shown=self.config.option.usepdb)
+            failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)
+            del evidence, failing  # the traceback keeps this frame
+            raise failure
 
     def _take_over(self, evidence: Evidence) -> None:
         """Properties that the body recorded; what the ranks printed, when it failed."""
@@ -103,7 +109,7 @@ class RankedFunction(pytest.Function):
         """The report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
         path, line, _ = self.reportinfo()
         place = ReprFileLocation(str(path), (line or 0) + 1, text.headline(error.verdict))
-        entry = ReprEntryNative([text.failure(error.verdict, error.evidence) + "\n"])
+        entry = ReprEntryNative([error.report + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
 
 

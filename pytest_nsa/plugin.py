@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     resolved = settings.resolve(config)
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     follows = resolved.outer is not None and resolved.outer.rank > 0
-    root = attached.become_follower(config) if follows else resolved.artifacts
+    root = attached.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
     config.stash[runner_key] = RankRunner(config, resolved, RunFolder(root, worker.get("nsa_run")))
     if resolved.zygote_fd is not None:
         from pytest_nsa.launch.zygote import ServeSession
