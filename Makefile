@@ -4,7 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 FAULT  ?=
 ARGS   ?=
-WORKERS ?= 4
+WORKERS ?= 3
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
@@ -31,7 +31,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist

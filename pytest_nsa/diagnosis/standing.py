@@ -11,6 +11,7 @@ from pytest_nsa.watch.stacks import Frame
 
 STOPS = ("deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
+STARVED = 0.15  # of a core, for a rank that is runnable at every look
 SILENT_S = 0.3  # the heartbeat beats every 0.05 s
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
@@ -67,7 +68,7 @@ def _why(rank: RankEvidence) -> tuple[str, str, float]:
             f"waits for a child process: {', '.join(process.get('children', ())) or 'unknown'}",
             0.85,
         )
-    if cpu >= BUSY:
+    if cpu >= BUSY or (process.get("wants_cpu") and cpu >= STARVED):
         return _why_busy(rank, frame)
     source = frame.source if frame else ""
     wchan = process.get("wchan", "")

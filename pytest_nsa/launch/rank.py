@@ -59,7 +59,7 @@ class RankProcess:
         self._held = hold_while_alive(job.in_use if job is not None else ())
         code = 0
         if job is None:
-            self._join()
+            self._join(forked_ahead=True)
             self._tell(op="joined")
             job = self._next_job()
         while job is not None:
@@ -143,7 +143,7 @@ class RankProcess:
         elif not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # DDP's errors then name parameters, not indices
 
-    def _join(self) -> None:
+    def _join(self, *, forked_ahead: bool = False) -> None:
         """Choose the device and form the group, once. Raises RuntimeError where there is no GPU to use."""
         if self._has_joined:
             return
@@ -160,13 +160,19 @@ class RankProcess:
             self.device = f"cuda:{local % torch.cuda.device_count()}"
             torch.cuda.set_device(self.device)
         dist.set_debug_level_from_env()
+        store = self._store()
         dist.init_process_group(
             self.spec.backend,
-            store=self._store(),
+            store=store,
             rank=self.number,
             world_size=self.spec.world_size,
             timeout=GROUP_TIMEOUT,
         )
+        if (
+            not forked_ahead
+        ):  # else the zygote waits for all. A rank whose test is short may be gone before another has joined
+            store.set(f"joined-{self.number}", "1")
+            store.wait([f"joined-{rank}" for rank in range(self.spec.world_size)], GROUP_TIMEOUT)
         self._has_joined = True
 
     def _store(self) -> dist.Store:

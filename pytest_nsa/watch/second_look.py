@@ -38,6 +38,7 @@ def sample_processes(pids: Mapping[int, int], evidence: Path) -> None:
 
 def _difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:
     facts = asdict(after)
+    facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
     facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
     return facts
