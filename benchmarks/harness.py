@@ -187,11 +187,13 @@ def measure(rounds: int, only: str | None) -> tuple[dict[str, list[float]], dict
     return times, missing
 
 
-def memory() -> dict[str, float]:
-    """MiB of a rank that has trained a step with DDP: all that is mapped in, and what is its own."""
+def memory_and_zygote() -> tuple[dict[str, float], str]:
+    """MiB of a rank that has trained a step with DDP (all that is mapped in; what is its own), and the zygote's own times."""
     with tempfile.TemporaryDirectory() as name:
         _pytest(Path(name), MEMORY.format())
-        return json.loads((Path(name) / "memory.json").read_text())
+        log = (Path(name) / "artifacts" / "latest" / "zygote.log").read_text()
+        said = next(line for line in log.splitlines() if line.startswith("zygote: "))
+        return json.loads((Path(name) / "memory.json").read_text()), said.removeprefix("zygote: ")
 
 
 def main() -> None:
@@ -211,8 +213,9 @@ def main() -> None:
         }
         for way in medians
     }  # fmt: skip
+    rank_mib, zygote = memory_and_zygote()
     figures = {
-        "ways": ways, "missing": missing, "rank_mib": memory(), "torch": torch.__version__,
+        "ways": ways, "missing": missing, "rank_mib": rank_mib, "zygote": zygote, "torch": torch.__version__,
         "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     print("| a two-rank test with | median ms | min | max | n | of the floor | of pytest-nsa |")
@@ -224,7 +227,7 @@ def main() -> None:
         )
     for way, why in missing.items():
         print(f"{way}: not measured: {why}")
-    print(f"memory of a rank after a DDP step, MiB: {figures['rank_mib']}")
+    print(f"memory of a rank after a DDP step, MiB: {rank_mib}\nthe zygote before its first rank: {zygote}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -8,6 +8,8 @@ def test_my_fixture(pytester):
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +50,22 @@ def run_example(
     """Write ``source`` behind HEADER as a test module, run pytest on it in a process of its own, read what it left."""
     pytester.path.joinpath(name).write_text(HEADER + textwrap.dedent(source), encoding="utf-8")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=timeout)
-    return read_result(pytester, result)
+    return read_result(pytester.path, result)
 
 
-def read_result(pytester: pytest.Pytester, result: pytest.RunResult) -> ExampleResult:
-    """The result of any run below ``pytester.path``; verdicts by the test's name without its file."""
-    latest = pytester.path / "artifacts" / "latest"
+def run_in(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult:
+    """Run pytest on what lies in ``folder``, in order: for a fixture of module scope, which has no pytester."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder), *arguments],
+        cwd=folder, text=True, capture_output=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    run = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
+    return read_result(folder, run)
+
+
+def read_result(folder: Path, result: pytest.RunResult) -> ExampleResult:
+    """The result of any run in ``folder``; verdicts by the test's name without its file."""
+    latest = folder / "artifacts" / "latest"
     run = latest.resolve() if latest.exists() else None
     verdicts = {}
     if run is not None and (run / "verdicts.jsonl").is_file():

@@ -65,6 +65,7 @@ class Zygote:
 
     def serve(self) -> None:
         """Preload, say that we are ready, and fork ranks until the first host has closed its end."""
+        began = time.monotonic()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -74,6 +75,8 @@ class Zygote:
         self._random = random.getstate()
         self._own = set(children())  # what collecting the tests has started is nobody's orphan
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
+        rest = time.monotonic() - began - self._importing_s
+        print(f"zygote: imports {self._importing_s:.3f} s, everything else {rest:.3f} s", flush=True)  # to its log
         self.first.channel.send(**self._greeting)
         while not self.first.channel.closed:
             for source in self._wait(wake_read):
@@ -116,8 +119,10 @@ class Zygote:
         """Import what ranks need and install the tracers; '' or the reason that ranks must not be forked from here."""
         threads = restless_threads()
         needs_late = any(LATE_FIXTURES.intersection(getattr(i, "fixturenames", ())) for i in self.items.values())
+        began = time.monotonic()
         for module in (*PRELOAD, *(LATE if needs_late else ())):
             importlib.import_module(module)
+        self._importing_s = time.monotonic() - began
         import torch
 
         from nsa.trace.session import installed

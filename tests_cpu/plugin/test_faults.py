@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_example
+from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
+from tests_cpu.plugin.leftovers import processes_below
 
 FAULTS = """
 class InBackward(torch.nn.Module):
@@ -230,36 +230,12 @@ EXPECTED = {
 }
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of processes whose working directory lies in ``folder``."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path]:
     """One session over all the faults; the tests below read what it left."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "test_example.py").write_text(HEADER + FAULTS)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)],
-        cwd=folder, text=True, capture_output=True, timeout=170,
-    )  # fmt: skip
-    return _result(folder, done), folder
-
-
-def _result(folder: Path, done: subprocess.CompletedProcess[str]) -> ExampleResult:
-    class Pytester:
-        path = folder
-
-    run = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
-    return read_result(Pytester(), run)  # type: ignore[arg-type]
+    return run_in(folder), folder
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -293,7 +269,7 @@ def test_the_session_goes_on_and_leaves_nothing(faults: tuple[ExampleResult, Pat
     result, folder = faults
     assert result.outcomes["passed"] == 5  # the healthy ones, slow as they are
     assert result.outcomes["failed"] == len(EXPECTED) + 1
-    assert processes_of(folder) == []
+    assert processes_below(folder) == []
 
 
 def test_stacks_are_in_the_folder_and_in_the_report(faults: tuple[ExampleResult, Path]) -> None:
@@ -393,9 +369,9 @@ def test_waits(group, artifacts):
     process.communicate(timeout=60)
     folder = next(run.glob("*test_waits*"))
     deadline = time.monotonic() + 20
-    while processes_of(tmp_path) and time.monotonic() < deadline:
+    while processes_below(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes_of(tmp_path) == []
+    assert processes_below(tmp_path) == []
     if sent != signal.SIGKILL:
         assert process.returncode == pytest.ExitCode.INTERRUPTED
         assert (folder / "result.txt").read_text() == "INTERRUPTED\n"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER, ExampleResult, read_result, run_example
+from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
+from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below
 
 FAULTS = """
 import ctypes, resource
@@ -146,39 +147,13 @@ def with_a_good_test_after_each(source: str) -> str:
     return text
 
 
-def ours_in_temporary_folders() -> set[str]:
-    return {p.name for folder in ("/tmp", "/dev/shm") for p in Path(folder).glob("*nsa*")}
-
-
-def processes_below(folder: Path) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        if entry.name == str(os.getpid()):
-            continue  # pytester has changed this process's own directory
-        try:
-            if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path, set[str]]:
     """One session over all of them."""
     folder = tmp_path_factory.mktemp("tough")
     (folder / "test_example.py").write_text(HEADER + with_a_good_test_after_each(FAULTS))
     before = ours_in_temporary_folders()
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)],
-        cwd=folder, text=True, capture_output=True, timeout=170, check=False,
-    )  # fmt: skip
-
-    class Pytester:
-        path = folder
-
-    run = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
-    return read_result(Pytester(), run), folder, ours_in_temporary_folders() - before  # type: ignore[arg-type]
+    return run_in(folder), folder, ours_in_temporary_folders() - before
 
 
 @pytest.mark.parametrize("name", EXPECTED)
