@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.launch.messages import Job
+from pytest_nsa.launch.parent import punch_hole
 from pytest_nsa.launch.start import peer_user
 
-KEPT_TAIL = 1 << 20
+BLOCK = 4096
 
 
 class LiveOutput:
@@ -46,7 +47,8 @@ class LiveOutput:
                     self._read[rank] = file.tell()
             except OSError:
                 continue
-            *lines, self._rest[rank] = (self._rest[rank] + data).split(b"\n")
+            # Where a flood is cut while it is read, zeros stand for what has gone.
+            *lines, self._rest[rank] = (self._rest[rank] + data.replace(b"\0", b"")).split(b"\n")
             self._show(rank, lines)
         return 0.0
 
@@ -64,39 +66,53 @@ class LiveOutput:
 
 
 class OutputLimit:
-    """Keeps each rank's output.log to a limit: its head and its tail; what is cut is said in between."""
+    """Keeps each rank's output.log to a limit: its head and its tail; what is cut is said in between.
+
+    While the rank writes, the middle of its file is given back to the file system as a hole, which disturbs no writer;
+    once it has ended, the file is rewritten without the hole.
+    """
 
     stop_reason = ""
 
     def __init__(self, job: Job, limit: int) -> None:
         self._limit = limit
         self._paths = [job.rank_folder(rank) / "output.log" for rank in range(job.world_size)]
-        self._cut = dict.fromkeys(self._paths, 0)
+        self._cut: dict[Path, int] = {}  # where the hole of a file ends
 
     def attend(self) -> float:
-        """Cut what has grown too long. The rank appends, so it goes on behind the cut."""
+        """Give back what has grown too long."""
         for path in self._paths:
             with contextlib.suppress(OSError):
-                if path.stat().st_size > self._limit:
-                    self._shorten(path)
+                status = path.stat()
+                if status.st_blocks * 512 > self._limit and status.st_size > self._limit:
+                    self._punch(path, status.st_size)
         return 0.0
 
     def finish(self) -> None:
-        """Cut for the last time."""
+        """Head, a line that says what was left out, tail."""
         self.attend()
+        for path, end in self._cut.items():
+            partial = path.with_name(".output.log.partial")
+            with path.open("rb") as old, partial.open("wb") as new:
+                new.write(old.read(self._head).rstrip(b"\0"))
+                size = old.seek(0, os.SEEK_END)
+                start = max(end, size - self._limit // 2)
+                note = f"[nsa: {start - self._head} bytes left out here: ranks_output_limit keeps {self._limit} bytes a rank]"
+                new.write(b"\n" + note.encode() + b"\n")
+                old.seek(start)
+                new.write(old.read().partition(b"\n")[2])
+            partial.replace(path)
+        self._cut.clear()
 
-    def _shorten(self, path: Path) -> None:
-        head = self._limit // 2
-        with path.open("r+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            tail_size = min(KEPT_TAIL, self._limit // 4)
-            file.seek(size - tail_size)
-            tail = file.read(tail_size)
-            file.truncate(head)
-        self._cut[path] += size - head - len(tail)
-        note = f"\n[nsa: {self._cut[path]} bytes left out here: ranks_output_limit keeps {self._limit} bytes a rank]\n"
-        with path.open("ab", buffering=0) as file:
-            file.write(note.encode() + tail.partition(b"\n")[2])
+    @property
+    def _head(self) -> int:
+        return self._limit // 2 // BLOCK * BLOCK
+
+    def _punch(self, path: Path, size: int) -> None:
+        end = (size - self._limit // 4) // BLOCK * BLOCK
+        with path.open("r+b") as file:
+            if punch_hole(file.fileno(), self._head, end - self._head):
+                self._cut[path] = end
 
 
 class Terminal:

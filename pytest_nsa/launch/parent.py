@@ -1,4 +1,4 @@
-"""Between parent and child: the child does not outlive the parent, and the parent ends the child with all it started."""
+"""What Python lacks of Linux: a child that does not outlive its parent, the end of a child's group, a hole in a file."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):  # in the moment before it has made its own group
         os.kill(pid, signal.SIGKILL)
+
+
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+
+
+def punch_hole(fd: int, start: int, length: int) -> bool:
+    """Give a range of a file back to the file system; it reads as zeros. False where the file system cannot."""
+    offset, size = ctypes.c_int64(start), ctypes.c_int64(length)
+    return _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, size) == 0
