@@ -64,8 +64,18 @@ def take_host_values(item: pytest.Item, values: dict[str, Any]) -> None:
     for name, definition in _definitions(item).items():
         encoded = values[name]
         value = Path(encoded["path"]) if "path" in encoded else encoded["value"]
-        definition.func, definition.argnames = (lambda value=value: value), ()
+        definition.func, definition.argnames = _returning(value), ()
     item.fixturenames[:] = _closure(item)
+
+
+def _returning(value: Any) -> Callable[[], Any]:
+    """A fixture function that still counts as the host's: ranks that are reused take the next test's value."""
+
+    def taken() -> Any:
+        return value
+
+    setattr(taken, _MARK, True)
+    return taken
 
 
 def _closure(item: pytest.Function) -> list[str]:

@@ -79,7 +79,7 @@ class RankedFunction(pytest.Function):
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")
         failing = [r for r in evidence.ranks if not r.passed]
-        if failing and all(r.xfailed is not None for r in failing):
+        if failing and all(r.xfailed is not None and not r.exceptions for r in failing) and not evidence.stop:
             pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
             pytest.skip(verdict.reason)

@@ -21,6 +21,10 @@ class Resources:
         self._leases: dict[str, Lease] = {}
         self._brokers: dict[str, Broker] = {}
 
+    def holds_for_others(self, needs: Needs) -> bool:
+        """Whether something is kept here for ranks that stayed, which a test of these needs cannot use."""
+        return self._for is not None and needs != self._for and bool(self._leases)
+
     def take(self, needs: Needs, test: str) -> dict[str, Lease]:
         """Wait for what ``test`` needs; what the tests before it left to it is used again. Cores before GPUs, for all tests."""
         if self._for is not None and needs != self._for:

@@ -84,7 +84,8 @@ class RankRunner:
         try:
             launcher.wait_until_ready()
         except UnfitError as error:
-            self.close()
+            launcher.close()  # what has been leased for this test stays leased
+            self._launcher = None
             self._plan = start.LaunchPlan(kind="cold", description=f"cold: a new interpreter a rank ({error})")
             self.folder.tell(f"slow: every rank is a new interpreter, because {error}")
             launcher = self.launcher(session)
@@ -109,6 +110,8 @@ class RankRunner:
         folder = self.folder.test_folder(name or safe_name(nodeid))
         limit = timeout or self.settings.timeout
         needs = needs_of(item, self.settings)
+        if self.resources.holds_for_others(needs) and self._launcher is not None:
+            self._launcher.kill()  # ranks that stayed for a test that did not come hold what we are about to wait for
         leases = self.resources.take(needs, nodeid)
         job = Job(
             nodeid=nodeid,

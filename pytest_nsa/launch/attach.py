@@ -13,7 +13,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from pytest_nsa.settings import OuterLauncher
 
 MEET_S = 600.0  # for all processes to collect their tests
 PUSH_S = 0.25  # between two looks that a follower sends
+START_S = 120.0
 SILENT_S = 10.0  # after which a process that sends nothing is taken for dead
 EVIDENCE_S = 15.0
 BYE_S = 5.0
@@ -126,17 +127,19 @@ class Attachment:
         """Run this process's rank of ``job``, as leader or follower."""
         key = str(self._count)
         if self.leads:
-            self.wire.put(f"{key}/go", job.nodeid)
+            self.wire.put(f"{key}/go", {"nodeid": job.nodeid, "seed": job.seed})
             leading = LeaderLauncher(launcher, self.wire, key, job)
             RanksRun(job, leading, limits, attendants, ranks=range(job.world_size)).run()
             leading.gather()
             return
         go = self.wire.wait(f"{key}/go", MEET_S, or_key="end")
-        if isinstance(go, dict):
+        if "exit_status" in go:
             pytest.exit(f"rank 0 has ended its session ({go['exit_status']})", returncode=go["exit_status"])
-        if go != job.nodeid:
-            pytest.exit(f"rank {self.outer.rank} is at {job.nodeid}, rank 0 at {go}", returncode=4)
+        if go["nodeid"] != job.nodeid:
+            pytest.exit(f"rank {self.outer.rank} is at {job.nodeid}, rank 0 at {go['nodeid']}", returncode=4)
+        job = replace(job, seed=go["seed"])
         follower = Follower(self.wire, key, job, self.outer.rank, launcher)
+        follower.attend()  # the leader knows from now on that this process is there
         endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0)
         try:
             RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
@@ -177,6 +180,8 @@ class LeaderLauncher:
     def __init__(self, inner: Launcher, wire: Wire, key: str, job: Job) -> None:
         self.inner, self.wire, self.key, self.job = inner, wire, key, job
         self.others = [rank for rank in range(job.world_size) if rank != job.only]
+        self._lost: set[int] = set()
+        self.lost: Collection[int] = self._lost
         self._gone: set[int] = set()
         self._beats: dict[int, tuple[Any, float]] = {}
 
@@ -204,6 +209,7 @@ class LeaderLauncher:
                     Path(self.job.folder) / "host.jsonl",
                     {"event": "silent", "time": time.time(), "rank": rank, "seconds": SILENT_S},
                 )
+                self._lost.add(rank)
                 status = 9
             if status is not None:
                 self._gone.add(rank)
@@ -219,7 +225,8 @@ class LeaderLauncher:
             if look["board"]:
                 _write_beside(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
             return False
-        return time.monotonic() - since > SILENT_S
+        patience = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
+        return time.monotonic() - since > patience
 
     def signal(self, rank: int, number: int) -> None:
         if rank == self.job.only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -44,7 +44,12 @@ class Attendant(Protocol):
 
 
 class Launcher(Protocol):
-    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`)."""
+    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`).
+
+    ``lost`` are ranks whose whole node has gone: whatever their status says, we did not end them.
+    """
+
+    lost: Collection[int]
 
     def expect(self, spec: CrewSpec | None) -> None:
         """What ranks the test after the next job will need (None: unknown): they may be made ready meanwhile."""
@@ -185,7 +190,8 @@ class RanksRun:
         for rank, status in self.launcher.exits(timeout).items():
             self.statuses[rank] = status
             code = os.waitstatus_to_exitcode(status)
-            self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=bool(self._ended_by))
+            by_us = bool(self._ended_by) and rank not in self.launcher.lost
+            self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
 
     def _stop(self, reason: str) -> None:
         """Classify first, dump second: a signal may wake the very call that hung."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ CLOSE_S = 3.0
 
 class ZygoteLauncher:
     """Asks a zygote. ``pid`` is the zygote's where it is a child of this process, else 0: it serves others too."""
+
+    lost: Collection[int] = ()
 
     def __init__(self, channel: Channel, pid: int, log: Path, process: subprocess.Popen[bytes] | None = None) -> None:
         self.channel, self.pid, self.log = channel, pid, log
@@ -114,6 +117,8 @@ class ZygoteLauncher:
 
 class ColdLauncher:
     """A new interpreter a rank, which collects the tests again: slow, and free of whatever this process has done."""
+
+    lost: Collection[int] = ()
 
     def __init__(self, config: pytest.Config, arguments: list[str]) -> None:
         self.cwd = config.invocation_params.dir

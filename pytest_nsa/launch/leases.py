@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,8 @@ def default_folder() -> Path:
         else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
     )
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    status = folder.lstat()  # not what a link of somebody else's leads to
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder}: belongs to another user; remove it, or set XDG_RUNTIME_DIR")
     return folder
 
@@ -131,7 +133,8 @@ class Broker:
         """A place in the queue, for as long as this process waits."""
         path = self.folder / f"{self.kind}-ticket-{time.time_ns():020d}-{os.getpid()}"
         lock = _Lock(path)
-        lock.try_lock(share=False)
+        while not lock.try_lock(share=False):  # somebody looks whether it is free
+            time.sleep(0.001)
         try:
             yield path
         finally:

@@ -16,6 +16,7 @@ import pytest
 from pytest_nsa.launch.context import RankContext
 from pytest_nsa.launch.record import record_exception
 
+_INNER = "_nsa_inner"
 PATIENCE_S = 3.0  # for the others to come to the end of an example that failed here: they may be stuck without us
 
 
@@ -32,12 +33,18 @@ def is_hypothesis_test(item: pytest.Item) -> bool:
     return hasattr(getattr(item, "obj", None), "hypothesis")
 
 
+def _function(item: Any) -> Any:
+    """The function that @given made; of a method, what it is bound from."""
+    return getattr(item.obj, "__func__", item.obj)
+
+
 def relax(item: Any) -> None:
     """No clock may decide on one rank, and on the host hypothesis may not make the ranks' fixtures to look at them."""
     import hypothesis
 
-    item.obj._hypothesis_internal_use_settings = hypothesis.settings(
-        parent=item.obj._hypothesis_internal_use_settings,
+    test = _function(item)
+    test._hypothesis_internal_use_settings = hypothesis.settings(
+        parent=test._hypothesis_internal_use_settings,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
@@ -48,11 +55,13 @@ def prepare(ctx: RankContext, item: Any) -> None:
     import hypothesis
     import torch.distributed as dist
 
-    test = item.obj
+    test = _function(item)
     hypothesis.seed(ctx.job.seed)(test)  # this takes the database out too
     relax(item)
-    inner = test.hypothesis.inner_test
-    store = dist.PrefixStore(f"examples-{ctx.job.created}", dist.distributed_c10d._get_default_store())
+    inner = getattr(
+        test.hypothesis.inner_test, _INNER, test.hypothesis.inner_test
+    )  # a reused rank has wrapped it before
+    store = dist.PrefixStore(f"examples-{ctx.job.seed}", dist.distributed_c10d._get_default_store())
     count = 0
 
     @wraps(inner)
@@ -70,6 +79,7 @@ def prepare(ctx: RankContext, item: Any) -> None:
         if failed:
             raise ExampleFailed(f"the example failed on rank{'s' * (len(failed) > 1)} {', '.join(failed)}") from error
 
+    setattr(in_step, _INNER, inner)
     test.hypothesis.inner_test = in_step
 
 

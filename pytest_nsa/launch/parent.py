@@ -11,11 +11,11 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends; at once if ``parent`` has gone already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that forked it ends; at once if ``parent`` has gone already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def kill_group(pid: int) -> None:

@@ -76,7 +76,8 @@ class RankProcess:
         """The next one; None when the zygote has gone."""
         while self.control is not None and not self.control.closed:
             for message in self.control.receive(None):
-                return Job.from_json(message["job"])
+                if "job" in message:  # else a late answer to a request that was given up
+                    return Job.from_json(message["job"])
         return None
 
     def _run(self, job: Job) -> int:

@@ -136,7 +136,12 @@ class RankRecorder:
     def begin(self, ctx: RankContext) -> None:
         """Another test."""
         self.ctx = ctx
-        self.passed = True
+        self._outcomes: set[str] = set()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the test was run, and nothing of it failed."""
+        return bool(self._outcomes) and "failed" not in self._outcomes
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
@@ -158,7 +163,7 @@ class RankRecorder:
             # The text is all that anybody reads of a failure; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
             append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
-        self.passed = self.passed and not report.failed
+        self._outcomes.add(report.outcome)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
         if self.config.option.usepdb and call.excinfo is not None:

@@ -62,6 +62,7 @@ class Zygote:
         self.listener = listener
         self._count = 0
         self._late: set[str] = set()  # what ranks had to import
+        self._is_ended = False
 
     def serve(self) -> None:
         """Preload, say that we are ready, and fork ranks until the first host has closed its end."""
@@ -70,6 +71,9 @@ class Zygote:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         become_subreaper()
+        # Not SIGKILL: what the ranks have started does not die with them, and somebody must end it.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_ended", True))
+        die_with(os.getppid(), signal.SIGTERM)
         refusal = self._preload()
         _freeze()
         self._random = random.getstate()
@@ -78,7 +82,7 @@ class Zygote:
         rest = time.monotonic() - began - self._importing_s
         print(f"zygote: imports {self._importing_s:.3f} s, everything else {rest:.3f} s", flush=True)  # to its log
         self.first.channel.send(**self._greeting)
-        while not self.first.channel.closed:
+        while not self.first.channel.closed and not self._is_ended:
             for source in self._wait(wake_read):
                 if isinstance(source, Host):
                     self._hear_host(source)
@@ -152,8 +156,11 @@ class Zygote:
         host.channel.send(**self._greeting)
 
     def _hear_host(self, host: Host) -> None:
-        for message in host.channel.receive(0):
-            self._handle(host, message)
+        try:
+            for message in host.channel.receive(0):
+                self._handle(host, message)
+        except ValueError:  # it was interrupted in the middle of a line
+            host.channel.shut_down()
         if host.channel.closed and host is not self.first:
             self._drop(host)
 
@@ -172,11 +179,17 @@ class Zygote:
 
     def _handle(self, host: Host, message: dict[str, Any]) -> None:
         if message["op"] == "run":
-            self._start(host, message["number"], Job.from_json(message["job"]))
+            try:
+                self._start(host, message["number"], Job.from_json(message["job"]))
+            except Exception as error:  # no process, descriptor or disk space left; or a module that fails to import
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {error}"
+                host.channel.send(op="refused", number=message["number"], reason=reason)
+                return
             if message["ahead"] is not None and host.ahead is None:
-                host.ahead = self._fork(
-                    host, CrewSpec.from_json(message["ahead"]), Path(message["job"]["folder"]).parent
-                )
+                with contextlib.suppress(OSError):  # the test itself will say what is wrong
+                    run = Path(message["job"]["folder"]).parent
+                    host.ahead = self._fork(host, CrewSpec.from_json(message["ahead"]), run)
         elif host.current is not None and host.current.number == message["number"]:
             if message["op"] == "kill":
                 host.current.pending = None
@@ -241,8 +254,12 @@ class Zygote:
         folder.mkdir(parents=True)
         crew = Crew(spec, folder / "store")
         parent = os.getpid()
-        crew.fork(lambda rank, control: self._become_rank(parent, rank, crew, control, job), job)
         host.crews.append(crew)
+        try:
+            crew.fork(lambda rank, control: self._become_rank(parent, rank, crew, control, job), job)
+        except OSError:
+            crew.kill()
+            raise
         return crew
 
     def _become_rank(self, parent: int, rank: int, crew: Crew, control: Channel, job: Job | None) -> None:

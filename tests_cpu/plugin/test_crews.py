@@ -133,6 +133,24 @@ def test_after(group): dist.barrier()
     assert (stalled.cause, stalled.ranks) == ("skipped_collective", (1,))
 
 
+def test_shared_ranks_take_each_test_s_own_host_values(pytester: pytest.Pytester) -> None:
+    source = """
+made = []
+
+@host_fixture(scope="function")
+def number():
+    made.append(1)
+    return len(made)
+
+@reuse
+class TestShared:
+    @pytest.mark.parametrize("n", [1, 2, 3])
+    @world_size(2)
+    def test_it(self, group, n, number): assert number == n
+"""
+    assert run_example(pytester, source).outcomes == {"passed": 3}
+
+
 def test_reuse_on_a_function_is_refused(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, "@reuse\n@world_size(2)\ndef test_it(group): pass")
     assert result.returncode == pytest.ExitCode.USAGE_ERROR

@@ -54,6 +54,24 @@ def test_hypothesis_draws_the_same_examples_and_shrinks_in_step(pytester: pytest
     assert early.reason.startswith("AssertionError: assert (1 == 0 or ")
 
 
+def test_hypothesis_drives_methods_too(pytester: pytest.Pytester) -> None:
+    source = """
+from hypothesis import given, settings, strategies as st
+
+@reuse
+class TestClass:
+    @pytest.mark.parametrize("n", range(2))
+    @settings(max_examples=5)
+    @given(x=st.integers(0, 9))
+    @world_size(2)
+    def test_it(self, group, n, x):
+        total = torch.tensor(float(x))
+        dist.all_reduce(total)
+        assert total.item() == 2 * x
+"""
+    assert run_example(pytester, source).outcomes == {"passed": 2}
+
+
 COVERED = """
 def on_ranks(rank):
     if rank == 1:
@@ -176,12 +194,20 @@ def test_one_fails_and_both_are_torn_down(group, torn_down):
 
 @world_size(2)
 def test_fail(group): pytest.fail("because", pytrace=False)
+
+@pytest.fixture
+def breaks_in_teardown():
+    yield
+    raise RuntimeError("after the xfail")
+
+@world_size(2)
+def test_xfail_hides_no_broken_teardown(group, breaks_in_teardown): pytest.xfail("known")
 """
 
 
 def test_pytest_s_own_facilities(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, EVERYTHING)
-    assert result.outcomes == {"passed": 7, "failed": 4, "warnings": 1}
+    assert result.outcomes == {"passed": 7, "failed": 5, "warnings": 1}
     text = result.stdout
     assert "--- ranks 0-3 ---" in text  # the same failure, once
     assert text.count("| ValueError: one") == 1

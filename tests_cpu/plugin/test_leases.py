@@ -143,6 +143,28 @@ def test_all(group): assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert {entry["gpus"] for entry in notes(result)} == {"0"}
 
 
+def test_ranks_that_stayed_for_a_skipped_test_give_back_their_gpus(
+    pytester: pytest.Pytester, lease_folder: Path
+) -> None:
+    source = """
+@reuse
+class TestShared:
+    @gpu(count=1)
+    @world_size(2)
+    def test_a(self, group): pass
+
+    @pytest.mark.skip(reason="not today")
+    @gpu(count=1)
+    @world_size(2)
+    def test_b(self, group): pass
+
+@gpu(count=4)
+@world_size(2)
+def test_all(group): pass
+"""
+    assert run_example(pytester, source).outcomes == {"passed": 2, "skipped": 1}
+
+
 def test_ranks_are_pinned_to_the_cores_that_were_lent(pytester: pytest.Pytester, lease_folder: Path) -> None:
     source = (
         NOTE
