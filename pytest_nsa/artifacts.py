@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ def safe_name(nodeid: str) -> str:
     return f"{plain[-MAX_NAME:].strip('-.')}-{digest}"
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside and rename, so that a reader sees the old file or the new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
     partial.replace(path)
 
 
@@ -37,6 +38,21 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         os.write(fd, (json.dumps(record) + "\n").encode())
     finally:
         os.close(fd)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """What `append_line` wrote; a torn line (the writer was killed) is passed over, and so is a file that is not there."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 class RunFolder:
@@ -113,9 +129,7 @@ class RunFolder:
 
     def notices(self) -> list[str]:
         """What `tell` was told, by any worker."""
-        path = self.path / "notices.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return list(dict.fromkeys(json.loads(line)["text"] for line in lines))
+        return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / "notices.jsonl")))
 
 
 def discard(folder: Path) -> None:

@@ -172,10 +172,6 @@ class DebuggerServer:
     def finish(self) -> None:
         """Nothing is left to do."""
 
-    def close(self) -> None:
-        """No more ranks will ask."""
-        self._listener.close()
-
     def _relay(self, connection: socket.socket) -> None:
         sources: list[socket.socket | int] = [connection, 0]
         while True:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.artifacts import read_lines
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.watch.board import BoardReader, BoardSnapshot
 from pytest_nsa.watch.stacks import ThreadStack, parse_dump, telling_thread
@@ -132,7 +132,7 @@ class Evidence:
 def load(folder: Path) -> Evidence:
     """Read a test's folder. Raises FileNotFoundError when it holds no job.json."""
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    host = list(_lines(folder / "host.jsonl"))
+    host = list(read_lines(folder / "host.jsonl"))
     stop = next((e for e in host if e["event"] == "stop"), {})
     ended = next((e for e in host if e["event"] == "ended"), {})
     started = next((e["time"] for e in host if e["event"] == "started"), job.created)
@@ -151,7 +151,7 @@ def load(folder: Path) -> Evidence:
 
 
 def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvidence:
-    events = list(_lines(folder / "events.jsonl"))
+    events = list(read_lines(folder / "events.jsonl"))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
     # The signal that asks for a stack may wake the very call that hung: what the rank did from then on tells nothing.
@@ -186,8 +186,8 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         process=next((e for e in host if e["event"] == "process" and e["rank"] == rank), {}),
         threads=parse_dump(_text(folder / "stacks.txt")),
         fatal=parse_dump(_text(folder / "fatal.txt")),
-        reports=tuple(_lines(folder / "reports.jsonl")),
-        heartbeats=tuple(_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
+        reports=tuple(read_lines(folder / "reports.jsonl")),
+        heartbeats=tuple(read_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
@@ -202,17 +202,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, a line each; a torn line (the writer was killed) is passed over."""
-    for line in _text(path).splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
 
 
 def find_test_folders(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.artifacts import append_line
+from pytest_nsa.artifacts import append_line, read_lines, write_atomically
 from pytest_nsa.launch.host import Attendant, Launcher, Limits, RanksRun
 from pytest_nsa.launch.messages import CrewSpec, Job
 from pytest_nsa.settings import OuterLauncher
@@ -223,7 +223,7 @@ class LeaderLauncher:
         if look is not None and look["count"] != count:
             self._beats[rank] = (look["count"], time.monotonic())
             if look["board"]:
-                _write_beside(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
+                write_atomically(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
             return False
         patience = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
         return time.monotonic() - since > patience
@@ -252,7 +252,7 @@ class LeaderLauncher:
             folder = self.job.rank_folder(rank)
             for name, data in sent["files"].items():
                 if name in _FILES:
-                    _write_beside(folder / name, base64.b64decode(data))
+                    write_atomically(folder / name, base64.b64decode(data))
             for fact in sent["process"]:
                 append_line(Path(self.job.folder) / "host.jsonl", fact)
 
@@ -287,17 +287,13 @@ class Follower:
 
     def send_everything(self) -> None:
         """The exit status, then every file of evidence."""
-        host = _lines(Path(self.job.folder) / "host.jsonl")
+        host = list(read_lines(Path(self.job.folder) / "host.jsonl"))
         ended = next((e for e in host if e["event"] == "exit"), {"code": 1, "signal": 0})
         folder = self.job.rank_folder(self.rank)
         files = {name: _encoded(folder / name) for name in _FILES if (folder / name).is_file()}
         process = [e for e in host if e["event"] == "process"]
         self.wire.put(f"{self.key}/exit/{self.rank}", ended["signal"] or ended["code"] << 8)
         self.wire.put(f"{self.key}/evidence/{self.rank}", {"files": files, "process": process})
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _encoded(path: Path) -> str:
@@ -308,9 +304,3 @@ def _encoded(path: Path) -> str:
             return base64.b64encode(file.read()).decode()
     except OSError:
         return ""
-
-
-def _write_beside(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
 _MAX_ROUNDS = 100
-
-
-def become_subreaper() -> None:
-    """Have the kernel give this process the orphans among its descendants, which would be init's otherwise."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> list[int]:

@@ -15,9 +15,8 @@ from typing import Any, Literal
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job
 from pytest_nsa.launch.parent import kill_group
 
-JOIN_S = (
-    10.0  # for ranks forked ahead to form their group, once they are wanted; fresh ones leave evidence of what is wrong
-)
+# For ranks forked ahead to form their group, once they are wanted; fresh ones leave evidence of what is wrong.
+JOIN_S = 10.0
 
 
 @dataclass

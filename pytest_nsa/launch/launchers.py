@@ -102,9 +102,8 @@ class ZygoteLauncher:
         for message in messages:
             if message["op"] == "exited":
                 self._exits[message["rank"]] = message["status"]
-            elif (
-                message["op"] == "finished"
-            ):  # it has nothing more to do; that its process ends is the zygote's business
+            # A finished rank has nothing more to do; that its process ends is the zygote's business.
+            elif message["op"] == "finished":
                 self._exits[message["rank"]] = message["code"] << 8
         if self.channel.closed:
             raise LaunchError(f"the process that starts the ranks has ended{self._log_tail()}")

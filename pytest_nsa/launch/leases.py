@@ -205,12 +205,10 @@ class _Lock:
         return True
 
 
-def hold_while_alive(paths: Sequence[str]) -> list[int]:
-    """In a rank: mark resources as in use for as long as this process lives. Returns the descriptors that do it."""
-    held = []
-    for path in paths:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        held.append(fd)
+def hold_while_alive(paths: Sequence[str]) -> list[_Lock]:
+    """In a rank: mark resources as in use for as long as this process lives and keeps what is returned."""
+    held = [_Lock(Path(path)) for path in paths]
+    for lock in held:
+        while not lock.try_lock(share=True):  # somebody looks whether it is free
+            time.sleep(0.001)
     return held

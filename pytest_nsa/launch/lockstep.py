@@ -58,9 +58,8 @@ def prepare(ctx: RankContext, item: Any) -> None:
     test = _function(item)
     hypothesis.seed(ctx.job.seed)(test)  # this takes the database out too
     relax(item)
-    inner = getattr(
-        test.hypothesis.inner_test, _INNER, test.hypothesis.inner_test
-    )  # a reused rank has wrapped it before
+    inner = test.hypothesis.inner_test
+    inner = getattr(inner, _INNER, inner)  # a reused rank has wrapped it before
     store = dist.PrefixStore(f"examples-{ctx.job.seed}", dist.distributed_c10d._get_default_store())
     count = 0
 

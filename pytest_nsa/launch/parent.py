@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -16,6 +16,11 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def become_subreaper() -> None:
+    """Have the kernel give this process the orphans among its descendants, which would be init's otherwise."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_group(pid: int) -> None:

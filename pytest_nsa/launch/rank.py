@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, TextIO
 import pytest
 
 from pytest_nsa.launch import cover, replay
-from pytest_nsa.launch.children import become_subreaper, end_leftovers
+from pytest_nsa.launch.children import end_leftovers
 from pytest_nsa.launch.context import RankContext, become
 from pytest_nsa.launch.leases import hold_while_alive
 from pytest_nsa.launch.messages import DUMP_SIGNAL, Channel, CrewSpec, Job
+from pytest_nsa.launch.parent import become_subreaper
 from pytest_nsa.launch.record import record, record_exception
 
 if TYPE_CHECKING:
@@ -169,9 +170,8 @@ class RankProcess:
             world_size=self.spec.world_size,
             timeout=GROUP_TIMEOUT,
         )
-        if (
-            not forked_ahead
-        ):  # else the zygote waits for all. A rank whose test is short may be gone before another has joined
+        # A rank whose test is short may be gone before another has joined; of those forked ahead the zygote waits for all.
+        if not forked_ahead:
             store.set(f"joined-{self.number}", "1")
             store.wait([f"joined-{rank}" for rank in range(self.spec.world_size)], GROUP_TIMEOUT)
         self._has_joined = True

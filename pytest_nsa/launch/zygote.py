@@ -25,10 +25,10 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.launch.children import become_subreaper, children, end_orphans
+from pytest_nsa.launch.children import children, end_orphans
 from pytest_nsa.launch.crew import Crew, Member
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job, plain_nodeid
-from pytest_nsa.launch.parent import die_with, kill_group
+from pytest_nsa.launch.parent import become_subreaper, die_with, kill_group
 from pytest_nsa.launch.rank import LATE, RankProcess, listen_to_traces
 from pytest_nsa.launch.replay import prepare
 from pytest_nsa.launch.start import peer_user
@@ -215,7 +215,7 @@ class Zygote:
         if stayed is not None:
             stayed.kill()
         ahead, host.ahead = host.ahead, None
-        if ahead is not None and ahead.fits(job) and not ahead.reuse:
+        if ahead is not None and ahead.fits(job):
             ahead.number, ahead.pending, ahead.pending_since = number, job, time.monotonic()
             host.current = ahead
             self._settle(host, ahead)
@@ -347,7 +347,6 @@ class ServeSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        die_with(os.getppid())
         # A child cannot speak to the terminal: what it collected is in the hosts' hands already.
         Zygote(by_nodeid(session.items), self.first, self.listener).serve()
         return True
