@@ -17,6 +17,7 @@ def body(rank: int, store: str) -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

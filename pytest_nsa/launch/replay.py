@@ -77,11 +77,8 @@ def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
 
 def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     config = item.config
-    recorder = config.pluginmanager.getplugin(_RECORDER)
-    if recorder is None:
-        _make_config_a_ranks(config)
-        recorder = RankRecorder(ctx, config)
-        config.pluginmanager.register(recorder, _RECORDER)
+    make_ranks_config(config)
+    recorder: RankRecorder = config.pluginmanager.getplugin(_RECORDER)
     recorder.begin(ctx)
     if ctx.job.tmp:
         _share_temporary_folder(config, Path(ctx.job.tmp))
@@ -93,8 +90,10 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
     return recorder.passed
 
 
-def _make_config_a_ranks(config: pytest.Config) -> None:
-    """Once a process: no capture by pytest, no plugins that are the host's."""
+def make_ranks_config(config: pytest.Config) -> None:
+    """Once, best before ranks are forked: no capture by pytest, no plugins that are the host's, and our recorder."""
+    if config.pluginmanager.hasplugin(_RECORDER):
+        return
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         # Output belongs in this rank's file as it is written, not in a buffer that dies with the rank.
@@ -110,6 +109,7 @@ def _make_config_a_ranks(config: pytest.Config) -> None:
     config.option.runxfail = True  # the host applies xfail to the test as a whole
     for name in HOST_PLUGINS:
         config.pluginmanager.unregister(name=name)
+    config.pluginmanager.register(RankRecorder(config), _RECORDER)
 
 
 def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
@@ -129,9 +129,10 @@ def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
 class RankRecorder:
     """Writes down each exception and report of the test the moment it is known, before teardown can hang."""
 
-    def __init__(self, ctx: RankContext, config: pytest.Config) -> None:
+    ctx: RankContext
+
+    def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.begin(ctx)
 
     def begin(self, ctx: RankContext) -> None:
         """Another test."""

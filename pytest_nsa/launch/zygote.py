@@ -30,7 +30,7 @@ from pytest_nsa.launch.crew import Crew, Member
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job, plain_nodeid
 from pytest_nsa.launch.parent import become_subreaper, die_with, kill_group
 from pytest_nsa.launch.rank import LATE, RankProcess, listen_to_traces
-from pytest_nsa.launch.replay import prepare
+from pytest_nsa.launch.replay import make_ranks_config, prepare
 from pytest_nsa.launch.start import peer_user
 from pytest_nsa.watch.process import restless_threads
 
@@ -75,7 +75,9 @@ class Zygote:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_ended", True))
         die_with(os.getppid(), signal.SIGTERM)
         refusal = self._preload()
-        _freeze()
+        for config in {id(item.config): item.config for item in self.items.values()}.values():
+            make_ranks_config(config)
+        gc.freeze()  # pages that no garbage collection touches stay shared with the ranks
         self._random = random.getstate()
         self._own = set(children())  # what collecting the tests has started is nobody's orphan
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
@@ -202,7 +204,7 @@ class Zygote:
             for module in sorted(self._late):
                 importlib.import_module(module)
             self._late.clear()
-            _freeze()
+            gc.freeze()
         try:
             prepare(job, self.items)
         except LookupError as error:
@@ -325,12 +327,6 @@ class Zygote:
         host.crews.clear()
         self._end_orphans()
         self.hosts.remove(host)
-
-
-def _freeze() -> None:
-    """Pages that no garbage collection touches stay shared with the ranks."""
-    gc.collect()
-    gc.freeze()
 
 
 def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
