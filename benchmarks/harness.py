@@ -177,7 +177,9 @@ def measure(rounds: int, only: str | None) -> tuple[dict[str, list[float]], dict
         _floor_once(folder)
         for number in range(rounds):
             for way, run, count in WAYS:
-                if (way in failed and way not in times) or (only and only not in way and way not in ("floor", "pytest-nsa")):
+                if (way in failed and way not in times) or (
+                    only and only not in way and way not in ("floor", "pytest-nsa")
+                ):
                     continue
                 try:
                     times.setdefault(way, []).extend(run(folder, count))

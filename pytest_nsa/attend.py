@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import socket
 import sys
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.launch import sockets
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.launch.parent import punch_hole
-from pytest_nsa.launch.start import peer_user
 
 BLOCK = 4096
 
@@ -137,16 +136,13 @@ class Terminal:
 
 
 class DebuggerServer:
-    """Lends the terminal to the first rank of a job that asks for it: a socket that only this user's processes may use."""
+    """Lends the terminal to the first rank of a job that asks for it: at a socket of this user's."""
 
     stop_reason = ""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self.name = f"pytest-nsa-debug-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + self.name)
-        self._listener.listen(16)
+        self.name, self._listener = sockets.listen("debugger")
         self.once = False  # post mortem: one rank a test
         self._served = 0
 
@@ -158,9 +154,11 @@ class DebuggerServer:
         """Serve a rank that asks; the others wait for it in their next collective."""
         if not select.select([self._listener], [], [], 0)[0]:
             return 0.0
-        connection, _ = self._listener.accept()
+        connection = sockets.accept(self._listener)
+        if connection is None:
+            return 0.0
         with connection:
-            if peer_user(connection) != os.getuid() or (self.once and self._served):
+            if self.once and self._served:
                 return 0.0
             self._served += 1
             began = time.monotonic()

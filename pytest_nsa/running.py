@@ -223,7 +223,14 @@ class RankRunner:
         except LaunchError as error:
             self.close()  # the next test gets a new one
             append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})
+            if self.attachment is not None:
+                self.attachment.refuse(str(error))
         except KeyboardInterrupt:
+            if not (folder / "host.jsonl").is_file():  # no rank had been started
+                append_line(
+                    folder / "host.jsonl",
+                    {"event": "stop", "time": time.time(), "reason": "interrupted", "moved": True},
+                )
             self.record(folder, _conclude(folder, keep=True)[0])
             raise
         return _conclude(folder, keep=keep)

@@ -16,6 +16,7 @@ LAUNCHES = ("auto", "fork", "clean", "cold")
 ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
 LISTENER_FD = "PYTEST_NSA_LISTENER_FD"
 COLD_JOB = "PYTEST_NSA_COLD_JOB"
+COVERAGE = "PYTEST_NSA_COVERAGE"  # what it is to measure, where pytest-cov does
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +209,17 @@ def child_environment(**extra: str) -> dict[str, str]:
     }
     mine.pop("PYTEST_CURRENT_TEST", None)
     return {**mine, **extra}
+
+
+def coverage_of_child() -> str:
+    """What a child pytest of ours is to measure, as its parent said; '' for nothing."""
+    return os.environ.get(COVERAGE, "")
+
+
+def runtime_folder() -> Path | None:
+    """Where this user's processes keep what lives no longer than they; None where the system names no such place."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) if base and os.access(base, os.W_OK) else None
 
 
 def outer_environment() -> dict[str, Any]:

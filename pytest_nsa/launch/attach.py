@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.artifacts import append_line, read_lines, write_atomically
-from pytest_nsa.launch.host import Attendant, Launcher, Limits, RanksRun
+from pytest_nsa.launch.host import Attendant, Launcher, LaunchError, Limits, RanksRun
 from pytest_nsa.launch.messages import CrewSpec, Job
 from pytest_nsa.settings import OuterLauncher
 
@@ -133,6 +133,8 @@ class Attachment:
             leading.gather()
             return
         go = self.wire.wait(f"{key}/go", MEET_S, or_key="end")
+        if "refused" in go:
+            raise LaunchError(f"rank 0's process could not start its rank: {go['refused']}")
         if "exit_status" in go:
             pytest.exit(f"rank 0 has ended its session ({go['exit_status']})", returncode=go["exit_status"])
         if go["nodeid"] != job.nodeid:
@@ -145,6 +147,12 @@ class Attachment:
             RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
         finally:
             follower.send_everything()
+
+    def refuse(self, reason: str) -> None:
+        """The leader could not start its rank: the others shall not wait for it."""
+        if self.leads:
+            self.wire.put(f"{self._count}/go", {"refused": reason})
+            self.wire.put(f"{self._count}/stop", True)
 
     def share(self, conclusion: dict[str, Any] | None) -> dict[str, Any]:
         """The leader says what a test came to; the others are told."""

@@ -6,10 +6,12 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 
 _MAX_ROUNDS = 100
+_LAST_BREATH_S = 2.0
 
 
 def children() -> list[int]:
@@ -29,6 +31,32 @@ def end_orphans(known: Collection[int]) -> None:
             return
         for pid in orphans:
             _end(pid)
+
+
+def end_groups_of_the_dead(leaders: Collection[int], since: float) -> None:
+    """SIGKILL what dead ranks left, when the zygote that looks after that has been killed.
+
+    ``leaders`` are the ranks' pids, each of which led a process group. The kernel gives no new process the number of a
+    group that still has members; where a process has such a pid, the group is another's and is left alone. So is what
+    began before ``since`` (seconds since boot), when the launcher was started.
+    """
+    deadline = time.monotonic() + _LAST_BREATH_S
+    while any(map(_is_alive, leaders)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel ends them with the zygote, not before our own news of it
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            group, began = int(fields[2]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            is_ours = group in leaders and not _is_alive(group) and began >= since
+            if is_ours and path.stat().st_uid == os.getuid():
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def end_leftovers() -> list[str]:

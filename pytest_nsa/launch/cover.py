@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-VARIABLE = "PYTEST_NSA_COVERAGE"  # for a zygote or a cold rank that is a pytest of its own
+from pytest_nsa.settings import COVERAGE, coverage_of_child
 
 
 def settings_of_this_process() -> dict[str, Any] | None:
@@ -15,7 +15,7 @@ def settings_of_this_process() -> dict[str, Any] | None:
     module = sys.modules.get("coverage")
     current = module.Coverage.current() if module is not None else None
     if current is None:
-        text = os.environ.get(VARIABLE)
+        text = coverage_of_child()
         return json.loads(text) if text else None
     config = current.config
     return {
@@ -32,7 +32,7 @@ def settings_of_this_process() -> dict[str, Any] | None:
 def for_child() -> dict[str, str]:
     """The environment variable that tells a child of ours."""
     settings = settings_of_this_process()
-    return {VARIABLE: json.dumps(settings)} if settings is not None else {}
+    return {COVERAGE: json.dumps(settings)} if settings is not None else {}
 
 
 def start(settings: dict[str, Any] | None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pdb  # noqa: T100
 import socket
 from types import FrameType, TracebackType
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 from _pytest.debugging import pytestPDB
 
+from pytest_nsa.launch import sockets
 from pytest_nsa.launch.context import RankContext, current_rank
 from pytest_nsa.launch.record import record
-from pytest_nsa.launch.start import peer_user
 
 ANY_RANK = -1
 
@@ -91,10 +90,4 @@ def post_mortem(ctx: RankContext, excinfo: pytest.ExceptionInfo[BaseException]) 
 
 
 def _connect(ctx: RankContext) -> socket.socket | None:
-    if not ctx.job.debugger:
-        return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect("\0" + ctx.job.debugger)
-    if peer_user(connection) != os.getuid():
-        raise PermissionError("the debugger's socket belongs to another user")
-    return connection
+    return sockets.connect(ctx.job.debugger) if ctx.job.debugger else None

@@ -18,6 +18,7 @@ import pytest
 
 from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.launch import cover
+from pytest_nsa.launch.children import end_groups_of_the_dead
 from pytest_nsa.launch.host import LaunchError, UnfitError
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job
 from pytest_nsa.launch.parent import die_with, kill_group
@@ -40,6 +41,8 @@ class ZygoteLauncher:
         self._number = 0  # of the job: what a rank of an earlier one still says is not about this one
         self._exits: dict[int, int] = {}
         self._ahead: CrewSpec | None = None
+        self._pids: list[int] = []
+        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def expect(self, spec: CrewSpec | None) -> None:
         self._ahead = spec
@@ -53,7 +56,8 @@ class ZygoteLauncher:
         while time.monotonic() < deadline:
             for message in self._receive(max(0.0, deadline - time.monotonic())):
                 if message["op"] == "started":
-                    return message["pids"]
+                    self._pids = message["pids"]
+                    return self._pids
                 if message["op"] == "refused":
                     raise LaunchError(message["reason"])
         raise LaunchError(f"the zygote forked no ranks within {START_S:.0f} s{self._log_tail()}")
@@ -106,6 +110,7 @@ class ZygoteLauncher:
             elif message["op"] == "finished":
                 self._exits[message["rank"]] = message["code"] << 8
         if self.channel.closed:
+            end_groups_of_the_dead(self._pids, self._began)
             raise LaunchError(f"the process that starts the ranks has ended{self._log_tail()}")
         return messages
 

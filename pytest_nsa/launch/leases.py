@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_nsa.settings import runtime_folder
+
 POLL_S = 0.05
 FIRST_WORD_S = 1.0
 NEXT_WORD_S = 15.0
@@ -24,12 +26,8 @@ LAST_RANKS_S = 1.0
 
 def default_folder() -> Path:
     """Where this user's lock files lie. Raises PermissionError when somebody else has made the folder."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = (
-        Path(base) / "pytest-nsa"
-        if base and os.access(base, os.W_OK)
-        else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
-    )
+    base = runtime_folder()
+    folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()  # not what a link of somebody else's leads to
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):

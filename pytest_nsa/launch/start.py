@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import socket
-import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,15 +14,13 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_nsa.launch import cover
+from pytest_nsa.launch import cover, sockets
 from pytest_nsa.launch.host import Launcher
 from pytest_nsa.launch.launchers import ColdLauncher, ZygoteLauncher
 from pytest_nsa.launch.messages import Channel
 from pytest_nsa.launch.parent import die_with
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
 from pytest_nsa.watch.process import restless_threads
-
-BACKLOG = 128  # xdist workers that have connected before the zygote accepts
 
 
 def why_not_fork(config: pytest.Config) -> str:
@@ -139,17 +135,11 @@ def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
 
 
 class SharedZygote:
-    """The xdist controller's part in a zygote for all its workers: started once a worker has connected to ask for ranks.
-
-    The socket has no file and no port, only a name in the kernel's abstract namespace; both ends check that the other
-    belongs to this user.
-    """
+    """The xdist controller's part in a zygote for all its workers: started once a worker has connected to ask for ranks."""
 
     def __init__(self) -> None:
-        self.name = f"pytest-nsa-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + self.name)
-        self._listener.listen(BACKLOG)
+        self._listener: socket.socket | None
+        self.name, self._listener = sockets.listen("zygote")
         self._zygote: ZygoteLauncher | None = None
 
     @property
@@ -179,16 +169,6 @@ def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | Non
     name = getattr(config, "workerinput", {}).get("nsa_zygote")
     if not name:
         return None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(OSError):
-        connection.connect("\0" + name)
-        if peer_user(connection) == os.getuid():
-            return ZygoteLauncher(Channel(connection), 0, log)
-    connection.close()
+        return ZygoteLauncher(Channel(sockets.connect(name)), 0, log)
     return None
-
-
-def peer_user(connection: socket.socket) -> int:
-    """The user id of the process at the other end of a unix socket, as the kernel says."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]

@@ -25,13 +25,13 @@ from typing import Any
 
 import pytest
 
+from pytest_nsa.launch import sockets
 from pytest_nsa.launch.children import children, end_orphans
 from pytest_nsa.launch.crew import Crew, Member
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job, plain_nodeid
 from pytest_nsa.launch.parent import become_subreaper, die_with, kill_group
 from pytest_nsa.launch.rank import LATE, RankProcess, listen_to_traces
 from pytest_nsa.launch.replay import make_ranks_config, prepare
-from pytest_nsa.launch.start import peer_user
 from pytest_nsa.watch.process import restless_threads
 
 PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.launch.rendezvous")
@@ -149,9 +149,8 @@ class Zygote:
         return ""
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        if peer_user(connection) != os.getuid():
-            connection.close()
+        connection = sockets.accept(listener)
+        if connection is None:
             return
         host = Host(Channel(connection))
         self.hosts.append(host)

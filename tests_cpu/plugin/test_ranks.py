@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from pytest_nsa.testing import run_example
+from tests_cpu.plugin.leftovers import processes_below
 
 EVERYDAY = """
 @world_size(2)
@@ -271,9 +272,11 @@ def test_a_zygote_that_dies_costs_one_test(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
 def test_a(group):
+    import subprocess
+    subprocess.Popen(["sleep", "1000"])
+    dist.barrier()
     if group.rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
-    dist.barrier()
     time.sleep(1000)
 
 @pytest.fixture
@@ -285,6 +288,7 @@ def test_b(group, made): assert made == group.rank
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert "the process that starts the ranks has ended" in result.verdicts["test_a"].reason
+    assert processes_below(pytester.path) == []
     assert result.run is not None
     assert "test_a" in (result.run / "SUMMARY.md").read_text()
 

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pytest_nsa.artifacts import read_lines
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below
 
@@ -321,6 +322,39 @@ def test_it(group): dist.barrier()
     assert "slow: every rank is a new interpreter, because collecting the tests initialises CUDA" in result.stdout
 
 
+def start_and_wait(folder: Path, source: str, is_there: Callable[[], bool], *options: str) -> subprocess.Popen[str]:
+    """pytest over ``source``, once ``is_there`` says so. SIGINT interrupts it, however this process was started."""
+    (folder / "test_example.py").write_text(source)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options], cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not is_there():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytester) -> None:
+    (pytester.path / "conftest.py").write_text(
+        "import os, pathlib, time\n"
+        "if 'PYTEST_NSA_ZYGOTE_FD' in os.environ:\n"
+        "    pathlib.Path('starting').touch()\n"
+        "    time.sleep(1000)\n"
+    )
+    source = HEADER + "@world_size(2)\ndef test_it(group): pass\n"
+    process = start_and_wait(pytester.path, source, (pytester.path / "starting").is_file, "--nsa-launch=clean")
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=30)[0]
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    verdicts = list(read_lines(pytester.path / "artifacts" / "latest" / "verdicts.jsonl"))
+    assert [v["outcome"] for v in verdicts] == ["INTERRUPTED"], text
+    assert processes_below(pytester.path) == []
+
+
 def test_a_second_interrupt_is_not_needed_and_does_no_harm(pytester: pytest.Pytester) -> None:
     source = (
         HEADER
@@ -332,18 +366,8 @@ def test_waits(group, artifacts):
     time.sleep(1000)
 """
     )
-    (pytester.path / "test_example.py").write_text(source)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=pytester.path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
     run = pytester.path / "artifacts" / "latest"
-    deadline = time.monotonic() + 60
-    while len(list(run.glob("*/running*"))) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    process = start_and_wait(pytester.path, source, lambda: len(list(run.glob("*/running*"))) == 2)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)  # the second within the handling of the first
