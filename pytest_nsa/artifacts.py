@@ -127,6 +127,11 @@ class RunFolder:
         self.note(text)
         append_line(self.path / "notices.jsonl", {"text": text})
 
+    def announce(self, text: str) -> None:
+        """Something to be read while the test runs."""
+        self.note(text)
+        append_line(self.path / "announcements.jsonl", {"time": time.time(), "text": text})
+
     def notices(self) -> list[str]:
         """What `tell` was told, by any worker."""
         return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / "notices.jsonl")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from pytest_nsa.artifacts import read_lines
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.watch.board import BoardReader, BoardSnapshot
-from pytest_nsa.watch.stacks import ThreadStack, parse_dump, telling_thread
+from pytest_nsa.watch.stacks import ThreadStack, parse_children, parse_dump, telling_thread
+
+SILENT_S = 0.6  # the heartbeat beats every 0.05 s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,8 @@ class RaisedException:
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it.
 
-    ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
+    ``oddities`` are steps that did not go their usual way, ``modules`` those that the current forward had called, in their
+    order; ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
     """
 
     rank: int
@@ -61,12 +65,17 @@ class RankEvidence:
     process: dict[str, Any]
     threads: tuple[ThreadStack, ...]
     fatal: tuple[ThreadStack, ...]
+    children_threads: tuple[tuple[ThreadStack, ...], ...]
     reports: tuple[dict[str, Any], ...]
     heartbeats: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
     warnings: tuple[dict[str, Any], ...]
     left_running: tuple[str, ...]
     quit_debugger: bool
+    oddities: tuple[dict[str, Any], ...]
+    modules: tuple[str, ...]
+    standing_since: float
+    checksums: Path
     parallel: str | None
     folder: Path
 
@@ -91,7 +100,11 @@ class RankEvidence:
                 and self.board.phase == "backward"
             ):
                 return False  # a bucket may be on its way while the rank itself stands in the user's code
-        return self.board is not None and bool(self.board.inside)
+        if self.board is None or self.process.get("state") in ("T", "t"):
+            return False
+        # Who is silent does not mark a collective that has completed behind its back; what blocks it, it marked before.
+        silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
+        return self.board.blocked is not None if silent else bool(self.board.inside)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -120,6 +133,7 @@ class Evidence:
     duration_s: float
     started: float
     stop_time: float
+    waits_s: float
     refused: str
     folder: Path
 
@@ -133,7 +147,8 @@ def load(folder: Path) -> Evidence:
     """Read a test's folder. Raises FileNotFoundError when it holds no job.json."""
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
     host = list(read_lines(folder / "host.jsonl"))
-    stop = next((e for e in host if e["event"] == "stop"), {})
+    standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
+    stop = next((e for e in host if e["event"] == "stop"), standing)
     ended = next((e for e in host if e["event"] == "ended"), {})
     started = next((e["time"] for e in host if e["event"] == "started"), job.created)
     return Evidence(
@@ -145,6 +160,7 @@ def load(folder: Path) -> Evidence:
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
         started=started,
         stop_time=stop.get("time", 0.0),
+        waits_s=standing.get("waits_s", 0.0),
         refused=next((e["reason"] for e in host if e["event"] == "refused"), ""),
         folder=folder,
     )
@@ -158,7 +174,11 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
     woken = sampled.get("time", float("inf"))
     events = [e for e in events if e["time"] <= woken or e["event"] in ("warning", "left_running", "quit_debugger")]
     done = next((e for e in events if e["event"] == "done"), None)
-    stop = next((e for e in host if e["event"] == "stop"), {})
+    standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
+    stop = next((e for e in host if e["event"] == "stop"), standing)
+    # What the rank said of itself while it stood, unless it was asked for its stacks since, or has moved.
+    own = _own_words(folder, stop.get("time", float("inf")), stop.get("stood_still_s", 0.0))
+    board = BoardReader(folder / "board.bin").read()
     return RankEvidence(
         rank=rank,
         exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
@@ -180,11 +200,12 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
             if e["event"] == "exception"
         ),
         parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
-        board=BoardReader(folder / "board.bin").read(),
-        beat_age_s=sampled.get("beat_age_s", {}).get(str(rank)),
+        board=board,
+        beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
-        process=next((e for e in host if e["event"] == "process" and e["rank"] == rank), {}),
-        threads=parse_dump(_text(folder / "stacks.txt")),
+        process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
+        threads=parse_dump(_text(folder / "stacks.txt") or own.get("stacks", "")),
+        children_threads=parse_children(_text(folder / "stacks.txt")),
         fatal=parse_dump(_text(folder / "fatal.txt")),
         reports=tuple(read_lines(folder / "reports.jsonl")),
         heartbeats=tuple(read_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
@@ -192,9 +213,27 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
+        oddities=tuple(e for e in events if e["event"] == "oddity"),
+        modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
+        standing_since=own.get("since", 0.0),
+        checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         folder=folder,
     )
+
+
+def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
+    """The modules that the current forward has called, by name."""
+    return tuple(names[i] if i < len(names) else "another module" for i in board.path) if board is not None else ()
+
+
+def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]:
+    """What the rank's heartbeat wrote of its stand-still; {} when it stood elsewhere, earlier."""
+    try:
+        own = json.loads(_text(folder / "standing.json"))
+    except ValueError:
+        return {}
+    return own if isinstance(own, dict) and own.get("time", 0.0) >= until - stood_still - 1.0 else {}
 
 
 def _text(path: Path) -> str:

@@ -77,6 +77,7 @@ def cores(n: int) -> pytest.MarkDecorator:
 # Without arguments the mark is the decorator, so that it also serves as `pytestmark` and in `pytest.param(marks=...)`.
 static_graph: pytest.MarkDecorator = pytest.mark.static_graph
 gpu: pytest.MarkDecorator = pytest.mark.gpu
+check_divergence: pytest.MarkDecorator = pytest.mark.check_divergence
 reuse: pytest.MarkDecorator = pytest.mark.reuse
 
 
@@ -176,6 +177,10 @@ _RULES = (
     _taking_arguments(branch, lambda m: _one_of(m, BRANCHES, "branch('sel')"), fixture="branch"),
     _taking_arguments(gc_range, _check_gc_range, fixture="gc_range"),
     _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
+    _bare(
+        "check_divergence",
+        "Fail when ranks end with different gradients or parameters though DDP keeps them equal (a norm a tensor and step).",
+    ),
     _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(
         name="gpu",

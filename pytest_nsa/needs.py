@@ -61,4 +61,5 @@ def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
         "static_graph": item.get_closest_marker("static_graph") is not None,
         "fsdp_version": settings.fsdp_version,
         "traces": traces.args if traces is not None else (),
+        "check_divergence": settings.check_divergence or item.get_closest_marker("check_divergence") is not None,
     }

@@ -29,6 +29,7 @@ from pytest_nsa.launch.messages import CrewSpec, Job, plain_nodeid
 from pytest_nsa.needs import Needs, needs_of, tracing_of
 from pytest_nsa.resources import Resources
 from pytest_nsa.settings import Settings
+from pytest_nsa.suspicion import Suspicions
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
 RESERVE_S = 2.0
@@ -175,6 +176,16 @@ class RankRunner:
             found.append(self._debugger)
         return found
 
+    def _suspicions(self, job: Job, limits: Limits) -> Suspicions:
+        """Makes of a stand-still what can be made of it, and announces it."""
+        return Suspicions(Path(job.folder), job, limits, self._announce)
+
+    def _announce(self, text: str) -> None:
+        """Now, where the user looks: an xdist worker's controller passes it on."""
+        self.folder.announce(text)
+        if not hasattr(self.config, "workerinput"):
+            self._terminal(f"\n{text}\n")
+
     def _crew_ahead(self, job: Job) -> CrewSpec | None:
         """The ranks to make ready while ``job`` runs."""
         needs = self._next_needs()
@@ -219,7 +230,7 @@ class RankRunner:
             if self.attachment is not None:
                 self.attachment.run(job, launcher, limits, self._attendants(job))
             else:
-                RanksRun(job, launcher, limits, self._attendants(job)).run()
+                RanksRun(job, launcher, limits, self._attendants(job), self._suspicions(job, limits)).run()
         except LaunchError as error:
             self.close()  # the next test gets a new one
             append_line(folder / "host.jsonl", {"event": "refused", "time": time.time(), "reason": str(error)})

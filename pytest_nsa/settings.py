@@ -40,6 +40,7 @@ class Settings:
     timeout: float
     start_timeout: float
     hang_after: float
+    check_divergence: bool
     keep_passed: bool
     ahead: bool
     output_limit: int
@@ -96,8 +97,13 @@ def add_options(parser: pytest.Parser) -> None:
         "ranks_ahead", "While a test runs, fork the ranks of the next one, on gloo and CPU", type="bool", default=True
     )
     parser.addini(
+        "ranks_check_divergence",
+        "Fail a test whose ranks end with different gradients or parameters though DDP keeps them equal",
+        type="bool", default=False,
+    )  # fmt: skip
+    parser.addini(
         "ranks_hang_after",
-        "End a test whose ranks all stood still for so many seconds (0: never)",
+        "End a test on a suspicion that has stood for so many seconds (0: never)",
         default="0",
     )
 
@@ -115,6 +121,7 @@ def resolve(config: pytest.Config) -> Settings:
         timeout=_seconds(config, "ranks_timeout", at_least=1),
         start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
         hang_after=_seconds(config, "ranks_hang_after", at_least=0),
+        check_divergence=config.getini("ranks_check_divergence"),
         ahead=config.getini("ranks_ahead"),
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--pdb-rank"),

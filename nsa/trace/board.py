@@ -18,6 +18,8 @@ SCHEMA = 1
 HEADER = 4096
 RING_SIZE = 256
 MAX_PARAMETERS = 8192
+MAX_PATH = 2048  # calls of modules in a forward
+UNKNOWN = 0xFFFF  # a module outside the model
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 
 _NUMBERS = {
@@ -25,8 +27,9 @@ _NUMBERS = {
     "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
     "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
+    "nodes": "q", "nodes_owned": "q", "places": "q", "path_length": "q",
 }  # fmt: skip
-_TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512}
+_TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160}
 
 # A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
 _RECORD: tuple[tuple[str, str], ...] = (
@@ -35,7 +38,7 @@ _RECORD: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
-_INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
+_INT, _FLOAT, _SHORT = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<H")
 
 
 def _layout() -> tuple[dict[str, Any], int]:
@@ -51,6 +54,8 @@ def _layout() -> tuple[dict[str, Any], int]:
         MAX_PARAMETERS,
     ]  # a byte a parameter, in the model's order: 1 when its gradient has arrived
     offset += MAX_PARAMETERS
+    path = [offset, MAX_PATH]  # two bytes a call: the module's place in `named_modules`, of the current forward
+    offset += 2 * MAX_PATH
     ring = {
         "offset": offset,
         "size": RING_SIZE,
@@ -63,6 +68,7 @@ def _layout() -> tuple[dict[str, Any], int]:
         "numbers": numbers,
         "texts": texts,
         "arrived": arrived,
+        "path": path,
         "ring": ring,
     }
     return layout, offset + RING_SIZE * _RECORD_STRUCT.size
@@ -82,6 +88,7 @@ class Board:
         self._texts = layout["texts"]
         self._arrived = layout["arrived"][0]
         self._ring = layout["ring"]["offset"]
+        self._path = layout["path"][0]
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
@@ -142,6 +149,13 @@ class Board:
     def clear_arrived(self) -> None:
         """A new backward begins."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
+
+    def called(self, module: int) -> None:
+        """The forward has come to a module, by its place in the model's `named_modules`."""
+        at = self._counts["path_length"]
+        if at < MAX_PATH:
+            _SHORT.pack_into(self._map, self._path + 2 * at, min(module, UNKNOWN))
+            self.add("path_length")
 
     def phase(self, name: str) -> None:
         """The rank enters a phase (one of PHASES)."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from nsa.trace.board import Board
 from nsa.trace.frames import call_site
@@ -26,6 +27,11 @@ _METHODS = (
     "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
     "alltoall", "alltoall_base", "all_to_all_single", "barrier", "monitored_barrier",
 )  # fmt: skip
+_FUNCTIONAL = (
+    "all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "all_reduce_coalesced",
+    "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_gather_single", "reduce_scatter_single",
+)  # fmt: skip
+NEW_GROUP = "new_group"
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
@@ -37,11 +43,13 @@ class CollectiveRecorder:
         self._sequence: defaultdict[str, int] = defaultdict(int)
         self._inside = threading.local()
         self._pending: dict[int, tuple[int, Any]] = {}  # id(work) -> (index on the board, work)
+        self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
+        self._functional.clear()
         with self._lock:
             self._pending.clear()
 
@@ -69,6 +77,12 @@ class CollectiveRecorder:
         # What DDP does between backwards, in C++: agree on new buckets, broadcast buffers.
         self._wrap_blocking(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", "ddp_rebuild_buckets")
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
+        # A new group: its ranks meet in the store, and in gloo's own rendezvous.
+        self._wrap_blocking(dist.distributed_c10d, "_new_group_with_tag", NEW_GROUP)
+        # The functional ones go from Python to C++ past the ProcessGroup's methods, and wait by a function of their own.
+        for name in _FUNCTIONAL:
+            self._wrap_functional(name)
+        self._wrap_functional_wait()
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 
@@ -90,6 +104,48 @@ class CollectiveRecorder:
             return result
 
         setattr(owner, name, recorded)
+
+    def _wrap_functional(self, name: str) -> None:
+        original = getattr(functional, name, None)
+        if original is None:
+            return
+
+        def recorded(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or getattr(self._inside, "depth", 0):
+                return original(tensor, *args, **kwargs)
+            group = next((g for v in (*args, *kwargs.values()) if (g := _group(v)) is not None), dist.group.WORLD)
+            if group is None:
+                return original(tensor, *args, **kwargs)
+            dtype, count = _payload((tensor,))
+            label = _label(group)
+            self._sequence[label] += 1
+            index = self.board.enter(name, label, self._sequence[label], dtype, count, call_site(), size=group.size())
+            self._inside.depth = 1
+            try:
+                with self._blocked(index):
+                    result = original(tensor, *args, **kwargs)
+            finally:
+                self._inside.depth = 0
+            # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
+            self.board.leave(index)
+            self._functional[getattr(result, "elem", result).data_ptr()] = index
+            return result
+
+        setattr(functional, name, recorded)
+
+    def _wrap_functional_wait(self) -> None:
+        wait = functional.wait_tensor
+
+        def recorded_wait(tensor: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._functional:
+                return wait(tensor)
+            index = self._functional.pop(tensor.data_ptr(), None)
+            if index is None:
+                return wait(tensor)
+            with self._blocked(index):
+                return wait(tensor)
+
+        functional.wait_tensor = recorded_wait
 
     @contextmanager
     def _blocked(self, index: int) -> Iterator[None]:
@@ -147,6 +203,18 @@ class CollectiveRecorder:
             return work
 
         return recorded
+
+
+def _group(value: Any) -> Any:
+    """The process group that an argument of a functional collective means; None where it is none."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    try:
+        if isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "get_group"):
+            return value[0].get_group(value[1])
+        return value.get_group() if hasattr(value, "get_group") else None
+    except RuntimeError:  # a mesh of several dimensions
+        return None
 
 
 def _succeeded(work: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nsa.trace import logger
-from nsa.trace.observe import plain_name
+from nsa.trace.names import plain_name
 
 
 class GradientTrace:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from nsa.trace.board import Board
@@ -16,10 +18,18 @@ from nsa.trace.frames import describe, user_frame
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
+STANDING_S = 0.8
+STANDING_AGAIN_S = 2.0
+MAX_FRAMES = 200
+MAX_PLACES = 100
 
 
 class Heartbeat:
-    """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase."""
+    """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase.
+
+    Where the main thread stands still, the stacks of all threads go to ``standing`` (a path; None: nowhere): nobody has to
+    disturb the rank for them.
+    """
 
     def __init__(
         self,
@@ -28,8 +38,16 @@ class Heartbeat:
         path: str | os.PathLike[str],
         rank: int,
         label: str = "",
+        standing: Path | None = None,
     ) -> None:
         self.board = board
+        self._standing = standing
+        self._progress = -1
+        self._since = time.monotonic()
+        self._written = 0.0
+        self._places: set[tuple[int, int]] = (
+            set()
+        )  # where the main thread was seen: one place is one call into native code
         self.recorder = recorder
         self.rank = rank
         self.label = label
@@ -84,6 +102,44 @@ class Heartbeat:
             board.number("line_time", time.time())
         if self.recorder is not None:
             self.recorder.poll()
+        self._look_at_standing(frames)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())
         board.add("beat")
+
+    def _look_at_standing(self, frames: dict[int, FrameType]) -> None:
+        now, progress = time.monotonic(), self.board.count("progress")
+        if progress != self._progress:
+            self._progress, self._since, self._written = progress, now, 0.0
+            self._places.clear()
+            return
+        main = frames.get(self._main or 0)
+        if main is not None and len(self._places) < MAX_PLACES:
+            self._places.add((id(main.f_code), main.f_lasti))
+            self.board.number("places", len(self._places))
+        waited = now - self._written if self._written else now - self._since
+        if self._standing is None or waited < (STANDING_AGAIN_S if self._written else STANDING_S):
+            return
+        self._written = now
+        found = {
+            "time": time.time(), "since": time.time() - (now - self._since), "stacks": self._stacks(frames),
+        }  # fmt: skip
+        partial = self._standing.with_name(self._standing.name + ".partial")
+        with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business
+            partial.write_text(json.dumps(found), encoding="utf-8")
+            partial.replace(self._standing)
+
+    def _stacks(self, frames: dict[int, FrameType]) -> str:
+        """All threads but this one, as faulthandler writes them."""
+        lines = []
+        for thread, innermost in frames.items():
+            if thread == threading.get_ident():
+                continue
+            lines.append(f"Thread 0x{thread:016x} (most recent call first):")
+            frame: FrameType | None = innermost
+            for _ in range(MAX_FRAMES):
+                if frame is None:
+                    break
+                lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
+                frame = frame.f_back
+        return "\n".join(lines) + "\n"

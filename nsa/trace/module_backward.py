@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from nsa.trace import logger
-from nsa.trace.observe import plain_name
+from nsa.trace.names import plain_name
 
 
 def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -6,6 +6,9 @@ and the optimizer's own hooks.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,19 +21,24 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nsa.trace.board import Board
+from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
+from nsa.trace.divergence import Checksums
 from nsa.trace.frames import call_site
+from nsa.trace.graph import NodeCount
+from nsa.trace.names import plain_name
+
+MAX_LOOK = 1 << 22  # numbers
 
 
-def plain_name(name: str) -> str:
-    """A parameter's or module's name without the prefixes that DDP, FSDP and checkpoint wrappers add."""
-    for wrapper in ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name
+def _is_finite(output: Any) -> bool:
+    """Whether a model's output is of finite numbers; what is on a GPU, or large, counts as such: looking would cost."""
+    if not isinstance(output, torch.Tensor) or output.device.type != "cpu" or output.numel() > MAX_LOOK:
+        return True
+    return math.isfinite(output.detach().sum().item()) if output.is_floating_point() else True
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(*_: Any, **__: Any) -> None:
     """Nobody listens."""
 
 
@@ -47,12 +55,16 @@ def _parallel_kind(root: nn.Module) -> str:
 class Observer:
     """Installs the hooks in this process.
 
-    ``on_change()`` is told of each new phase, ``on_names(names)`` of a new model's parameters, ``on_model(kind)`` of
-    how it is shared: ddp, fsdp or none.
+    ``on_change()`` is told of each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind)`` of
+    how it is shared (ddp, fsdp or none), ``on_oddity(kind, step, **facts)`` of a step that did not go its usual way:
+    "forward_failed", "no_backward", "not_synchronised", "not_finite".
     """
 
+    on_oddity: Callable[..., None]
+    checksums: Checksums | None
+    _places: WeakKeyDictionary[nn.Module, int]
     on_change: Callable[[], None]
-    on_names: Callable[[list[str]], None]
+    on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str], None]
     parameter_names: list[str]
     _names: WeakKeyDictionary[nn.Module, str]
@@ -65,7 +77,17 @@ class Observer:
 
     def forget(self) -> None:
         """Another test or training begins in this process: its models are not those seen so far."""
-        self.on_change = self.on_model = self.on_names = _ignore
+        self.on_change = self.on_model = self.on_names = self.on_oddity = _ignore
+        self.checksums = None
+        self._places = WeakKeyDictionary()
+        self._nodes = NodeCount(self.board)
+        self._failure = (
+            0,
+            "",
+            "",
+        )  # id and text of the exception that a forward ended with, and the module it came from
+        self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
+        self._is_finite = True
         self.parameter_names = []
         self._names = WeakKeyDictionary()
         self._roots = WeakSet()
@@ -78,26 +100,59 @@ class Observer:
         torch_module.register_module_forward_pre_hook(self._before_forward)
         torch_module.register_module_forward_hook(self._after_forward, always_call=True)
         register_optimizer_step_pre_hook(lambda *_: self._phase("optimizer"))
-        register_optimizer_step_post_hook(lambda *_: self._phase("body"))
+        register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
 
         def observed_backward(*args: Any, **kwargs: Any) -> None:
             if self._in_backward:  # reentrant checkpointing runs a backward inside a backward
                 return backward(*args, **kwargs)
             self._in_backward = True
+            self._forward = "backward"
+            self._note_loss(args[0] if args else kwargs.get("tensors"))
             for root in self._roots:
                 note_kept_gradients(root)
             self.board.reset("gradients")
             self.board.clear_arrived()
             self._phase("backward")
             try:
-                return backward(*args, **kwargs)
+                backward(*args, **kwargs)
             finally:
                 self._in_backward = False
                 self._phase("body")
+            if self.checksums is not None:
+                for root in self._roots:
+                    self.checksums.after_backward(root, self.board.count("step"))
 
         torch.autograd.backward = observed_backward
         give_way_to_user_hooks()
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._phase("body")
+        if self.checksums is not None:
+            for root in self._roots:
+                self.checksums.after_step(root, self.board.count("step"))
+
+    def _note_loss(self, tensors: Any) -> None:
+        """Before a backward: is the loss a number, and will DDP reduce? A loss on a GPU is not looked at: that would wait."""
+        loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+        step = self.board.count("step")
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.device.type == "cpu":
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, say
+                if not math.isfinite(loss.item()):
+                    self.on_oddity("not_finite", step, value=str(loss.item()))
+        root = self._model() if self._model is not None else None
+        if isinstance(root, DistributedDataParallel) and not root.require_backward_grad_sync:
+            self.on_oddity("not_synchronised", step)
+
+    def _end_step(self) -> None:
+        """Another forward begins, or the test is over: what became of the last step?"""
+        step = self.board.count("step")
+        if self._forward == "failed":
+            _, text, module = self._failure
+            self.on_oddity("forward_failed", step, error=text, module=module)
+        elif self._forward == "done":
+            self.on_oddity("no_backward", step, finite=self._is_finite)
+        self._forward, self._failure = "", (0, "", "")
 
     def _phase(self, name: str) -> None:
         self.board.phase(name)
@@ -108,23 +163,47 @@ class Observer:
             self.board.number("line_time", time.time())
         self.on_change()
 
+    def end(self) -> None:
+        """The last step's oddities."""
+        self._end_step()
+
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # what is traced into a graph would be recorded once, for ever
+            return
         if self._depth == 0 and not self._in_backward:
             if module not in self._roots:
                 self._adopt(module)
             if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
                 if module.training and torch.is_grad_enabled():
+                    self._end_step()
                     self.board.add("step")
+                    self._forward = "running"
+                self.board.reset("path_length")
+                self._nodes.begin()
                 self._phase("forward")
         self._depth += 1
+        name = self._names.get(module) or type(module).__name__
+        if not self._in_backward:
+            self.board.called(self._places.get(module, UNKNOWN))
+        self._nodes.enter()
         self.board.add("modules_entered")
         self.board.add("progress")
-        self.board.text("module", self._names.get(module, type(module).__name__))
+        self.board.text("module", name)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth = max(0, self._depth - 1)
+        name = self._names.get(module) or type(module).__name__
+        self._nodes.leave(name)
+        error = sys.exc_info()[1] if output is None else None  # torch calls this hook while it handles the exception
+        if error is not None and id(error) != self._failure[0]:
+            self._failure = (id(error), f"{type(error).__name__}: {error}"[:200], name)
         if self._depth == 0 and not self._in_backward and self._is_model(module):
             self._phase("body")
+            if self._forward == "running":
+                self._forward = "done" if error is None else "failed"
+                self._is_finite = _is_finite(output)
 
     def _is_model(self, module: nn.Module) -> bool:
         return self._model is not None and self._model() is module
@@ -143,7 +222,9 @@ class Observer:
         self._model = weakref.ref(root)
         self.parameter_names = [n for n, _ in trained]
         self.board.number("gradients_expected", len(trained))
-        self.on_names(self.parameter_names)
+        modules = [(plain_name(n), m) for n, m in root.named_modules()]
+        self._places = WeakKeyDictionary({m: place for place, (_, m) in enumerate(modules)})
+        self.on_names(self.parameter_names, [n for n, _ in modules])
         for index, (name, parameter) in enumerate(trained):
             parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
+from nsa.trace.divergence import Checksums
 from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.observe import Observer
 
@@ -33,14 +34,20 @@ class TraceSession:
         world_size: int,
         label: str = "",
         beats: Path | None = None,
+        *,
+        checksums: bool = False,
     ) -> None:
-        """Leave ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too)."""
+        """Leave ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too).
+
+        With ``checksums`` also those of what DDP keeps equal on all ranks.
+        """
         self.recorder.forget()
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
-        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label)
+        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "standing.json")
         self.observer.on_change = self.heartbeat.record
+        self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.heartbeat.start()
 
     def end(self, settle_s: float = 0.0) -> None:
@@ -48,6 +55,9 @@ class TraceSession:
 
         Collectives that nobody waits for get ``settle_s`` seconds to be seen to complete.
         """
+        self.observer.end()
+        if self.observer.checksums is not None:
+            self.observer.checksums.close()
         self.observer.forget()
         self.recorder.poll()
         deadline = time.monotonic() + settle_s

@@ -15,7 +15,7 @@ from nsa.attention import NSAAttention
 from nsa.config import BRANCHES
 from nsa.gate import Gate
 from nsa.kernels.dispatch import counters
-from nsa.trace.observe import plain_name
+from nsa.trace.names import plain_name
 
 # A branch whose mean gate lies below this in every layer has died out.
 COLLAPSED = 0.02

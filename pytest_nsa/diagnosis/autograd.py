@@ -72,7 +72,7 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
 
 def static_graph_changed(evidence: Evidence) -> Finding | None:
     """DDP was promised a static graph, and it changed."""
-    found = list(_raised(evidence, "Your training graph has changed in this iteration"))
+    found = list(_raised(evidence, "our training graph has changed in this iteration"))
     if not found:
         return None
     return Finding(

@@ -6,30 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pytest_nsa.diagnosis import autograd, exits, order, standing
+from pytest_nsa.diagnosis import autograd, exits, numbers, order, speed, standing
 from pytest_nsa.diagnosis.causes import ADVICE
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
 from pytest_nsa.diagnosis.verdict import Finding, Outcome, Verdict
 from pytest_nsa.evidence import Evidence
 
 Rule = Callable[[Evidence], Finding | None]
-
-
-def slow(evidence: Evidence) -> Finding | None:
-    """The deadline came while the ranks still moved."""
-    if evidence.stop != "deadline" or not evidence.moved_at_stop:
-        return None
-    boards = [r.board for r in evidence.ranks if r.board is not None]
-    steps = min((b.numbers["step"] for b in boards), default=0.0)
-    seconds = max(evidence.stop_time - evidence.started, 1e-9)
-    rate = f"{steps:.0f} steps in {seconds:.1f} s" if steps else f"no whole step in {seconds:.1f} s"
-    return Finding(
-        cause="slow",
-        ranks=tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop),
-        reason=f"the ranks still made progress when the time was up: {rate}",
-        confidence=0.8,
-        facts=all_facts(evidence.ranks),
-    )
 
 
 def refused(evidence: Evidence) -> Finding | None:
@@ -57,16 +40,19 @@ def unknown(evidence: Evidence) -> Finding:
 RULES: tuple[Rule, ...] = (
     refused,
     autograd.ready_twice,
+    autograd.static_graph_changed,  # before the next: its message says both
     autograd.unused_parameters,
-    autograd.static_graph_changed,
     order.departed,
     order.waiting_apart,
     exits.init_timeout,
+    numbers.nan_loss,
     exits.rank_raised,
     exits.rank_died,
     exits.rank_exited,
     order.left_alone,
-    slow,
+    speed.graph_explosion,
+    speed.straggler,
+    speed.slow,
     standing.standing,
     order.not_entered,
     exits.only_victims,
@@ -74,7 +60,17 @@ RULES: tuple[Rule, ...] = (
 
 
 _ERRORS = frozenset(
-    {"rank_exception", "assertion", "oom", "ready_twice", "unused_parameters", "static_graph_changed", "rank_exited"}
+    {
+        "rank_exception",
+        "assertion",
+        "oom",
+        "ready_twice",
+        "unused_parameters",
+        "static_graph_changed",
+        "rank_exited",
+        "nan_loss",
+        "silent_divergence",
+    }
 )
 
 
@@ -89,6 +85,9 @@ def diagnose(evidence: Evidence) -> Verdict:
     if evidence.stop == "interrupted":
         return _of_the_interrupted(evidence, common)
     if all(r.finished and r.passed for r in ranks):
+        wrong = order.wrong_numbers(evidence) or numbers.silent_divergence(evidence)
+        if wrong is not None:
+            return _from(wrong, job.root, outcome="FAIL", **common)
         return _of_the_passed(evidence, common)
     finding = next((f for rule in RULES if (f := rule(evidence)) is not None), None) or unknown(evidence)
     fallen = [r for r in ranks if r.signal and not r.by_us and r.rank not in finding.ranks]
@@ -99,6 +98,20 @@ def diagnose(evidence: Evidence) -> Verdict:
     in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
     missing = in_backward[0].missing if in_backward else ()
     return _from(finding, job.root, outcome=_outcome(evidence, finding), parameters_missing=missing, **common)
+
+
+def suspect(evidence: Evidence) -> Finding | None:
+    """What the rules make of ranks that stand still, or are waited for, while the test runs; None where none of them fits."""
+    rules = (
+        order.departed,
+        order.waiting_apart,
+        speed.graph_explosion,
+        speed.straggler,
+        standing.standing,
+        order.not_entered,
+    )
+    found = next((f for rule in rules if (f := rule(evidence)) is not None), None)
+    return None if found is None else _relative(found, evidence.job.root)
 
 
 def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
@@ -163,13 +176,13 @@ def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
 
 
 def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
-    if finding.cause == "slow":
+    if finding.cause in ("slow", "graph_explosion", "straggler"):
         return "SLOW"
     if finding.cause in _ERRORS:  # whatever the others were stopped for
         return "FAIL"
     if finding.cause == "rank_died":
         return "CRASH"
-    if evidence.stop in ("departed", "left_alone", "deadline", "hang_after", "start"):
+    if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
         return "HANG"
     if any(r.signal and not r.by_us for r in evidence.ranks):
         return "CRASH"

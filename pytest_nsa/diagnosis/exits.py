@@ -21,6 +21,8 @@ VICTIM_TEXTS = (
 )  # fmt: skip
 _ASSERTIONS = ("AssertionError", "Failed")
 _MEMORY = ("OutOfMemoryError", "MemoryError")
+_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
+_LEAVES = ("SystemExit", "Exit")
 
 
 def is_victim(error: RaisedException) -> bool:
@@ -103,7 +105,9 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     culprits = tuple(sorted(r.rank for r, _ in same))
     others = [r for r in evidence.ranks if r.rank not in culprits]
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
-    if error.type in _MEMORY:
+    if error.type in _LEAVES:
+        cause = "rank_exited"
+    elif error.type in _MEMORY or any(text in error.message.lower() for text in _MEMORY_TEXTS):
         cause = "oom"
     elif error.type in _ASSERTIONS and not waited:
         cause = "assertion"

@@ -6,12 +6,16 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.oddities import oddity, other_path
+from pytest_nsa.diagnosis.source import are_alternatives, is_for_one_rank, is_past_the_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 from pytest_nsa.watch.board import Collective
 from pytest_nsa.watch.sequences import Rings, can_complete, first_departure
 
-STOPS = ("departed", "deadline", "hang_after", "host_died")
+NEW_GROUP = "new_group"
+_EVEN = ("allreduce", "broadcast", "reduce")
+STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 
 def _rings(evidence: Evidence) -> Rings:
@@ -23,7 +27,7 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_departure(_rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
-    culprits, cause, why = _blame(evidence, entered)
+    culprits, cause, why = _explained(evidence, *_blame(evidence, entered))
     facts = tuple(
         Fact(
             rank=r,
@@ -88,12 +92,31 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     return _skipped(evidence, ahead, missed, why)
 
 
+def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
+    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
+    odd = oddity(evidence)
+    if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
+        who = describe_ranks(odd.ranks, evidence.job.world_size)
+        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
+    if len(culprits) == len(evidence.ranks):
+        return culprits, cause, why
+    path = other_path(evidence, culprits)
+    if path:
+        who = describe_ranks(culprits, evidence.job.world_size)
+        return culprits, "data_dependent_branch", f"{who} {path}. {why}"
+    stacks = [r.stack for r in evidence.ranks if r.rank in culprits]
+    if cause != "skipped_collective" and all(s is not None and s.is_in_hook for s in stacks):
+        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
+    return culprits, cause, why
+
+
 def _skipped(
     evidence: Evidence, culprits: tuple[int, ...], missed: Collective, reason: str, confidence: float = 0.9
 ) -> Finding:
     """``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
+    culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason)
     return Finding(
-        cause="skipped_collective",
+        cause=cause,
         ranks=culprits,
         where=missed.site,
         reason=reason,
@@ -150,17 +173,43 @@ def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[in
     mine = entered[culprits[0]]
     other = next(c for r, c in entered.items() if r not in culprits)
     who = describe_ranks(culprits, evidence.job.world_size)
-    if mine.site == other.site or (mine.op == other.op and mine.step == other.step and _same_line(mine, other)):
-        return (
-            culprits,
-            "collective_mismatch",
-            f"{who} entered {mine.describe()} where the others entered {other.describe()}",
-        )
-    before = _before(evidence, culprits[0], mine)
-    if _expected(before) is not None and mine.shape not in [c.shape for c in before]:
-        return culprits, "extra_collective", f"{who} entered {mine.describe()}, which no round before had"
-    reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
-    return culprits, "skipped_collective", f"{reason} (call skipped)"
+    there = next(
+        (place for r in entered if r not in culprits if (place := _place_in(evidence.ranks[r], mine.site))), ""
+    )
+    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, there or other.site)
+    if cause == "collective_mismatch":
+        return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
+    if cause == "extra_collective":
+        return culprits, cause, f"{who} entered {mine.describe()}, which no round before had"
+    told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
+    return culprits, cause, f"{told} ({why})"
+
+
+def _kind(before: list[Collective], mine: Collective, other: Collective, others_place: str) -> tuple[str, str]:
+    """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
+
+    ``others_place`` is where the others are in the function that entered ``mine``.
+    """
+    if _same_line(mine, other) or are_alternatives(mine.site, other.site):
+        return "collective_mismatch", ""
+    if is_past_the_loop(mine.site, others_place):
+        return "skipped_collective", "ran out of data: it has left the loop that the others are in"
+    shapes = [c.shape for c in before]
+    if _expected(shapes) is not None:
+        usual = {c.site for c in before if c.shape == mine.shape}
+        if _expected([*shapes, other.shape]) == mine.shape:
+            swapped = mine.site not in usual
+            return ("collective_mismatch", ", in another order") if swapped else ("skipped_collective", "call skipped")
+        if not usual:
+            return ("collective_mismatch", "") if mine.op == other.op else ("extra_collective", "")
+    return "skipped_collective", "call skipped"
+
+
+def _place_in(rank: RankEvidence, site: str) -> str:
+    """Where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
+    file, function = site.partition(":")[0], site.rpartition(" in ")[2]
+    frames = rank.stack.frames if rank.stack is not None else ()
+    return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
 
 
 def _same_line(a: Collective, b: Collective) -> bool:
@@ -173,9 +222,8 @@ def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
 
 
-def _expected(before: list[Collective]) -> tuple[object, ...] | None:
+def _expected(shapes: list[tuple[str, str, str, int]]) -> tuple[object, ...] | None:
     """The shape that should come next: what followed the longest earlier run that equals the latest one."""
-    shapes = [c.shape for c in before]
     best: tuple[int, tuple[object, ...]] | None = None
     for end in range(len(shapes) - 1, 0, -1):
         length = 0
@@ -218,7 +266,7 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
     """The ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
     departing = []
     for rank, collective in entered.items():
-        expected = _expected(_before(evidence, rank, collective))
+        expected = _expected([c.shape for c in _before(evidence, rank, collective)])
         if expected is None:
             return ()
         if expected != collective.shape:
@@ -280,13 +328,31 @@ def left_alone(evidence: Evidence) -> Finding | None:
             confidence=0.85,
             facts=all_facts(evidence.ranks),
         )
-    why = f"{who} ended its test without {missed.describe()}, in which the others wait (call skipped)"
+    if is_for_one_rank(missed.site) or len(left) < len(finished):
+        who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
+        return Finding(
+            cause="extra_collective",
+            ranks=tuple(r.rank for r in left),
+            where=missed.site,
+            reason=f"{who_waits} entered {missed.describe()}, which {who} ended its test without",
+            certain=True,
+            confidence=0.8,
+            facts=all_facts(evidence.ranks),
+        )
+    why = f"{who} ended its test without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
     return _skipped(evidence, culprits, missed, why)
+
+
+def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankEvidence]) -> str:
+    """Fewer steps than the others, and none that went otherwise: its data came to an end."""
+    steps = {r.rank: r.board.numbers["step"] for r in evidence.ranks if r.board is not None}
+    fewer = max(steps.get(r.rank, 0.0) for r in finished) < min(steps.get(r.rank, 0.0) for r in left)
+    return "ran out of data: uneven batches" if fewer else "call skipped"
 
 
 def not_entered(evidence: Evidence) -> Finding | None:
     """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
-    if evidence.stop not in ("deadline", "hang_after", "host_died"):
+    if evidence.stop not in STOPS:
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]
     absent = [r for r in evidence.ranks if not r.is_waiting]
@@ -294,13 +360,32 @@ def not_entered(evidence: Evidence) -> Finding | None:
         return None
     who = describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)
     board = waiting[0].board
-    missed = board.inside[0].describe() if board is not None and board.inside else "a collective"
+    inside = board.inside[0] if board is not None and board.inside else None
+    missed = inside.describe() if inside is not None else "a collective"
     return Finding(
-        cause="missing_collective",
+        cause="init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective",
         ranks=tuple(r.rank for r in absent),
         where=last_seen(absent[0]),
         module=owning_module(absent[0]),
         reason=f"{who} never entered {missed}, in which the others wait",
         confidence=0.6,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def wrong_numbers(evidence: Evidence) -> Finding | None:
+    """A test that passed though ranks reduced or broadcast different dtypes or shapes: what was sent were other numbers."""
+    entered = first_departure(_rings(evidence))
+    if entered is None or len({c.op for c in entered.values()}) > 1 or next(iter(entered.values())).op not in _EVEN:
+        return None
+    culprits, _, _ = _blame(evidence, entered)
+    shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
+    return Finding(
+        cause="collective_mismatch",
+        ranks=culprits,
+        where=entered[culprits[0]].site,
+        reason=f"the ranks exchanged numbers of different kinds, which no backend notices: {shown}",
+        certain=True,
+        confidence=0.9,
         facts=all_facts(evidence.ranks),
     )

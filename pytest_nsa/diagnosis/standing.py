@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence import Evidence, RankEvidence
-from pytest_nsa.watch.stacks import Frame
+from pytest_nsa.evidence import SILENT_S, Evidence, RankEvidence
+from pytest_nsa.watch.board import Collective
 
-STOPS = ("deadline", "hang_after", "failed", "host_died")
+STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.15  # of a core, for a rank that is runnable at every look
-SILENT_S = 0.3  # the heartbeat beats every 0.05 s
-_LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(", re.IGNORECASE)
+GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
+_LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
+_IO = re.compile(r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\(")
+_IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
+_IO_WAITS = (
+    "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
+    "flock", "posix_lock", "io_schedule", "folio_wait",
+)  # fmt: skip
+_CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
+_LOADER = "torch/utils/data/dataloader.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A cause, what the rank does in words, how sure that is, and the line where that is known better than by its stack."""
+
+    cause: str
+    says: str
+    confidence: float
+    where: str = ""
 
 
 def standing(evidence: Evidence) -> Finding | None:
@@ -26,104 +46,188 @@ def standing(evidence: Evidence) -> Finding | None:
     absent = [r for r in alive if not r.is_waiting]
     if not absent:
         return _all_wait(evidence, alive)
-    causes = {rank.rank: _why(rank) for rank in absent}
-    known = [rank for rank in absent if causes[rank.rank][0]]
-    if not known:
+    whys = {rank.rank: why for rank in absent if (why := _why(rank)) is not None}
+    if not whys:
         return None
-    rank = known[0]
-    cause, what, confidence = causes[rank.rank]
-    culprits = tuple(r.rank for r in absent if causes[r.rank][0] == cause)
-    waiting = [r for r in alive if r.is_waiting]
-    reason = f"{describe_ranks(culprits, evidence.job.world_size)} {what}"
+    rank = next(r for r in absent if r.rank in whys)
+    why = whys[rank.rank]
+    culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
+    waiting = tuple(r.rank for r in alive if r.is_waiting)
+    n = evidence.job.world_size
+    reason = f"{describe_ranks(culprits, n)} {why.says}"
     if waiting:
-        reason += f"; {describe_ranks(tuple(r.rank for r in waiting), evidence.job.world_size)} waited for it"
+        reason += f"; {describe_ranks(waiting, n)} waited for it"
+    more = [(r, other) for r, other in whys.items() if other.cause != why.cause]
+    for number, other in more:
+        at = other.where or last_seen(evidence.ranks[number])
+        reason += f"; a second cause: rank {number} {other.says} ({other.cause}, at {at})"
     return Finding(
-        cause=cause,
+        cause=why.cause,
         ranks=culprits,
-        where=last_seen(rank),
+        where=why.where or last_seen(rank),
         module=owning_module(rank),
         reason=reason,
-        # A lock can only be released by another thread: where there is none, nobody will.
-        certain=cause == "lock_deadlock" and all(t.is_main or t.is_ours for t in rank.threads),
-        confidence=confidence,
+        confidence=why.confidence,
         facts=all_facts(evidence.ranks),
     )
 
 
-def _why(rank: RankEvidence) -> tuple[str, str, float]:
-    """(cause, what the rank does, confidence); '' when nothing says why."""
-    process, stack = rank.process, rank.stack
-    state, cpu = process.get("state", "?"), process.get("cpu_share", 0.0)
+def _why(rank: RankEvidence) -> Why | None:
+    """Why a rank stands where it stands; None when nothing says so. Each rule is on one kind of evidence, the surest first."""
+    rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
+        _stopped, _compiling, _loader, _child, _gil_held, _busy, _sleeping, _io, _lock, _io_by_source, _backward,
+    )  # fmt: skip
+    return next((why for rule in rules if (why := rule(rank)) is not None), None)
+
+
+def _files(rank: RankEvidence) -> list[str]:
+    return [f.file for f in rank.stack.frames] if rank.stack is not None else []
+
+
+def _library_files(rank: RankEvidence) -> list[str]:
+    """Those of the frames that the user's innermost line has called, innermost first."""
+    found = []
+    for frame in rank.stack.frames if rank.stack is not None else ():
+        if frame.is_user:
+            break
+        found.append(frame.file)
+    return found
+
+
+def _source(rank: RankEvidence) -> str:
     frame = user_frame(rank)
-    if state in ("T", "t"):
-        return "rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95
-    files = [f.file for f in stack.frames] if stack else []
-    if any(part in file for file in files for part in _COMPILERS):
-        return "compiling", "compiles", 0.7
-    if any("torch/utils/data/dataloader.py" in file for file in files[:6]):
-        return "dataloader_stuck", "waits for its data loader", 0.85
-    if any(file.endswith("/subprocess.py") for file in files[:4]):
-        return (
-            "child_process",
-            f"waits for a child process: {', '.join(process.get('children', ())) or 'unknown'}",
-            0.85,
-        )
-    if cpu >= BUSY or (process.get("wants_cpu") and cpu >= STARVED):
-        return _why_busy(rank, frame)
-    source = frame.source if frame else ""
-    wchan = process.get("wchan", "")
-    if "sleep" in source or "nanosleep" in wchan:
-        return "sleeping", "sleeps", 0.8
-    if state == "D" or any(
-        part in wchan for part in ("pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner")
-    ):
-        return "io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8
-    if (files and files[0].endswith(_LOCK_FILES)) or any(part in (files[0] if files else "") for part in _LOCK_FILES):
-        return "lock_deadlock", "waits for a lock that is not released", 0.9
-    if _LOCK.search(source) or (
-        "futex" in wchan and frame is not None and stack is not None and stack.frames[0] == frame
-    ):
-        return "lock_deadlock", "waits for a lock that is not released", 0.9 if _LOCK.search(source) else 0.7
-    board = rank.board
-    if board is not None and board.phase == "backward" and not board.numbers["gradients"]:
-        return "backward_deadlock", "stands in backward before any gradient", 0.6
-    return "", "", 0.0
+    return frame.source if frame is not None else ""
 
 
-def _why_busy(rank: RankEvidence, frame: Frame | None) -> tuple[str, str, float]:
-    if rank.beat_age_s is not None and rank.beat_age_s > SILENT_S:
-        return "gil_held", "holds the interpreter's lock in native code", 0.8
-    stack = rank.stack
-    in_python = stack is not None and frame is not None and stack.frames[0] == frame
+def _wchan(rank: RankEvidence) -> str:
+    return str(rank.process.get("wchan", ""))
+
+
+def _stopped(rank: RankEvidence) -> Why | None:
+    state = rank.process.get("state", "?")
+    return (
+        Why("rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95) if state in ("T", "t") else None
+    )
+
+
+def _compiling(rank: RankEvidence) -> Why | None:
+    in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
+    # A compiled function's own frames run below dynamo's evaluation of it, and are no compile.
+    running = (
+        any(f.function in ("_fn", "compile_wrapper") for f in rank.stack.frames) if rank.stack is not None else False
+    )
+    compiling = any(
+        part in file
+        for file in _files(rank)
+        for part in ("convert_frame.py", "/_inductor/", "output_graph.py", "/triton/compiler")
+    )
+    return Why("compiling", "compiles", 0.7) if in_compiler and (compiling or not running) else None
+
+
+def _loader(rank: RankEvidence) -> Why | None:
+    if not any(_LOADER in file for file in _library_files(rank)):
+        return None
+    for stacks in rank.children_threads:
+        main = next((t for t in stacks if t.is_main), None)
+        if main is not None and main.user_frame is not None:
+            where = main.user_frame.describe()
+            return Why("dataloader_stuck", f"waits for its data loader, whose worker stands at {where}", 0.9, where)
+    return Why("dataloader_stuck", "waits for its data loader", 0.85)
+
+
+def _child(rank: RankEvidence) -> Why | None:
+    if not any(file.endswith(_CHILD_FILES) for file in _library_files(rank)) and _wchan(rank) != "do_wait":
+        return None
+    commands = ", ".join(rank.process.get("children", ())) or "unknown"
+    return Why("child_process", f"waits for a child process: {commands}", 0.85)
+
+
+def _computes(rank: RankEvidence) -> bool:
+    cpu = rank.process.get("cpu_share", 0.0)
+    return cpu >= BUSY or (rank.process.get("wants_cpu", False) and cpu >= STARVED)
+
+
+def _gil_held(rank: RankEvidence) -> Why | None:
+    silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
+    if not silent or (rank.process.get("wants_cpu") and not _computes(rank)):  # starved: its heartbeat is too
+        return None
+    return Why("gil_held", "holds the interpreter's lock in native code", 0.8)
+
+
+def _busy(rank: RankEvidence) -> Why | None:
+    if not _computes(rank):
+        return None
+    stack, frame = rank.stack, user_frame(rank)
+    n = rank.board.numbers if rank.board is not None else {}
+    fights = rank.process.get("gil_wait_ms", 0.0) > GIL_WAIT_MS and rank.process.get("cpu_share", 0.0) >= BUSY
+    in_python = n.get("places", 0.0) > 1 or fights
+    if not n.get("places"):  # an older board: only the stack can tell
+        in_python = stack is not None and frame is not None and stack.frames[0] == frame
     if in_python:
-        return "infinite_loop", "runs in Python without making progress", 0.8
-    return "native_busy", "is busy in native code", 0.6
+        return Why("infinite_loop", "runs in Python without making progress", 0.8)
+    return Why("native_busy", "is busy in native code", 0.7)
+
+
+def _sleeping(rank: RankEvidence) -> Why | None:
+    return Why("sleeping", "sleeps", 0.8) if "sleep" in _source(rank) or "nanosleep" in _wchan(rank) else None
+
+
+def _io(rank: RankEvidence) -> Why | None:
+    wchan = _wchan(rank)
+    if rank.process.get("state") != "D" and not any(part in wchan for part in _IO_WAITS):
+        return None
+    return Why("io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8)
+
+
+def _io_by_source(rank: RankEvidence) -> Why | None:
+    by_file = any(file.endswith(_IO_FILES) for file in _library_files(rank)[:4])
+    return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+
+
+def _lock(rank: RankEvidence) -> Why | None:
+    if any(part in file for file in _library_files(rank)[:3] for part in _IO_FILES):
+        return None
+    by_file = any(part in file for file in _library_files(rank)[:1] for part in _LOCK_FILES)
+    source = bool(_LOCK.search(_source(rank)))
+    stack, frame = rank.stack, user_frame(rank)
+    by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
+    if not (by_file or source or by_wait):
+        return None
+    in_hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""
+    return Why("lock_deadlock", f"waits for a lock that is not released{in_hook}", 0.9 if by_file or source else 0.7)
+
+
+def _backward(rank: RankEvidence) -> Why | None:
+    board = rank.board
+    if board is None or board.phase != "backward" or board.numbers["gradients"]:
+        return None
+    return Why("backward_deadlock", "stands in backward before any gradient", 0.6)
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
     """Nobody is elsewhere: all in the same collective, in different groups, or receiving from each other."""
-    inside = [(r, r.board.inside[0]) for r in alive if r.board is not None and r.board.inside]
+    inside = [(r, c) for r in alive if r.board is not None and (c := _waits_in(r)) is not None]
     if len(alive) < 2 or len(inside) < len(alive):
         return None
-    ranks = tuple(r.rank for r, _ in inside)
     shown = "; ".join(f"rank {r.rank} in {c.describe()}" for r, c in inside)
-    if any(c.peer != -1 or c.op.startswith("recv") for _, c in inside):
+    pairs = [(r, c) for r, c in inside if c.peer != -1 or c.op.startswith("recv")]
+    certain = True
+    if pairs:
         cause, reason, confidence = "p2p_unmatched", f"receives and sends do not pair: {shown}", 0.85
+        certain, inside = len(pairs) == len(inside), pairs
     elif len({c.group for _, c in inside}) > 1:
-        cause, reason, confidence = (
-            "group_order_deadlock",
-            f"the ranks wait in different groups: {shown}",
-            0.9,
-        )
+        cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
     elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:
-        cause, reason, confidence = (
-            "transport_stuck",
-            f"all ranks are inside the same collective: {shown}",
-            0.7,
-        )
+        cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
+        certain = False
     else:
         return None
     return Finding(
-        cause=cause, ranks=ranks, where=inside[0][1].site, reason=reason, certain=cause != "transport_stuck",
+        cause=cause, ranks=tuple(r.rank for r, _ in inside), where=inside[0][1].site, reason=reason, certain=certain,
         confidence=confidence, facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _waits_in(rank: RankEvidence) -> Collective | None:
+    assert rank.board is not None
+    return rank.board.blocked or (rank.board.inside[0] if rank.board.inside else None)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from pytest_nsa.artifacts import append_line
-from pytest_nsa.launch.messages import DUMP_SIGNAL, CrewSpec, Job
+from pytest_nsa.launch.messages import CrewSpec, Job
 from pytest_nsa.watch.progress import ProgressWatch
-from pytest_nsa.watch.second_look import busy_ranks, dump_stacks, sample_processes
+from pytest_nsa.watch.second_look import DUMP_SIGNAL, dump_children, dump_stacks, note_process, sample_processes
+from pytest_nsa.watch.standing import StandStill
 
 POLL_S = 0.05
 GRACE_S = 1.0  # of stand-still, before what looks stuck is taken for stuck
@@ -80,9 +81,18 @@ class Launcher(Protocol):
         ...
 
 
+class Suspicion(Protocol):
+    """What is made of a stand-still. One that is certain cannot mend itself."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether the test may be ended at once."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Limits:
-    """Seconds: to form the group, for the body, and of stand-still after which to give up (0: never)."""
+    """Seconds: to form the group, for the body, and of a suspicious stand-still after which to give up (0: never)."""
 
     start: float
     run: float
@@ -97,6 +107,7 @@ class RanksRun:
     launcher: Launcher
     limits: Limits
     attendants: Sequence[Attendant] = ()
+    suspect: Callable[[], Suspicion | None] | None = None  # what is wrong, by the evidence so far
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -106,6 +117,9 @@ class RanksRun:
         self.folder = Path(self.job.folder)
         self.log = self.folder / "host.jsonl"
         self.ranks = self.ranks or range(self.job.world_size)
+        self.standing = StandStill()
+        self.suspicion: Suspicion | None = None
+        self._beats: dict[int, tuple[float, float]] = {}
         self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
 
     def run(self) -> None:
@@ -142,6 +156,7 @@ class RanksRun:
             if reason:
                 return reason
             self.watch.look()
+            self._look_closer()
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
@@ -162,17 +177,53 @@ class RanksRun:
             return "start" if now - started >= self.limits.start else ""
         if now - since >= self.limits.run:
             return "deadline"
-        if self.limits.hang_after and self.watch.stood_still >= self.limits.hang_after and not self._is_computing():
-            return "hang_after"
-        return ""
+        if self.suspicion is None:
+            return ""
+        if self.watch.stood_still < GRACE_S:  # somebody moves: slow, and no hang
+            return ""
+        if self.suspicion.certain:
+            return "certain"
+        return "hang_after" if 0 < self.limits.hang_after <= self.standing.counted else ""
+
+    def _look_closer(self) -> None:
+        """At a stand-still: what the processes do, written down, and what is to be made of it."""
+        waited = self.watch.longest_wait
+        if self.suspect is None or not self.watch.running_since or waited < GRACE_S:
+            self.standing.reset()
+            self.suspicion = None
+            self._beats = {}
+            return
+        self._beats = self._beats or self._late_beats()
+        if not self.standing.look(self._alive(), waited):
+            return
+        for rank, facts in self.standing.facts.items():
+            note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank)})
+        self._note(
+            "standing",
+            stood_still_s=self.watch.stood_still,
+            waits_s=waited,
+            moved=self.watch.stood_still < GRACE_S,
+            moved_ranks=self.watch.moved_within(GRACE_S),
+            beat_age_s=self._beat_ages(),
+        )
+        self.suspicion = self.suspect()
+
+    def _late_beats(self) -> dict[int, tuple[float, float]]:
+        """By how many seconds in all the heartbeats came late, and how many there were."""
+        return {rank: (b.numbers["gil_late"], b.numbers["beat"]) for rank, b in self.watch.boards.items()}
+
+    def _gil_wait(self, rank: int) -> float:
+        """Milliseconds by which a heartbeat of this stand-still came late: its thread waited for the interpreter's lock."""
+        late, beats = self._beats.get(rank, (0.0, 0.0))
+        now_late, now_beats = self._late_beats().get(rank, (late, beats))
+        return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
+
+    def _beat_ages(self) -> dict[str, float]:
+        return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.watch.boards.items()}
 
     def _alive(self) -> dict[int, int]:
         """Process ids of the ranks that have not ended, by rank."""
         return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
-
-    def _is_computing(self) -> bool:
-        """Whether any rank uses the CPU: that is progress too, of a kind that boards do not see."""
-        return bool(busy_ranks(self._alive()))
 
     def _nothing_to_wait_for(self, since_failure: float) -> bool:
         """The test has failed: the others may end by themselves, but not wait for each other, and not for long."""
@@ -203,13 +254,14 @@ class RanksRun:
             moved_ranks=self.watch.moved_within(GRACE_S),
         )
         alive = self._alive()
-        sample_processes(alive, self.log)
+        beats = {rank: {"gil_wait_ms": self._gil_wait(rank)} for rank in alive}
+        sample_processes(alive, self.log, beats)
         self.watch.look()
-        ages = {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.watch.boards.items()}
-        self._note("sampled", beat_age_s=ages)
+        self._note("sampled", beat_age_s=self._beat_ages())
         self._ended_by = reason
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
         dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL))
+        dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
 
     def _kill(self) -> None:
         self._ended_by = self._ended_by or "cleanup"

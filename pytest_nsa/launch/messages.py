@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import select
-import signal
 import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +43,8 @@ class CrewSpec:
 class Job:
     """A test, or a function, to run on ``world_size`` ranks. Written to ``job.json`` in its folder.
 
-    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds; ``root``
-    is the tests' root folder, ``tmp`` where their tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of
+    ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
+    ``check_divergence`` compares what must be equal on all ranks; ``root`` is the tests' root folder, ``tmp`` where their tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of
     fixtures that the host made; times are in seconds. ``reuse`` names the class or module whose tests share their ranks, ''
     for fresh ones; with ``stay`` they wait for another test after this one. ``gpus`` and ``cores`` are those that were
     leased, ``in_use`` the files that ranks hold while they use them; ``debugger`` names the socket at which the host lends
@@ -67,6 +64,7 @@ class Job:
     static_graph: bool = False
     fsdp_version: int = 2
     traces: tuple[str, ...] = ()
+    check_divergence: bool = False
     timeout: float = 300.0
     created: float = 0.0
     seed: int = 0

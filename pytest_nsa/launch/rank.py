@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 
@@ -19,9 +20,10 @@ from pytest_nsa.launch import cover, replay
 from pytest_nsa.launch.children import end_leftovers
 from pytest_nsa.launch.context import RankContext, become
 from pytest_nsa.launch.leases import hold_while_alive
-from pytest_nsa.launch.messages import DUMP_SIGNAL, Channel, CrewSpec, Job
+from pytest_nsa.launch.messages import Channel, CrewSpec, Job
 from pytest_nsa.launch.parent import become_subreaper
 from pytest_nsa.launch.record import record, record_exception
+from pytest_nsa.watch.second_look import DUMP_SIGNAL
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
+MAX_ODDITIES = 2000  # of steps that did not go their usual way
 SETTLE_S = 0.2  # before ranks that stay are taken for uneven
 # torch's own time limit must not come before ours: its message names nobody. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
@@ -92,7 +95,14 @@ class RankProcess:
 
         record(folder, event="start", pid=os.getpid(), notes=self.notes)
         session = installed()
-        session.begin(folder, self.number, job.world_size, job.parallel.upper(), beats=Path(job.folder))
+        session.begin(
+            folder,
+            self.number,
+            job.world_size,
+            job.parallel.upper(),
+            beats=Path(job.folder),
+            checksums=job.check_divergence,
+        )
 
         def saw_model(kind: str) -> None:
             if kind != "none":
@@ -100,7 +110,16 @@ class RankProcess:
                 record(folder, event="parallel", kind=kind)
 
         session.observer.on_model = saw_model
-        session.observer.on_names = lambda names: record(folder, event="parameters", names=names)
+        oddities = itertools.count()
+
+        def saw_oddity(kind: str, step: int, **facts: Any) -> None:
+            if next(oddities) < MAX_ODDITIES:
+                record(folder, event="oddity", kind=kind, step=step, **facts)
+
+        session.observer.on_oddity = saw_oddity
+        session.observer.on_names = lambda names, modules: record(
+            folder, event="parameters", names=names, modules=modules
+        )
         listen_to_traces()
         trace_log.folder = folder
         measuring = cover.start(self._coverage_settings)
@@ -194,7 +213,7 @@ class RankProcess:
 
     def _arm_stack_dumps(self, folder: Path) -> None:
         """faulthandler in C, so that it answers while C++ holds the GIL; one file a rank that stays open."""
-        stacks = (folder / "stacks.txt").open("w", encoding="utf-8")
+        stacks = (folder / "stacks.txt").open("a", encoding="utf-8")
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
         fatal = (folder / "fatal.txt").open("w", encoding="utf-8")
         faulthandler.enable(file=fatal, all_threads=True)

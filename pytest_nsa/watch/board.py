@@ -69,6 +69,8 @@ class BoardSnapshot:
     parameter: str
     line: str
     phase_line: str
+    nodes_module: str
+    path: tuple[int, ...]
     arrived: bytes
     decode_ring: Callable[[], tuple[Collective, ...]] = field(repr=False)
 
@@ -136,6 +138,10 @@ def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
         parameter=texts["parameter"],
         line=texts["line"],
         phase_line=texts.get("phase_line", ""),
+        nodes_module=texts.get("nodes_module", ""),
+        path=struct.unpack_from(f"<{int(numbers.get('path_length', 0))}H", data, layout["path"][0])
+        if "path" in layout
+        else (),
         arrived=data[start : start + min(size, int(numbers["gradients_expected"]))],
         decode_ring=lambda: _ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),
     )

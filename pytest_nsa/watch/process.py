@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 REST_S = 0.02
 REST_LOOKS = 10
@@ -35,8 +36,7 @@ def look_at(pid: int) -> ProcessState | None:
     switches = next(
         (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
     )
-    children = _read(proc / "task" / str(pid) / "children").split()
-    commands = tuple(_read(Path("/proc") / child / "cmdline").replace("\0", " ").strip()[:200] for child in children)
+    commands = tuple(_read(Path(f"/proc/{c}/cmdline")).replace("\0", " ").strip()[:200] for c in children_of(pid))
     return ProcessState(
         state=fields[0],
         cpu_s=cpu,
@@ -45,6 +45,27 @@ def look_at(pid: int) -> ProcessState | None:
         children=commands,
         threads=int(fields[17]),
     )
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children; [] where the kernel does not list them."""
+    return [int(child) for child in _read(Path(f"/proc/{pid}/task/{pid}/children")).split()]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal; False where the kernel does not say."""
+    status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
+    caught = status.get("SigCgt", "").strip()
+    return bool(caught) and bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:
+    """What changed between two looks at a process, ``elapsed`` seconds apart, as facts for the evidence."""
+    facts = asdict(after)
+    facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
+    facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
+    facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
+    return facts
 
 
 def restless_threads() -> list[str]:

@@ -68,6 +68,13 @@ class ProgressWatch:
         return time.monotonic() - self.last_move
 
     @property
+    def longest_wait(self) -> float:
+        """Seconds since any rank moved; or, where one waits in a collective for others that do move, since it did."""
+        now = time.monotonic()
+        waits = [now - self._moves[rank] for rank, board in self.boards.items() if board.inside and rank in self._moves]
+        return max([self.stood_still, *waits])
+
+    @property
     def rings(self) -> Rings:
         """The ranks' last collectives."""
         return {rank: board.collectives for rank, board in self.boards.items()}

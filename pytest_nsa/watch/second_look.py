@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pytest_nsa.artifacts import append_line
-from pytest_nsa.watch.process import ProcessState, look_at
+from pytest_nsa.watch.process import catches, children_of, difference, look_at
+from pytest_nsa.watch.stacks import CHILD_MARK
 
 SAMPLE_S = 0.4
-BUSY_SAMPLE_S = 0.2
 DUMP_WAIT_S = 2.0
+MAX_CHILDREN = 4
+DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
-def sample_processes(pids: Mapping[int, int], evidence: Path) -> None:
-    """Two looks at each rank (rank -> pid), ``SAMPLE_S`` apart; appended to ``evidence`` as one line a rank."""
+def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int, dict[str, Any]]) -> None:
+    """Two looks at each rank (rank -> pid), ``SAMPLE_S`` apart; appended to ``evidence`` as one line a rank, with ``more``."""
     first = {rank: look_at(pid) for rank, pid in pids.items()}
     started = time.monotonic()
     time.sleep(SAMPLE_S)
@@ -25,35 +29,12 @@ def sample_processes(pids: Mapping[int, int], evidence: Path) -> None:
     for rank, pid in pids.items():
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
-            append_line(
-                evidence,
-                {
-                    "event": "process",
-                    "time": time.time(),
-                    "rank": rank,
-                    **_difference(before, after, elapsed),
-                },
-            )
+            note_process(evidence, rank, {**difference(before, after, elapsed), **more.get(rank, {})})
 
 
-def _difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:
-    facts = asdict(after)
-    facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
-    facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
-    facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
-    return facts
-
-
-def busy_ranks(pids: Mapping[int, int]) -> list[int]:
-    """The ranks (rank -> pid) that use more than half a core over a moment."""
-    before = {rank: look_at(pid) for rank, pid in pids.items()}
-    time.sleep(BUSY_SAMPLE_S)
-    found = []
-    for rank, pid in pids.items():
-        first, second = before[rank], look_at(pid)
-        if first is not None and second is not None and second.cpu_s - first.cpu_s > 0.5 * BUSY_SAMPLE_S:
-            found.append(rank)
-    return found
+def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
+    """A line on a rank's process."""
+    append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
 
 
 def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
@@ -71,6 +52,21 @@ def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
                 del waiting[rank]
             else:
                 waiting[rank] = size
+
+
+def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
+    """Ask the ranks' own children (data loaders' workers) for a dump, into the rank's file behind a line ``# process PID``.
+
+    Only those that inherited the rank's handler of the signal are asked: it would end any other process.
+    """
+    for rank, pid in pids.items():
+        for child in children_of(pid)[:MAX_CHILDREN]:
+            if not catches(child, DUMP_SIGNAL):
+                continue
+            with files[rank].open("a", encoding="utf-8") as file:
+                file.write(f"{CHILD_MARK}{child}\n")
+            with contextlib.suppress(ProcessLookupError):
+                dump_stacks({rank: files[rank]}, lambda _, child=child: os.kill(child, DUMP_SIGNAL))  # type: ignore[misc]
 
 
 def _size(path: Path) -> int:

@@ -37,7 +37,7 @@ def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[
 
     Nobody can come to anybody's help then. None when any rank is free, or waits for a send or receive.
     """
-    found = {rank: c for rank, c in blocked.items() if c is not None and c.peer == -1 and c.is_inside}
+    found = {rank: c for rank, c in blocked.items() if c is not None and c.peer == -1}
     if len(found) < max(2, len(blocked)) or len({c.place for c in found.values()}) < 2:
         return None
     return None if any(can_complete(c, rings) for c in found.values()) else found

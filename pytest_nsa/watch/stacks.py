@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+CHILD_MARK = "# process "
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # Not just the package's name: a checkout may lie in a folder that is called so.
@@ -70,13 +71,31 @@ class ThreadStack:
         return self.frames[: last + 1]
 
     @property
+    def is_in_hook(self) -> bool:
+        """Whether autograd called the user's code, and not as the backward of a Function: in a gradient hook, that is."""
+        is_in_user_code = False
+        for frame in self.frames:
+            if frame.file.endswith("torch/autograd/function.py"):
+                return False
+            if frame.function == "_engine_run_backward":
+                return is_in_user_code
+            is_in_user_code = is_in_user_code or frame.is_user
+        return False
+
+    @property
     def is_ours(self) -> bool:
         """The heartbeat or another thread of the tracers."""
         return any("/nsa/trace/heartbeat.py" in f.file for f in self.frames)
 
 
+def parse_children(text: str) -> tuple[tuple[ThreadStack, ...], ...]:
+    """The threads of each of the rank's children that were asked."""
+    return tuple(stacks for part in text.split(CHILD_MARK)[1:] if (stacks := parse_dump(part)))
+
+
 def parse_dump(text: str) -> tuple[ThreadStack, ...]:
-    """The threads of the last dump in a file. The main thread is the one whose outermost frames are the oldest call."""
+    """The threads of the rank's dump in a file. The main thread is the one whose outermost frames are the oldest call."""
+    text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):

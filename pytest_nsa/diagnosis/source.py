@@ -1,0 +1,63 @@
+"""What the source says of a line: the loop that it is in, and the condition on the rank that it stands under."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from functools import lru_cache
+from pathlib import Path
+
+_PLACE = re.compile(r"^(?P<file>.*):(?P<line>\d+) in ")
+_RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _around(place: str) -> list[ast.stmt]:
+    """The statements that enclose ``file:line in function``, outermost first; [] where the source is not here."""
+    match = _PLACE.match(place)
+    tree = _tree(match["file"]) if match else None
+    if match is None or tree is None:
+        return []
+    line = int(match["line"])
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
+    return sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno)))
+
+
+def is_past_the_loop(place: str, other: str) -> bool:
+    """Whether ``place`` comes after a loop that ``other`` is in, in the same file."""
+    a, b = _PLACE.match(place), _PLACE.match(other)
+    if a is None or b is None or a["file"] != b["file"]:
+        return False
+    loops = [n for n in _around(other) if isinstance(n, ast.For | ast.While)]
+    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in loops)
+
+
+def are_alternatives(place: str, other: str) -> bool:
+    """Whether one line stands in the branch of an ``if`` whose other branch has the other line."""
+    a, b = _around(place), _around(other)
+    for statement in (n for n in a if isinstance(n, ast.If) and n in b):
+        first = next((s for s in statement.body if s in a or s in b), None)
+        second = next((s for s in statement.orelse if s in a or s in b), None)
+        if first is not None and second is not None:
+            return True
+    return False
+
+
+def is_for_one_rank(place: str) -> bool:
+    """Whether the line stands under a condition that is true on one rank: ``if rank == 1:``."""
+    statements = _around(place)
+    for outer, inner in itertools.pairwise(statements):
+        if not isinstance(outer, ast.If) or inner not in outer.body:
+            continue
+        for test in ast.walk(outer.test):
+            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and _RANK.search(ast.unparse(test)):
+                return True
+    return False

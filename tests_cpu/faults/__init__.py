@@ -1,0 +1,1 @@
+"""The corpus: planted faults with the verdict that each must get, and healthy tests that must get none."""

@@ -1,0 +1,143 @@
+"""Planted: a rank that raises, leaves, dies or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pytest_nsa.fixtures import DDP, Group
+from tests_cpu.faults.planting import AT, Net, net, planted, train
+
+
+def at(group: Group, culprit: int, fault: object) -> None:
+    """Six rounds of an all_reduce; in round AT, rank ``culprit`` calls ``fault()``."""
+    for step in range(6):
+        if group.rank == culprit and step == AT:
+            fault()  # type: ignore[operator]
+        dist.all_reduce(torch.ones(2))
+
+
+def raise_it(error: BaseException) -> None:
+    """For a lambda."""
+    raise error
+
+
+@planted("rank_exception", [1], where="test_planted.py", reason="ValueError: bad sample")
+def test_raises(group: Group) -> None:
+    at(group, 1, lambda: raise_it(ValueError("bad sample")))
+
+
+@planted("rank_exception", [2], n=4)
+def test_raises_of_four(group: Group) -> None:
+    at(group, 2, lambda: raise_it(KeyError("sample")))
+
+
+@planted("rank_exception", [0], reason="AssertionError")
+def test_an_assertion_while_the_other_waits(group: Group) -> None:
+    def fault() -> None:
+        assert group.world_size == 3
+
+    at(group, 0, fault)
+
+
+@planted("rank_exception", [1])
+def test_raises_in_backward(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    inner = model.module
+    assert isinstance(inner, Net)
+
+    def plant() -> None:
+        inner.blocks[0].in_backward = lambda: 1 / 0
+
+    train(model, ddp.rank, culprit=1, before=plant)
+
+
+@planted("rank_exception", [0], n=3)
+def test_raises_in_a_data_loader_s_worker(group: Group) -> None:
+    class Dataset(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if group.rank == 0 and index == AT:
+                raise ValueError("corrupt row")
+            return torch.ones(2)
+
+    for x in torch.utils.data.DataLoader(Dataset(), num_workers=1):
+        dist.all_reduce(x)
+
+
+@planted("assertion", [0, 1])
+def test_an_assertion_on_all(group: Group) -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3
+
+
+@planted("oom", [1])
+def test_out_of_memory(ddp: DDP) -> None:
+    train(ddp.wrap(net()), ddp.rank, culprit=1, before=lambda: bytearray(1 << 60))
+
+
+@planted("oom", [0])
+def test_torch_is_out_of_memory(group: Group) -> None:
+    at(group, 0, lambda: torch.empty(1 << 58))
+
+
+@planted("rank_exited", [1])
+def test_exits_with_0(group: Group) -> None:
+    at(group, 1, lambda: os._exit(0))
+
+
+@planted("rank_exited", [0])
+def test_exits_with_3(group: Group) -> None:
+    at(group, 0, lambda: os._exit(3))
+
+
+@planted("rank_exited", [3], n=4)
+def test_sys_exit(group: Group) -> None:
+    at(group, 3, lambda: sys.exit(0))
+
+
+@planted("rank_died", [1], reason="SIGKILL")
+def test_is_killed(ddp: DDP) -> None:
+    train(ddp.wrap(net()), ddp.rank, culprit=1, before=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@planted("rank_died", [0], reason="SIGSEGV")
+def test_segmentation_fault(group: Group) -> None:
+    import ctypes
+
+    at(group, 0, lambda: ctypes.string_at(0))
+
+
+@planted("rank_died", [2], n=4, reason="SIGABRT")
+def test_aborts(group: Group) -> None:
+    at(group, 2, os.abort)
+
+
+@planted("rank_died", [1], reason="SIGKILL")
+def test_is_killed_in_backward(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    inner = model.module
+    assert isinstance(inner, Net)
+
+    def plant() -> None:
+        inner.blocks[1].in_backward = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+    train(model, ddp.rank, culprit=1, before=plant)
+
+
+@planted("rank_stopped", [1])
+def test_is_stopped(group: Group) -> None:
+    at(group, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@planted("rank_stopped", [0], n=3)
+def test_is_stopped_of_three(ddp: DDP) -> None:
+    train(ddp.wrap(nn.Linear(8, 1)), ddp.rank, culprit=0, before=lambda: os.kill(os.getpid(), signal.SIGSTOP))

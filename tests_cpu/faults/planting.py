@@ -1,0 +1,107 @@
+"""What planted faults are made of: the expectation that goes with each, a small model, and a training loop with a fault in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pytest_nsa
+
+AT = 3  # the step in which a fault happens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planted:
+    """What the verdict on a planted fault must be. ``where`` is a part of it; ``reason`` a part of its reason."""
+
+    cause: str
+    ranks: tuple[int, ...]
+    where: str
+    reason: str
+
+
+def planted(
+    cause: str, ranks: Sequence[int], *, n: int = 2, where: str = "", reason: str = ""
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test on ``n`` ranks with a fault in it, and the cause and ranks that its verdict must name."""
+
+    def mark(function: Callable[..., None]) -> Callable[..., None]:
+        expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason)
+        function.planted = expected  # type: ignore[attr-defined]
+        return pytest_nsa.world_size(n)(function)
+
+    return mark
+
+
+class Block(nn.Module):
+    """Three branches and their gate, in small. ``fault`` is called in its forward, ``in_backward`` in its backward."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.cmp, self.sel, self.win = (nn.Linear(dim, dim) for _ in range(3))
+        self.gate = nn.Linear(dim, 3)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.fault: Callable[[], Any] = lambda: None
+        self.in_backward: Callable[[], Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, dim] -> [B, dim]."""
+        self.fault()
+        gates = torch.sigmoid(self.gate(x)).unbind(-1)
+        out = sum(g[:, None] * m(x) for g, m in zip(gates, (self.cmp, self.sel, self.win), strict=True))
+        assert isinstance(out, torch.Tensor)
+        if self.in_backward is not None:
+            function = self.in_backward
+            out.register_hook(lambda gradient: function())
+        return x + self.mlp(out)
+
+
+class Net(nn.Module):
+    """Embedding of a batch, three blocks, a head."""
+
+    def __init__(self, dim: int = 16, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(blocks))
+        self.head = nn.Linear(dim, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, 8] -> [B, 1]."""
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    """[4, 8], another one for each rank and step."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A scalar."""
+    return F.mse_loss(model(x), torch.ones(len(x), 1))
+
+
+def train(
+    model: nn.Module, rank: int, *, steps: int = 6, culprit: int = -1, before: Callable[[], Any] = lambda: None
+) -> None:
+    """``steps`` steps of SGD; on rank ``culprit``, ``before()`` is called before step AT."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        if rank == culprit and step == AT:
+            before()
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+
+
+def net(seed: int = 0) -> Net:
+    """The same on all ranks."""
+    torch.manual_seed(seed)
+    return Net()

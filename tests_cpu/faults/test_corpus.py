@@ -1,0 +1,50 @@
+"""Every planted fault gets the verdict that was planted, in one run a module: cause, ranks, and the words where they matter."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import ExampleResult, run_in
+from tests_cpu.faults.planting import Planted
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("order", "ranks", "standing", "training")
+
+
+def faults(module: str) -> dict[str, Planted]:
+    """What is planted in a module, by test."""
+    loaded = importlib.import_module(f"tests_cpu.faults.planted_{module}")
+    return {name: f.planted for name, f in vars(loaded).items() if hasattr(f, "planted")}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResult]:
+    """Filled as modules are run."""
+    return {}
+
+
+def run(module: str, folder: Path) -> ExampleResult:
+    """All faults of a module. Ranks that stand still cost no CPU, so several tests at a time do not disturb each other."""
+    shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
+    options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
+    arguments = [a for option in options for a in ("-o", option)]
+    return run_in(folder, "-p", "xdist", "-n", "3", *arguments, timeout=280)
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
+def test_the_verdict(
+    module: str, name: str, verdicts: dict[str, ExampleResult], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if module not in verdicts:
+        verdicts[module] = run(module, tmp_path_factory.mktemp(module))
+    expected = faults(module)[name]
+    assert name in verdicts[module].verdicts, verdicts[module].stdout[-3000:]
+    verdict = verdicts[module].verdicts[name]
+    assert (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), verdict.reason
+    assert expected.where in verdict.where
+    assert expected.reason in verdict.reason
+    assert verdict.failed
