@@ -27,7 +27,7 @@ _NUMBERS = {
     "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
     "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
-    "nodes": "q", "nodes_owned": "q", "places": "q", "path_length": "q",
+    "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q", "path_length": "q",
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160}
 

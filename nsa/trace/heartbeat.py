@@ -21,7 +21,6 @@ RECORD_EVERY = 1.0
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 MAX_FRAMES = 200
-MAX_PLACES = 100
 
 
 class Heartbeat:
@@ -45,9 +44,11 @@ class Heartbeat:
         self._progress = -1
         self._since = time.monotonic()
         self._written = 0.0
-        self._places: set[tuple[int, int]] = (
-            set()
-        )  # where the main thread was seen: one place is one call into native code
+        self._place = (
+            0,
+            0,
+        )  # code and instruction of the main thread: who stays at one is in one call into native code
+        self._looks = self._moves = 0
         self.recorder = recorder
         self.rank = rank
         self.label = label
@@ -111,12 +112,16 @@ class Heartbeat:
         now, progress = time.monotonic(), self.board.count("progress")
         if progress != self._progress:
             self._progress, self._since, self._written = progress, now, 0.0
-            self._places.clear()
+            self._place, self._looks, self._moves = (0, 0), 0, 0
             return
         main = frames.get(self._main or 0)
-        if main is not None and len(self._places) < MAX_PLACES:
-            self._places.add((id(main.f_code), main.f_lasti))
-            self.board.number("places", len(self._places))
+        if main is not None:
+            place = (id(main.f_code), main.f_lasti)
+            self._looks += 1
+            self._moves += place != self._place
+            self._place = place
+            self.board.number("still_looks", self._looks)
+            self.board.number("still_moves", self._moves)
         waited = now - self._written if self._written else now - self._since
         if self._standing is None or waited < (STANDING_AGAIN_S if self._written else STANDING_S):
             return

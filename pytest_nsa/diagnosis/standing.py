@@ -14,6 +14,7 @@ from pytest_nsa.watch.board import Collective
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.15  # of a core, for a rank that is runnable at every look
+MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
@@ -160,8 +161,9 @@ def _busy(rank: RankEvidence) -> Why | None:
     stack, frame = rank.stack, user_frame(rank)
     n = rank.board.numbers if rank.board is not None else {}
     fights = rank.process.get("gil_wait_ms", 0.0) > GIL_WAIT_MS and rank.process.get("cpu_share", 0.0) >= BUSY
-    in_python = n.get("places", 0.0) > 1 or fights
-    if not n.get("places"):  # an older board: only the stack can tell
+    looks = n.get("still_looks", 0.0)
+    in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
+    if not looks:  # an older board: only the stack can tell
         in_python = stack is not None and frame is not None and stack.frames[0] == frame
     if in_python:
         return Why("infinite_loop", "runs in Python without making progress", 0.8)

@@ -7,7 +7,6 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -172,12 +171,9 @@ def test_a_long_product(group: Group) -> None:
 
 @planted("native_busy", [0])
 def test_a_long_native_call(group: Group) -> None:
-    library = ctypes.CDLL(None)
-    at(
-        group,
-        0,
-        lambda: library.qsort(ctypes.create_string_buffer(1), ctypes.c_size_t(1 << 40), ctypes.c_size_t(0), None),
-    )
+    import hashlib
+
+    at(group, 0, lambda: hashlib.pbkdf2_hmac("sha256", b"x", b"y", 10**9))
 
 
 @planted("gil_held", [1])
@@ -316,49 +312,39 @@ def test_all_ranks_are_slow(ddp: DDP) -> None:
 
 
 class Scan(nn.Module):
-    """A recurrence over positions, one by one: hundreds of autograd nodes a position."""
+    """Position by position: three autograd nodes each, and the backward of each selection makes zeros of x's whole size."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.length = length
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, 4] -> [B, 4]."""
-        for _ in range(self.length):
-            x = x + self.weight * 1e-6
-            x = x * 0.999999
-        return x
+        """x [B, S, dim] -> the same."""
+        return torch.stack([x[:, t] * self.weight for t in range(x.shape[1])], dim=1)
 
 
 @planted("graph_explosion", [0, 1], reason="blocks.1.scan")
-def test_a_module_with_a_million_autograd_nodes(ddp: DDP) -> None:
+def test_a_module_with_sixty_thousand_autograd_nodes(ddp: DDP) -> None:
     class Layer(nn.Module):
-        def __init__(self, length: int) -> None:
+        def __init__(self, scans: bool) -> None:
             super().__init__()
-            self.scan = Scan(length)
-            self.out = nn.Linear(4, 4)
+            self.scan = Scan(64) if scans else nn.Identity()
+            self.out = nn.Linear(64, 64)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.scan(x))
+            return self.scan(self.out(x))
 
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([Layer(1), Layer(400_000)])
+            self.blocks = nn.ModuleList([Layer(False), Layer(True)])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = block(x)
             return x
 
-    sys.setrecursionlimit(10_000)
-    train_graph(ddp.wrap(Stack()))
-
-
-def train_graph(model: nn.Module) -> None:
-    """One step."""
-    model(torch.ones(2, 4)).sum().backward()
+    ddp.wrap(Stack())(torch.ones(1, 20_000, 64)).sum().backward()
 
 
 @planted("sleeping", [1], n=3, reason="rank 2")

@@ -48,3 +48,21 @@ def test_the_verdict(
     assert expected.where in verdict.where
     assert expected.reason in verdict.reason
     assert verdict.failed
+
+
+HEALTHY = [n for n in vars(importlib.import_module("tests_cpu.faults.healthy")) if n.startswith("test_")]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
+    """Those in which nothing is wrong, where a suspicion that stands for longer than they last would end them."""
+    folder = tmp_path_factory.mktemp("healthy")
+    shutil.copy(ROOT / "tests_cpu" / "faults" / "healthy.py", folder / "test_healthy.py")
+    options = ("ranks_hang_after=30", "ranks_check_divergence=true", f"pythonpath={ROOT}")
+    return run_in(folder, "-p", "xdist", "-n", "2", *(a for o in options for a in ("-o", o)), timeout=280)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_alarm(name: str, healthy: ExampleResult) -> None:
+    verdict = healthy.verdicts[name]
+    assert verdict.outcome == "PASS", verdict.reason
