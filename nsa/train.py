@@ -209,14 +209,12 @@ def _listen_to_traces(folder: Path, rank: int) -> None:
 def _loop(config: Config, arguments: argparse.Namespace, info: RankInfo, source: Any, folder: Path) -> int:
     from nsa import checkpoint
     from nsa.data import Prefetcher
-    from nsa.trace import session
+    from nsa.trace.training import trace_training
     from nsa.trace.watchdog import Watchdog
     from nsa.trainer import Trainer
 
     _listen_to_traces(folder, info.rank)
-    ranks_folder = folder / f"rank{info.rank}"
-    ranks_folder.mkdir(exist_ok=True)
-    traces = session.start(ranks_folder, info.rank, info.world_size, config.parallel.mode.upper(), beats=folder)
+    traces = trace_training(folder, info.rank, info.world_size, config.parallel.mode.upper())
     trainer = Trainer(config, info, folder)
     batches = 0
     resumed = checkpoint.find(folder / "checkpoints", arguments.resume)
@@ -261,7 +259,7 @@ def _loop(config: Config, arguments: argparse.Namespace, info: RankInfo, source:
     finally:
         watchdog.close()
         prefetcher.close()
-        traces.end()
+        traces.end(sys.exception())
         if metrics is not None:
             metrics.close()
 

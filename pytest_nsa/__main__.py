@@ -1,4 +1,4 @@
-"""``python -m pytest_nsa diagnose DIR``: read a folder of evidence again, from this machine or another, and say the verdict.
+"""``python -m pytest_nsa``: `diagnose DIR` reads evidence again, from any machine; `watch` follows a training that runs.
 
 Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.evidence import find_test_folders, load
 from pytest_nsa.report.text import lines
+from pytest_nsa.watching import folder_of, watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,27 +25,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("diagnose", help="say the verdict on a test's folder, or on every test of a run")
-    command.add_argument("folder", metavar="DIR", type=Path, help="as in artifacts/latest or artifacts/latest/SCENARIO")
+    command.add_argument(
+        "folders", metavar="DIR", type=Path, nargs="+",
+        help="as in artifacts/latest or artifacts/latest/SCENARIO; of a training on several nodes, the folder of each",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
+    command = commands.add_parser(
+        "watch", help="follow a training whose ranks have NSA_TRACE_DIR set, or trace_training called"
+    )
+    command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
+    command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
+    command.add_argument("--json", action="store_true", help="print a JSON object at each change, one a line")
+    command.add_argument("--once", action="store_true", help="say what can be said now, and end")
     arguments = parser.parse_args(argv)
     try:
-        return _diagnose(arguments)
+        return _diagnose(arguments) if arguments.command == "diagnose" else _watch(arguments)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:
-    folders = find_test_folders(arguments.folder)
+    first, *others = arguments.folders
+    folders = find_test_folders(first)
     if not folders:
         print(
-            f"error: {str(arguments.folder)!r}: no evidence here (no job.json); give a run's or a test's folder",
+            f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",
             file=sys.stderr,
         )
         return 2
     failed = False
     for folder in folders:
-        evidence = load(folder)
+        evidence = load(folder, *others)
         verdict = diagnose(evidence)
         failed = failed or verdict.failed
         if arguments.json:
@@ -54,6 +66,23 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         else:
             print(f"{verdict.scenario or verdict.nodeid}\n{verdict.outcome}\n")
     return 1 if failed else 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    folders = {arguments.run.absolute()} if arguments.run else set()
+    for pid in arguments.pids:
+        found = folder_of(pid)
+        if found is None:
+            print(
+                f"error: process {pid}: maps no board; start its training with NSA_TRACE_DIR=DIR, as the user who watches",
+                file=sys.stderr,
+            )
+            return 2
+        folders.add(found)
+    if not folders:
+        print("error: give --run DIR, or the process id of a rank", file=sys.stderr)
+        return 2
+    return watch(sorted(folders), as_json=arguments.json, once=arguments.once)
 
 
 if __name__ == "__main__":

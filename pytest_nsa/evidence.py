@@ -45,7 +45,7 @@ class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it.
 
     ``oddities`` are steps that did not go their usual way, ``modules`` those that the current forward had called, in their
-    order; ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
+    order; ``gone``: its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
     """
 
     rank: int
@@ -72,6 +72,7 @@ class RankEvidence:
     warnings: tuple[dict[str, Any], ...]
     left_running: tuple[str, ...]
     quit_debugger: bool
+    gone: bool
     oddities: tuple[dict[str, Any], ...]
     modules: tuple[str, ...]
     standing_since: float
@@ -143,17 +144,21 @@ class Evidence:
         return next((r.parallel for r in self.ranks if r.parallel), self.job.parallel)
 
 
-def load(folder: Path) -> Evidence:
-    """Read a test's folder. Raises FileNotFoundError when it holds no job.json."""
+def load(folder: Path, *others: Path) -> Evidence:
+    """Read a test's or a training's folder; ``others`` are those of further nodes of the same run, with their ranks.
+
+    Raises FileNotFoundError when ``folder`` holds no job.json.
+    """
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    host = list(read_lines(folder / "host.jsonl"))
+    folders = (folder, *others)
+    host = sorted((e for f in folders for e in read_lines(f / "host.jsonl")), key=lambda e: e.get("time", 0.0))
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
     ended = next((e for e in host if e["event"] == "ended"), {})
     started = next((e["time"] for e in host if e["event"] == "started"), job.created)
     return Evidence(
         job=job,
-        ranks=tuple(_load_rank(folder / f"rank{r}", r, host) for r in range(job.world_size)),
+        ranks=tuple(_load_rank(_folder_of(folders, r), r, host) for r in range(job.world_size)),
         stop=stop.get("reason", "" if ended else "host_died"),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),
@@ -164,6 +169,10 @@ def load(folder: Path) -> Evidence:
         refused=next((e["reason"] for e in host if e["event"] == "refused"), ""),
         folder=folder,
     )
+
+
+def _folder_of(folders: Sequence[Path], rank: int) -> Path:
+    return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
 
 
 def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvidence:
@@ -213,6 +222,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
+        gone=any(e["event"] == "gone" and e["rank"] == rank for e in host),
         oddities=tuple(e for e in events if e["event"] == "oddity"),
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
         standing_since=own.get("since", 0.0),

@@ -73,12 +73,3 @@ def installed() -> TraceSession:
     if _current is None:
         _current = TraceSession()
     return _current
-
-
-def start(
-    folder: str | os.PathLike[str], rank: int, world_size: int, label: str = "", beats: Path | None = None
-) -> TraceSession:
-    """Install and begin in one call."""
-    session = installed()
-    session.begin(folder, rank, world_size, label, beats)
-    return session

@@ -48,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     numbers.nan_loss,
     exits.rank_raised,
     exits.rank_died,
+    exits.rank_gone,
     exits.rank_exited,
     order.left_alone,
     speed.graph_explosion,
@@ -186,4 +187,4 @@ def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
         return "HANG"
     if any(r.signal and not r.by_us for r in evidence.ranks):
         return "CRASH"
-    return "FAIL"
+    return "HANG" if evidence.stop == "host_died" and evidence.stood_still_s else "FAIL"

@@ -129,6 +129,23 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     )
 
 
+def rank_gone(evidence: Evidence) -> Finding | None:
+    """A rank of a training that is only watched has gone without a word: nobody saw how."""
+    gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
+    if not gone:
+        return None
+    return Finding(
+        cause="rank_died",
+        ranks=tuple(r.rank for r in gone),
+        where=last_seen(gone[0]),
+        module=owning_module(gone[0]),
+        reason=f"the process of rank {gone[0].rank} has gone without a word: killed, or left by os._exit",
+        certain=True,
+        confidence=0.8,
+        facts=all_facts(evidence.ranks),
+    )
+
+
 def rank_exited(evidence: Evidence) -> Finding | None:
     """A rank's process ended by itself before its test did."""
     gone = [r for r in evidence.ranks if r.exit_code is not None and not r.finished and not r.exceptions]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from _pytest.debugging import pytestPDB
 
+from nsa.trace.events import record
 from pytest_nsa.launch import sockets
 from pytest_nsa.launch.context import RankContext, current_rank
-from pytest_nsa.launch.record import record
 
 ANY_RANK = -1
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from nsa.trace.events import record_exception
 from pytest_nsa.launch.context import RankContext
-from pytest_nsa.launch.record import record_exception
 
 _INNER = "_nsa_inner"
 PATIENCE_S = 3.0  # for the others to come to the end of an example that failed here: they may be stuck without us

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import logging
 import os
 import signal
@@ -12,17 +11,17 @@ import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
+from nsa.trace.events import record, record_exception
 from pytest_nsa.launch import cover, replay
 from pytest_nsa.launch.children import end_leftovers
 from pytest_nsa.launch.context import RankContext, become
 from pytest_nsa.launch.leases import hold_while_alive
 from pytest_nsa.launch.messages import Channel, CrewSpec, Job
 from pytest_nsa.launch.parent import become_subreaper
-from pytest_nsa.launch.record import record, record_exception
 from pytest_nsa.watch.second_look import DUMP_SIGNAL
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
-MAX_ODDITIES = 2000  # of steps that did not go their usual way
 SETTLE_S = 0.2  # before ranks that stay are taken for uneven
 # torch's own time limit must not come before ours: its message names nobody. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
@@ -92,6 +90,7 @@ class RankProcess:
         self._arm_stack_dumps(folder)
 
         from nsa.trace.session import installed
+        from nsa.trace.training import record_models
 
         record(folder, event="start", pid=os.getpid(), notes=self.notes)
         session = installed()
@@ -104,22 +103,7 @@ class RankProcess:
             checksums=job.check_divergence,
         )
 
-        def saw_model(kind: str) -> None:
-            if kind != "none":
-                session.heartbeat.label = kind.upper()
-                record(folder, event="parallel", kind=kind)
-
-        session.observer.on_model = saw_model
-        oddities = itertools.count()
-
-        def saw_oddity(kind: str, step: int, **facts: Any) -> None:
-            if next(oddities) < MAX_ODDITIES:
-                record(folder, event="oddity", kind=kind, step=step, **facts)
-
-        session.observer.on_oddity = saw_oddity
-        session.observer.on_names = lambda names, modules: record(
-            folder, event="parameters", names=names, modules=modules
-        )
+        record_models(session.observer, folder, session.heartbeat)
         listen_to_traces()
         trace_log.folder = folder
         measuring = cover.start(self._coverage_settings)

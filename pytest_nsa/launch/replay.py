@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from nsa.trace.events import cut, record, record_exception
 from pytest_nsa.artifacts import append_line
 from pytest_nsa.hosting import take_host_values
 from pytest_nsa.launch import debugger, lockstep
 from pytest_nsa.launch.context import RankContext
 from pytest_nsa.launch.messages import Job
-from pytest_nsa.launch.record import cut, record, record_exception
 
 # They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
 HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace")

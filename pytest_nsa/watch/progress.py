@@ -32,6 +32,16 @@ class ProgressWatch:
         self.readers = {rank: BoardReader(folder / "board.bin") for rank, folder in self.folders.items()}
         self.last_move = self._last_look = time.monotonic()
 
+    def add(self, rank: int, folder: Path) -> None:
+        """Watch another rank, whose board has just been found."""
+        if rank not in self.folders:
+            self.folders[rank] = folder
+            self.readers[rank] = BoardReader(folder / "board.bin")
+
+    def stood_for(self, rank: int) -> float:
+        """Seconds since a rank moved."""
+        return time.monotonic() - self._moves.get(rank, time.monotonic())
+
     def look(self) -> None:
         """Read every board and note what moved."""
         now = time.monotonic()

@@ -1,0 +1,100 @@
+"""Evidence of a training that no test started, in the layout of a test's folder: for ``pytest-nsa watch`` and ``diagnose``.
+
+A program says ``nsa.trace.training.trace_training("DIR")`` on each rank; or it says nothing, and the variable
+NSA_TRACE_DIR names the folder: then importing torch is enough (`autostart`, an entry point that torch loads).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nsa.trace.events import record, record_exception
+from nsa.trace.session import installed
+
+MAX_ODDITIES = 2000  # of steps that did not go their usual way
+
+
+class TracedTraining:
+    """The evidence of a rank's training, from now until `end`, or until the process ends: well, or with an exception."""
+
+    def __init__(self, run: Path, rank: int, world_size: int, label: str) -> None:
+        self.folder = run / f"rank{rank}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in ("events.jsonl", "standing.json", "stacks.txt"):  # of a run before this one
+            (self.folder / old).unlink(missing_ok=True)
+        _describe(run, world_size)
+        record(self.folder, event="start", pid=os.getpid(), notes=[])
+        self.session = installed()
+        self.session.begin(self.folder, rank, world_size, label, beats=run)
+        record_models(self.session.observer, self.folder, self.session.heartbeat)
+        self.board = self.session.board
+        self.board.phase("body")
+        self._pid, self._hook, self._ended = os.getpid(), sys.excepthook, False
+        sys.excepthook = self._raised
+        atexit.register(self.end)
+
+    def _raised(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        hook = self._hook
+        self.end(error.with_traceback(traceback))
+        hook(kind, error, traceback)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The last heartbeat, and how it went: what it ended with, None where all is well. Only the first call counts, and none of a forked child's."""
+        if self._ended or os.getpid() != self._pid:
+            return
+        self._ended = True
+        sys.excepthook = self._hook
+        if error is not None:
+            record_exception(self.folder, error, "call")
+        self.board.phase("done")
+        self.session.end()
+        record(self.folder, event="done", passed=error is None)
+
+
+def trace_training(
+    folder: str | os.PathLike[str], rank: int | None = None, world_size: int | None = None, label: str = ""
+) -> TracedTraining:
+    """Leave ``rank{r}/`` with board and events, and heartbeats, in ``folder``.
+
+    ``rank`` and ``world_size`` default to torchrun's variables RANK and WORLD_SIZE, else to one rank.
+    """
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    return TracedTraining(Path(folder).absolute(), rank, world_size, label)
+
+
+def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
+    """Into ``events.jsonl``: names and parallelism of the models that are called, and steps that went otherwise."""
+    oddities = itertools.count()
+
+    def saw_oddity(kind: str, step: int, **facts: Any) -> None:
+        if next(oddities) < MAX_ODDITIES:
+            record(folder, event="oddity", kind=kind, step=step, **facts)
+
+    def saw_model(kind: str) -> None:
+        if kind != "none":
+            heartbeat.label = kind.upper()
+            record(folder, event="parallel", kind=kind)
+
+    observer.on_oddity = saw_oddity
+    observer.on_model = saw_model
+    observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)
+
+
+def _describe(run: Path, world_size: int) -> None:
+    """The run as a job, as the readers of test folders expect it."""
+    job = {
+        "nodeid": " ".join(sys.argv) or "training", "folder": str(run), "root": os.getcwd(), "world_size": world_size,
+        "backend": os.environ.get("TORCH_BACKEND", ""), "created": time.time(), "timeout": 0.0, "traces": [],
+    }  # fmt: skip
+    partial = run / f".job.{os.getpid()}"
+    partial.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+    partial.replace(run / "job.json")
