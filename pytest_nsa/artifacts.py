@@ -55,6 +55,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield value
 
 
+ANNOUNCEMENTS = "announcements.jsonl"
+
+
 class RunFolder:
     """``ROOT/test_engineer_TIME``, made when first needed; ``ROOT/latest`` points to the newest."""
 
@@ -130,7 +133,7 @@ class RunFolder:
     def announce(self, text: str) -> None:
         """Something to be read while the test runs."""
         self.note(text)
-        append_line(self.path / "announcements.jsonl", {"time": time.time(), "text": text})
+        append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:
         """What `tell` was told, by any worker."""

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_nsa.artifacts import ANNOUNCEMENTS, read_lines
 from pytest_nsa.items import runner_key
 from pytest_nsa.launch.start import SharedZygote
+
+TELL_S = 0.3
 
 
 class XdistHooks:
     """Registered only where xdist is: its hooks are unknown elsewhere."""
 
     _zygote: SharedZygote | None = None
+    _teller: threading.Thread | None = None
+    _done = threading.Event()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -25,8 +33,22 @@ class XdistHooks:
         runner.folder.name = name
         node.workerinput["nsa_run"] = name
         self._zygote = self._zygote or SharedZygote()
+        if self._teller is None:
+            path = runner.folder.root / name / ANNOUNCEMENTS
+            self._teller = threading.Thread(target=self._tell, args=(path,), name="nsa-announcements", daemon=True)
+            self._teller.start()
         node.workerinput["nsa_zygote"] = self._zygote.name
         node.workerinput["nsa_arguments"] = [str(a) for a in node.config.invocation_params.args]
+
+    def _tell(self, path: Path) -> None:
+        """Print what the workers announce, while they run: xdist itself calls nobody until a test has ended."""
+        shown = 0
+        while not self._done.wait(TELL_S):
+            texts = [entry["text"] for entry in read_lines(path)]
+            for text in texts[shown:]:
+                sys.stdout.write(f"\n{text}\n")
+                sys.stdout.flush()
+            shown = len(texts)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
@@ -37,6 +59,9 @@ class XdistHooks:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
         """All workers have ended."""
+        self._done.set()
+        if self._teller is not None:
+            self._teller.join()
         if self._zygote is not None:
             self._zygote.close()
 

@@ -42,10 +42,10 @@ class RaisedException:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
-    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it.
-
-    ``oddities`` are steps that did not go their usual way, ``modules`` those that the current forward had called, in their
-    order; ``gone``: its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
+    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
+    that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``gone``:
+    its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how long the heartbeat had
+    been silent when the host looked at the stand-still.
     """
 
     rank: int

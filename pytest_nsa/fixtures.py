@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_nsa import marks
-from pytest_nsa.launch.context import RankContext, require_rank
+from pytest_nsa.launch.context import RankContext, current_rank, require_rank
 from pytest_nsa.marks import LayerRange
 
 if TYPE_CHECKING:
@@ -227,14 +227,20 @@ def rank_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
+def _tried(name: str) -> str | None:
+    """The value that a bisection tries in this rank."""
+    ctx = current_rank()
+    return ctx.job.overrides.get(name) if ctx is not None else None
+
+
 @pytest.fixture
 def branch(request: pytest.FixtureRequest) -> str | None:
     """The NSA branch of the mark branch('sel'); None without the mark."""
-    return getattr(request, "param", None) or marks.value(request.node, "branch")
+    return _tried("branch") or getattr(request, "param", None) or marks.value(request.node, "branch")
 
 
 @pytest.fixture
 def gc_range(request: pytest.FixtureRequest) -> LayerRange | None:
     """The layers of the mark gc_range('0:6'), as text with .start and .end; None without the mark."""
-    text = getattr(request, "param", None) or marks.value(request.node, "gc_range")
+    text = _tried("gc_range") or getattr(request, "param", None) or marks.value(request.node, "gc_range")
     return None if text is None else LayerRange(text)

@@ -19,6 +19,7 @@ import pytest
 from pytest_nsa import marks
 from pytest_nsa.artifacts import RunFolder, append_line, discard, safe_name, write_atomically
 from pytest_nsa.attend import DebuggerServer, LiveOutput, OutputLimit, Terminal
+from pytest_nsa.bisecting import bisect
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence, load
@@ -103,12 +104,16 @@ class RankRunner:
         self.resources.close()
 
     def run_item(
-        self, item: pytest.Function, timeout: float | None, values: dict[str, Any]
+        self, item: pytest.Function, timeout: float | None, values: dict[str, Any], tried: dict[str, str] | None = None
     ) -> tuple[Verdict, Evidence]:
-        """Run a collected test on its ranks and write everything that is known of it. ``values``: of host fixtures."""
+        """Run a collected test on its ranks and write everything that is known of it.
+
+        ``values`` are those of host fixtures, ``tried`` those of fixtures that a bisection tries.
+        """
         nodeid = plain_nodeid(item.nodeid)
-        name = marks.value(item, "scenario", "")
-        folder = self.folder.test_folder(name or safe_name(nodeid))
+        name = "" if tried else marks.value(item, "scenario", "")
+        suffix = "".join(f"-{value.replace(':', '_')}" for value in (tried or {}).values())
+        folder = self.folder.test_folder(name or safe_name(nodeid) + suffix)
         limit = timeout or self.settings.timeout
         needs = needs_of(item, self.settings)
         if self.resources.holds_for_others(needs) and self._launcher is not None:
@@ -123,6 +128,7 @@ class RankRunner:
             created=time.time(),
             seed=random.SystemRandom().getrandbits(64),
             values=values,
+            overrides=tried or {},
             tmp=_temporary_folder(item, folder.name),
             world_size=needs.world_size,
             backend=needs.backend,
@@ -146,6 +152,13 @@ class RankRunner:
                 self.resources.release()
         if self.attachment is not None:
             verdict, evidence = self._agree(self.attachment, verdict, evidence)
+        if tried is not None:
+            return verdict, evidence
+        if verdict.failed and self.attachment is None:
+            found = bisect(item, lambda other: self.run_item(item, timeout, values, other)[0])
+            if found:
+                verdict = replace(verdict, reason=f"{verdict.reason}; {found}")
+                write_verdict(folder, verdict)
         self.record(folder, verdict)
         if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)

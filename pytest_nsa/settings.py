@@ -83,6 +83,14 @@ def add_options(parser: pytest.Parser) -> None:
         help="Whose folders to keep (default: failed)",
     )
     group.addoption(
+        "--bisect-gc", action="store_true",
+        help="Run a failed test that takes the fixture gc_range again on halves of its layers, and name the layer",
+    )  # fmt: skip
+    group.addoption(
+        "--bisect-branch", action="store_true",
+        help="Run a failed test that takes the fixture branch again on each branch alone, and name the one that fails",
+    )  # fmt: skip
+    group.addoption(
         "--pdb-rank",
         type=int,
         default=-1,
@@ -216,6 +224,12 @@ def child_environment(**extra: str) -> dict[str, str]:
     }
     mine.pop("PYTEST_CURRENT_TEST", None)
     return {**mine, **extra}
+
+
+def step_summary() -> Path | None:
+    """The file whose text GitHub shows with a CI step; None elsewhere."""
+    name = os.environ.get("GITHUB_STEP_SUMMARY")
+    return Path(name) if name else None
 
 
 def coverage_of_child() -> str:

@@ -22,6 +22,7 @@ from pytest_nsa.watch.standing import StandStill
 
 LOOK_S = 0.25
 GRACE_S = 1.0
+ENOUGH_S = 4.0  # to see who moves, and to look twice at who does not
 _BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
 
 
@@ -151,15 +152,14 @@ class Watcher:
 def watch(folders: Iterable[Path], *, as_json: bool, once: bool, out: TextIO = sys.stdout) -> int:
     """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when a verdict stands."""
     watchers = [Watcher(folder) for folder in folders]
-    shown = 0
-    last = 0.0
+    shown, last, began = 0, 0.0, time.monotonic()
     try:
         while True:
             changed = [w.look() for w in watchers]
             is_over = all(w.is_over for w in watchers)
             due = time.monotonic() - last >= (1.0 if out.isatty() else 5.0)
             has_seen = any(w.boards for w in watchers)
-            settled = not once or all(w.watch.longest_wait < GRACE_S or w.finding is not None for w in watchers)
+            settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
             if has_seen and (any(changed) or is_over or due) and not (once and not (settled or is_over)):
                 last = time.monotonic()
                 shown = _show(watchers, as_json, out, shown)

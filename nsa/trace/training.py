@@ -47,7 +47,7 @@ class TracedTraining:
         hook(kind, error, traceback)
 
     def end(self, error: BaseException | None = None) -> None:
-        """The last heartbeat, and how it went: what it ended with, None where all is well. Only the first call counts, and none of a forked child's."""
+        """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's."""
         if self._ended or os.getpid() != self._pid:
             return
         self._ended = True

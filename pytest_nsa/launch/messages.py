@@ -45,10 +45,11 @@ class Job:
 
     ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
     ``check_divergence`` compares what must be equal on all ranks; ``root`` is the tests' root folder, ``tmp`` where their
-    tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of fixtures that the host made; times are in seconds.
-    ``reuse`` names the class or module whose tests share their ranks, '' for fresh ones; with ``stay`` they wait for
-    another test after this one. ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold
-    while they use them; ``debugger`` names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any).
+    tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of fixtures that the host made, ``overrides`` those that
+    a bisection tries; times are in seconds. ``reuse`` names the class or module whose tests share their ranks, '' for fresh
+    ones; with ``stay`` they wait for another test after this one. ``gpus`` and ``cores`` are those that were leased,
+    ``in_use`` the files that ranks hold while they use them; ``debugger`` names the socket at which the host lends its
+    terminal, to ``debug_rank`` (-1: to any).
     """
 
     nodeid: str
@@ -69,6 +70,7 @@ class Job:
     created: float = 0.0
     seed: int = 0
     values: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, str] = field(default_factory=dict)
     tmp: str = ""
     gpus: str = ""
     cores: str = ""

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from html import escape
 from importlib import resources
 from pathlib import Path
+from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.evidence import Evidence, RankEvidence, load
+from pytest_nsa.report.perfetto import NAME as TRACE
+from pytest_nsa.report.perfetto import phase_spans, write_trace
 from pytest_nsa.report.summary import Entry
-from pytest_nsa.report.text import frame_lines, short_place
+from pytest_nsa.report.text import frame_lines, number_ranks, short_place
+from pytest_nsa.watch.board import Collective
 
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 LANE_WIDTH, LANE_HEIGHT, LEFT = 860, 26, 64
+TICKS = 60  # collectives that are drawn
 
 _STYLE = resources.files("pytest_nsa.report").joinpath("report.css")
 # Over a phase that stopped moving: the colour stays, the stripes say that nothing happened.
@@ -26,6 +31,7 @@ _HATCH = (
 def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool) -> str:
     """The whole page. Reads the folders of ``entries`` under ``run``."""
     key = "".join(f'<span><i style="background:var(--{p})"></i>{p}</span>' for p in PHASES[:-1])
+    key += "<span>ticks: collectives, joined between ranks, red where ranks disagree</span>"
     key += "<span>striped: stood still</span><span>◀ and red line: the culprit, when it last moved</span>"
     body = "".join(_scenario(run, entry) for entry in entries)
     path = "".join(f"<li>{escape(step)}</li>" for step in decision.path)
@@ -69,12 +75,14 @@ def _scenario(run: Path, entry: Entry) -> str:
     except (OSError, ValueError, TypeError):
         return f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)}</h3><p>Its evidence cannot be read.</p>'
     who = v.reason if v.failed else ""
-    stacks = "".join(_stack(rank, rank.rank in v.ranks) for rank in evidence.ranks)
+    stacks = "".join(_stacks(evidence, v.ranks))
+    write_trace(run / entry.folder, evidence)
+    trace = f'<p class="quiet"><a href="{quote(entry.folder)}/{TRACE}">{TRACE}</a> opens in ui.perfetto.dev</p>'
     return (
         f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)} '
         f'<span class="quiet">{v.duration_s:.1f} s</span></h3>'
         f"<p>{escape(short_place(who))}</p>"
-        f'<div class="scroll">{_lanes(evidence, v.ranks if v.failed else ())}</div>{stacks}'
+        f'<div class="scroll">{_lanes(evidence, v.ranks if v.failed else ())}</div>{stacks}{trace}'
     )
 
 
@@ -118,6 +126,7 @@ def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
             at = rank.exit_time if rank.signal and not rank.by_us else stood or end
             x = LEFT + (at - begin) * scale
             parts.append(f'<path d="M{x:.1f} {y - 3} v{LANE_HEIGHT + 6}" stroke="var(--FAIL)" stroke-width="3"/>')
+    parts += _ticks(evidence, begin, end, scale)
     axis = height - 6
     parts.append(f'<text x="{LEFT}" y="{axis}">0 s</text>')
     parts.append(f'<text x="{LEFT + LANE_WIDTH}" y="{axis}" text-anchor="end">{end - begin:.2f} s</text>')
@@ -126,19 +135,34 @@ def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
 
 
 def _spans(rank: RankEvidence, evidence: Evidence, end: float) -> Iterator[tuple[float, float, str, int]]:
-    """(start, stop, phase, step) of consecutive phases, from the heartbeat's lines."""
-    current: tuple[float, str, int] | None = None
-    last_time = 0.0
-    for beat in rank.heartbeats:
-        phase = beat["phase"] if beat["phase"] in PHASES else "body"
-        if current is None or (phase, beat["step"]) != current[1:]:
-            if current is not None:
-                yield current[0], beat["time"], current[1], current[2]
-            current = (beat["time"], phase, beat["step"])
-        last_time = beat["time"]
-    if current is not None and current[1] != "done":
-        ended = rank.exit_time or evidence.stop_time or last_time
-        yield current[0], min(end, max(ended, current[0])), current[1], current[2]
+    last = max((b["time"] for b in rank.heartbeats), default=0.0)
+    for start, stop, phase, step in phase_spans(rank, min(end, rank.exit_time or evidence.stop_time or last)):
+        yield start, stop, phase if phase in PHASES else "body", step
+
+
+def _ticks(evidence: Evidence, begin: float, end: float, scale: float) -> Iterator[str]:
+    """The last collectives: a tick where a rank entered one, joined to the same one of the next rank; red where one is missing."""
+    by_place: dict[tuple[str, int], dict[int, Collective]] = {}
+    for index, rank in enumerate(evidence.ranks):
+        for c in rank.board.collectives if rank.board is not None else ():
+            if c.peer == -1 and begin <= c.entered <= end:
+                by_place.setdefault(c.place, {})[index] = c
+    latest = sorted(by_place.values(), key=lambda found: max(c.entered for c in found.values()))[-TICKS:]
+    for found in latest:
+        whole = len(found) >= next(iter(found.values())).size
+        odd = len({c.shape for c in found.values()}) > 1 or not whole
+        colour = "var(--FAIL)" if odd else "var(--tick)"
+        before: tuple[float, float] | None = None
+        for index, c in sorted(found.items()):
+            x, y = LEFT + (c.entered - begin) * scale, index * (LANE_HEIGHT + 8) + 4
+            missing = "" if whole else ", not entered by every rank"
+            title = escape(f"rank {evidence.ranks[index].rank}: {c.describe()}{missing}")
+            yield (
+                f'<path d="M{x:.1f} {y + LANE_HEIGHT - 7} v7" stroke="{colour}" stroke-width="2"><title>{title}</title></path>'
+            )
+            if before is not None:
+                yield f'<path d="M{before[0]:.1f} {before[1]:.1f} L{x:.1f} {y:.1f}" stroke="{colour}" stroke-width="0.7"/>'
+            before = (x, y + LANE_HEIGHT)
 
 
 def _steps(rank: RankEvidence) -> list[tuple[float, int]]:
@@ -164,11 +188,14 @@ def _place(rank: RankEvidence) -> str:
     return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""
 
 
-def _stack(rank: RankEvidence, is_culprit: bool) -> str:
-    stack = rank.stack
-    if stack is None:
-        line = rank.board.line if rank.board is not None and is_culprit and not rank.exceptions else ""
-        return f"<p>rank {rank.rank} was last seen at <code>{escape(short_place(line))}</code></p>" if line else ""
-    frames = escape("\n".join(frame_lines(stack)))
-    state = " open" if is_culprit else ""
-    return f"<details{state}><summary>last stack of rank {rank.rank}</summary><pre>{frames}</pre></details>"
+def _stacks(evidence: Evidence, culprits: tuple[int, ...]) -> Iterator[str]:
+    """The last stacks, equal ones once, the culprits' first and unfolded."""
+    merged: dict[str, list[int]] = {}
+    for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in culprits, r.rank)):
+        if rank.stack is not None:
+            merged.setdefault("\n".join(frame_lines(rank.stack)), []).append(rank.rank)
+        elif rank.board is not None and rank.board.line and rank.rank in culprits and not rank.exceptions:
+            yield f"<p>rank {rank.rank} was last seen at <code>{escape(short_place(rank.board.line))}</code></p>"
+    for frames, ranks in merged.items():
+        state = " open" if set(ranks) & set(culprits) else ""
+        yield f"<details{state}><summary>last stack of {number_ranks(ranks)}</summary><pre>{escape(frames)}</pre></details>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from importlib import metadata
@@ -10,7 +11,7 @@ from typing import Any
 
 from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.report import html, summary
-from pytest_nsa.settings import outer_environment
+from pytest_nsa.settings import outer_environment, step_summary
 
 _PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow")
 
@@ -48,6 +49,10 @@ def write_reports(run: Path, gpus: int, *, interrupted: bool) -> list[summary.En
         entries, decision, json.loads((run / "env.json").read_text(encoding="utf-8")), interrupted=interrupted
     )
     write_atomically(run / "SUMMARY.md", text)
+    shown = step_summary()
+    if shown is not None:
+        with contextlib.suppress(OSError), shown.open("a", encoding="utf-8") as file:
+            file.write(text)
     write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted))
     return entries
 

@@ -1,0 +1,52 @@
+"""``perfetto.json`` in a test's folder: phases and collectives a rank, in the trace event format, for ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.artifacts import write_atomically
+from pytest_nsa.evidence import Evidence, RankEvidence
+
+NAME = "perfetto.json"
+_PHASES, _COLLECTIVES = 0, 1
+
+
+def write_trace(folder: Path, evidence: Evidence) -> None:
+    """Write it. Times are microseconds since the test's ranks were started; a process a rank, tracks for both kinds."""
+    events = [e for rank in evidence.ranks for e in _of(rank, evidence)]
+    write_atomically(folder / NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _of(rank: RankEvidence, evidence: Evidence) -> Iterator[dict[str, Any]]:
+    pid, begin = rank.rank, evidence.started
+    end = rank.exit_time or evidence.stop_time or max((b["time"] for b in rank.heartbeats), default=begin)
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"rank {rank.rank}"}}
+    for track, name in ((_PHASES, "phases"), (_COLLECTIVES, "collectives")):
+        yield {"ph": "M", "pid": pid, "tid": track, "name": "thread_name", "args": {"name": name}}
+    for start, stop, phase, step in phase_spans(rank, end):
+        yield _slice(pid, _PHASES, phase, start - begin, stop - start, {"step": step})
+    for c in rank.board.collectives if rank.board is not None else ():
+        facts = {"group": c.group, "sequence": c.sequence, "site": c.site, "step": c.step, "left": not c.is_inside}
+        yield _slice(
+            pid, _COLLECTIVES, c.describe(), c.entered - begin, (c.left or max(end, c.entered)) - c.entered, facts
+        )
+
+
+def _slice(pid: int, tid: int, name: str, start: float, duration: float, facts: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": round(1e6 * start), "dur": max(1, round(1e6 * duration))}
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, **times, "args": facts}
+
+
+def phase_spans(rank: RankEvidence, end: float) -> Iterator[tuple[float, float, str, int]]:
+    """(start, stop, phase, step) of consecutive phases, from the heartbeat's lines; the last one lasts until ``end``."""
+    current: tuple[float, str, int] | None = None
+    for beat in rank.heartbeats:
+        if current is None or (beat["phase"], beat["step"]) != current[1:]:
+            if current is not None:
+                yield current[0], beat["time"], current[1], current[2]
+            current = (beat["time"], beat["phase"], beat["step"])
+    if current is not None and current[1] != "done":
+        yield current[0], max(end, current[0]), current[1], current[2]

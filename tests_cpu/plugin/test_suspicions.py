@@ -1,0 +1,127 @@
+"""What is said while a test still runs, how a failure is narrowed down, and what a run leaves beside the verdict."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.artifacts import read_lines
+from pytest_nsa.testing import run_example
+
+STANDS = """
+@world_size(2)
+@pytest.mark.timeout({timeout})
+def test_stands(group):
+    if group.rank == 1:
+        time.sleep({sleep})
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-p", "xdist", "-n", "1")])
+def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    result = run_example(pytester, STANDS.format(timeout=60, sleep=4), *options)
+    assert result.outcomes == {"passed": 1}
+    assert "test_stands: sleeping on rank 1 at test_example.py:" in result.stdout
+    assert "(a suspicion; the test has 60 s in all)" in result.stdout
+
+
+def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=3")
+    verdict = result.verdicts["test_stands"]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
+    assert verdict.duration_s < 30
+    suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
+    assert [(s["cause"], s["ranks"]) for s in suspected] == [("sleeping", [1])]
+    assert suspected[0]["stood_still_s"] <= 3
+
+
+def test_what_cannot_mend_itself_ends_the_test_at_once(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_both_receive(group):
+    dist.recv(torch.ones(1), 1 - group.rank)
+"""
+    result = run_example(pytester, source)
+    verdict = result.verdicts["test_both_receive"]
+    assert (verdict.cause, verdict.certain) == ("p2p_unmatched", True)
+    assert verdict.duration_s < 20
+
+
+def test_bisection_names_layer_and_branch(pytester: pytest.Pytester) -> None:
+    source = """
+@gc_range("0:12")
+@world_size(1)
+def test_layers(group, gc_range):
+    assert not gc_range.start <= 7 < gc_range.end
+
+@gc_range("0:4")
+@world_size(1)
+def test_together(group, gc_range):
+    assert not (gc_range.start == 0 and gc_range.end == 4)
+
+@world_size(1)
+def test_branches(group, branch):
+    assert branch not in (None, "sel")
+"""
+    result = run_example(pytester, source, "--bisect-gc", "--bisect-branch")
+    assert result.outcomes == {"failed": 3}
+    reasons = {name: verdict.reason for name, verdict in result.verdicts.items()}
+    assert "bisect: layer 7 fails alone, as gc_range 7:8" in reasons["test_layers"]
+    assert "bisect: fails with layers 0:4, and with neither half alone" in reasons["test_together"]
+    assert "bisect: of the branches cmp, sel, win, sel fails alone" in reasons["test_branches"]
+
+
+TRAINS = """
+@world_size(2)
+def test_skips(ddp):
+    model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+    for step in range(4):
+        model(torch.ones(2, 4)).sum().backward()
+        if not (ddp.rank == 1 and step == 2):
+            dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_the_report_draws_and_traces(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
+    result = run_example(pytester, TRAINS)
+    assert result.verdicts["test_skips"].cause == "skipped_collective"
+    assert "skipped_collective" in (tmp_path / "step.md").read_text()
+    assert result.run is not None
+    page = (result.run / "report.html").read_text()
+    assert page.count("rank 1 ◀") == 1
+    assert page.count(">rank 0<") + page.count("rank 0 ") >= 1
+    assert "not entered by every rank" in page or "var(--FAIL)" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    trace = json.loads((result.folder("test_skips") / "perfetto.json").read_text())
+    slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in slices} == {0, 1}
+    assert any(e["name"] == "backward" for e in slices)
+    assert any(e["name"].startswith("allreduce #") for e in slices)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+def test_the_report_shows_in_a_browser(pytester: pytest.Pytester, tmp_path: Path) -> None:
+    result = run_example(pytester, TRAINS)
+    assert result.run is not None
+    page = result.run / "report.html"
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--disable-background-networking", "--enable-logging=stderr", "--window-size=1000,900",
+         f"--screenshot={tmp_path / 'shot.png'}", f"file://{page}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (tmp_path / "shot.png").stat().st_size > 10_000
+    assert "CONSOLE" not in done.stderr
+    assert len(re.findall(r"<text[^>]*>rank \d", page.read_text())) == 2  # a lane a rank

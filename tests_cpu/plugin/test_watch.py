@@ -1,0 +1,142 @@
+"""``pytest-nsa watch`` and ``diagnose`` on a training that pytest did not start: torchrun and one environment variable."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TRAINING = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1)))
+for step in range(200):
+    if step == 20 and rank == 1:
+        fault = sys.argv[1]
+        if fault == "sleeps": time.sleep(1000)
+        if fault == "dies": os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "raises": raise ValueError("bad sample")
+    model(torch.randn(4, 8)).sum().backward()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "training.py").write_text(TRAINING)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[object]:
+    """Starts torchrun on the training with a fault; ended with the test."""
+    started = []
+
+    def begin(fault: str) -> subprocess.Popen[bytes]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "RANK", "WORLD_SIZE"))}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d",
+             "--rdzv-endpoint=localhost:0", "training.py", fault],
+            cwd=folder, env={**env, "NSA_TRACE_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        pids = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _is_of(p, folder)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _is_of(path: Path, folder: Path) -> bool:
+    try:
+        return b"training.py" in path.read_bytes() and os.readlink(path.parent / "cwd") == str(folder)
+    except OSError:
+        return False
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", *arguments],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    """Until both ranks' heartbeats have told so many steps."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        files = list((folder / "run").glob("heartbeat_rank*.jsonl"))
+        if len(files) == 2 and all(f'"step": {steps}' in f.read_text() for f in files):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the training did not come so far")
+
+
+def test_a_rank_that_stands_still_is_named_while_it_runs(folder: Path, start: object) -> None:
+    start("sleeps")  # type: ignore[operator]
+    wait_for_steps(folder, 20)
+    done = run(folder, "watch", "--run", "run", "--once", "--json")
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert [r["rank"] for r in seen["ranks"]] == [0, 1]
+    assert (seen["verdict"]["cause"], seen["verdict"]["ranks"]) == ("sleeping", [1])
+    assert "training.py:12" in seen["verdict"]["where"]
+    assert done.returncode == 1
+    by_pid = run(folder, "watch", str(seen["ranks"][0]["pid"]), "--once")
+    assert "suspicion: sleeping on rank 1 at " in by_pid.stdout
+    assert "rank 0  step 21  backward" in by_pid.stdout
+    told = run(folder, "diagnose", "run", "--json")
+    verdict = json.loads(told.stdout)
+    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
+
+
+@pytest.mark.parametrize(("fault", "cause"), [("raises", "rank_exception"), ("dies", "rank_died")])
+def test_what_ended_a_training_is_told_from_its_folder(folder: Path, start: object, fault: str, cause: str) -> None:
+    process = start(fault)  # type: ignore[operator]
+    watcher = run(folder, "watch", "--run", "run")
+    process.wait()
+    verdict = json.loads(run(folder, "diagnose", "run", "--json").stdout)
+    assert (verdict["cause"], verdict["ranks"]) == (cause, [1]), watcher.stdout
+
+
+def test_a_training_that_goes_well(folder: Path, start: object) -> None:
+    process = start("none")  # type: ignore[operator]
+    done = run(folder, "watch", "--run", "run")
+    assert process.wait() == 0
+    assert done.returncode == 0
+    assert "done" in done.stdout
+    assert json.loads(run(folder, "diagnose", "run", "--json").stdout)["outcome"] == "PASS"
+
+
+def test_two_nodes_folders_are_one_run(folder: Path, start: object) -> None:
+    start("sleeps")  # type: ignore[operator]
+    wait_for_steps(folder, 20)
+    run(folder, "watch", "--run", "run", "--once")
+    other = folder / "node1"
+    other.mkdir()
+    (folder / "run" / "rank1").rename(other / "rank1")
+    verdict = json.loads(run(folder, "diagnose", "run", "node1", "--json").stdout)
+    assert (verdict["cause"], verdict["ranks"]) == ("sleeping", [1])
+
+
+def test_a_process_that_is_no_rank(folder: Path) -> None:
+    done = run(folder, "watch", str(os.getpid()))
+    assert done.returncode == 2
+    assert "maps no board; start its training with NSA_TRACE_DIR=DIR" in done.stderr
