@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from pytest_nsa import testing
+from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
 
@@ -17,6 +22,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def fault(request: pytest.FixtureRequest) -> str | None:
     """The fault that ``--fault`` plants, None without."""
     return request.config.getoption("--fault")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[None]:
+    """Runs of pytest on examples are forks of a process that has imported torch."""
+    warm = WarmPython()
+    testing.run_pytest = warm.run
+    yield
+    warm.close()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,18 +50,32 @@ def run_example(
 ) -> ExampleResult:
     """Write ``source`` behind HEADER as a test module, run pytest on it in a process of its own, read what it left."""
     pytester.path.joinpath(name).write_text(HEADER + textwrap.dedent(source), encoding="utf-8")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=timeout)
-    return read_result(pytester.path, result)
+    options = ("-p", "no:cacheprovider", f"--basetemp={pytester.path / 'runpytest'}", f"--rootdir={pytester.path}")
+    return read_result(pytester.path, run_pytest(pytester.path, [*options, *arguments], timeout))
 
 
 def run_in(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult:
     """Run pytest on what lies in ``folder``, in order: for a fixture of module scope, which has no pytester."""
+    options = ("-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder))
+    return read_result(folder, run_pytest(folder, [*options, *arguments], timeout))
+
+
+def start_pytest(folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
+    """Run pytest in ``folder`` in a process of its own. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder), *arguments],
-        cwd=folder, text=True, capture_output=True, timeout=timeout, check=False,
-    )  # fmt: skip
-    run = pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
-    return read_result(folder, run)
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        check=False,
+    )
+    print(done.stdout, done.stderr, sep="\n")  # for the report of a test that fails
+    return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0)
+
+
+# A suite may put something faster in its place, such as a process that has imported torch and forks.
+run_pytest: Callable[[Path, Sequence[str], float], pytest.RunResult] = start_pytest
 
 
 def read_result(folder: Path, result: pytest.RunResult) -> ExampleResult:

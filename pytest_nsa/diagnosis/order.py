@@ -7,7 +7,7 @@ from collections import Counter
 from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.oddities import oddity, other_path
-from pytest_nsa.diagnosis.source import are_alternatives, is_for_one_rank, is_past_the_loop
+from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_past_the_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 from pytest_nsa.watch.board import Collective
@@ -328,7 +328,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
             confidence=0.85,
             facts=all_facts(evidence.ranks),
         )
-    if is_for_one_rank(missed.site) or len(left) < len(finished):
+    if is_for_a_later_rank(missed.site) or len(left) < len(finished):
         who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
         return Finding(
             cause="extra_collective",

@@ -31,6 +31,27 @@ def _around(place: str) -> list[ast.stmt]:
     return sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno)))
 
 
+def calls_nothing(place: str) -> bool:
+    """Whether the innermost statement of a line calls no function: then what runs there is Python itself."""
+    found = _around(place)
+    if not found:
+        return False
+    innermost = found[-1]
+    # Of a compound statement (`while`, `if`) the line has the condition alone.
+    tests = [innermost.test] if isinstance(innermost, ast.While | ast.If) else [innermost]
+    compound = isinstance(innermost, ast.For | ast.With | ast.Try | ast.FunctionDef)
+    return not compound and not any(
+        isinstance(node, ast.Call | ast.BinOp) for t in tests for node in ast.walk(t) if _may_be_long(node)
+    )
+
+
+def _may_be_long(node: ast.AST) -> bool:
+    """A call, or an operator that a tensor may give a meaning of its own; arithmetic with a literal is none."""
+    if isinstance(node, ast.Call):
+        return True
+    return isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant)
+
+
 def is_past_the_loop(place: str, other: str) -> bool:
     """Whether ``place`` comes after a loop that ``other`` is in, in the same file."""
     a, b = _PLACE.match(place), _PLACE.match(other)
@@ -51,13 +72,17 @@ def are_alternatives(place: str, other: str) -> bool:
     return False
 
 
-def is_for_one_rank(place: str) -> bool:
-    """Whether the line stands under a condition that is true on one rank: ``if rank == 1:``."""
+def is_for_a_later_rank(place: str) -> bool:
+    """Whether the line stands under a condition that is true on one rank other than the first: ``if rank == 1:``.
+
+    What rank 0 alone does may be all that there is to do, and a call that it makes, one that the others skip.
+    """
     statements = _around(place)
     for outer, inner in itertools.pairwise(statements):
         if not isinstance(outer, ast.If) or inner not in outer.body:
             continue
         for test in ast.walk(outer.test):
-            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and _RANK.search(ast.unparse(test)):
-                return True
+            text = ast.unparse(test)
+            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and _RANK.search(text):
+                return not text.endswith("== 0")
     return False

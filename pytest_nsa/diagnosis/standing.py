@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
+from pytest_nsa.diagnosis.source import calls_nothing
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import SILENT_S, Evidence, RankEvidence
 from pytest_nsa.watch.board import Collective
@@ -15,6 +16,7 @@ STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.15  # of a core, for a rank that is runnable at every look
 MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
+GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
@@ -160,9 +162,13 @@ def _busy(rank: RankEvidence) -> Why | None:
         return None
     stack, frame = rank.stack, user_frame(rank)
     n = rank.board.numbers if rank.board is not None else {}
-    fights = rank.process.get("gil_wait_ms", 0.0) > GIL_WAIT_MS and rank.process.get("cpu_share", 0.0) >= BUSY
+    # On a busy machine its heartbeat is late for want of a core, too.
+    limit = GIL_WAIT_MS if rank.process.get("cpu_share", 0.0) >= BUSY else GIL_WAIT_STARVED_MS
+    fights = rank.process.get("gil_wait_ms", 0.0) > limit
     looks = n.get("still_looks", 0.0)
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
+    if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
+        in_python = True
     if not looks:  # an older board: only the stack can tell
         in_python = stack is not None and frame is not None and stack.frames[0] == frame
     if in_python:

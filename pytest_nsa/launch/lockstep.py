@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from nsa.trace.events import record_exception
 from pytest_nsa.launch.context import RankContext
 
 _INNER = "_nsa_inner"
@@ -93,6 +92,8 @@ def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | N
         try:
             store.wait(keys, timedelta(seconds=PATIENCE_S))
         except Exception:
+            from nsa.trace.events import record_exception
+
             record_exception(ctx.folder, error, "call")
             raise OutOfStep(
                 f"this example failed here, and another rank is not at its end after {PATIENCE_S:.0f} s"

@@ -129,14 +129,14 @@ def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
 class RankRecorder:
     """Writes down each exception and report of the test the moment it is known, before teardown can hang."""
 
-    ctx: RankContext
-
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.ctx: RankContext
+        self._is_begun = False
 
     def begin(self, ctx: RankContext) -> None:
         """Another test."""
-        self.ctx = ctx
+        self.ctx, self._is_begun = ctx, True
         self._outcomes: set[str] = set()
 
     @property
@@ -171,6 +171,8 @@ class RankRecorder:
             debugger.post_mortem(self.ctx, call.excinfo)
 
     def pytest_warning_recorded(self, warning_message: Any) -> None:
+        if not self._is_begun:  # pytest tells a new plugin of what was warned of at collection: the host has said that
+            return
         w = warning_message
         print(f"{w.filename}:{w.lineno}: {w.category.__name__}: {w.message}", file=sys.stderr)
         category = w.category

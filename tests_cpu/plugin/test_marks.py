@@ -15,7 +15,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         "static_graph", "gpu(count=None, share=False)", "reuse", "cores(n)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 10
+    assert len(RULES) == 11
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_loses_its_folder(group, tmp_path):
     assert group.rank == 0
 """
 EXPECTED = {
-    "test_sys_exit": ("FAIL", "rank_exception", (1,)),
+    "test_sys_exit": ("FAIL", "rank_exited", (1,)),
     "test_abort": ("CRASH", "rank_died", (1,)),
     "test_unpicklable": ("FAIL", "rank_exception", (0, 1)),
     "test_unprintable": ("FAIL", "rank_exception", (0, 1)),
@@ -127,7 +127,7 @@ EXPECTED = {
     "test_set_up_fails": ("FAIL", "rank_exception", (1,)),
     "test_set_up_hangs": ("HANG", "sleeping", (1,)),
     "test_teardown_hangs": ("HANG", "sleeping", (1,)),
-    "test_native_call_that_holds_the_gil": ("HANG", "sleeping", (1,)),
+    "test_native_call_that_holds_the_gil": ("HANG", "gil_held", (1,)),
     "test_no_descriptors": ("FAIL", "rank_exception", (1,)),
     "test_closes_everything": None,  # whatever can be told of a rank without descriptors, it fails
     "test_interrupts_itself": ("FAIL", "rank_exception", (1,)),

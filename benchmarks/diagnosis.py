@@ -1,0 +1,177 @@
+"""The corpus of planted faults: who gets which verdict, how soon, and what the existing tools say of the same faults.
+
+    python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools]
+
+Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Time to announcement and to
+verdict are counted from when the ranks stood still. ``--tools`` runs the same functions on ranks without this plugin: as torch
+leaves them (its own time limit 8 s), and with TORCH_DISTRIBUTED_DEBUG=DETAIL. Then 1,000 healthy steps of two ranks, with both
+cores busy: whatever is announced there is a false alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+MODULES = ("order", "ranks", "standing", "training")
+TOOL_LIMIT_S = 14
+HEALTHY = """
+import subprocess, sys
+import torch
+import torch.distributed as dist
+from pytest_nsa import world_size
+
+@world_size(2)
+def test_a_thousand_steps(ddp):
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(1)]
+    model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(1000):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+    for other in others:
+        other.kill()
+        other.wait()
+"""
+
+
+def faults(module: str) -> dict[str, Any]:
+    """What is planted in a module, by test."""
+    loaded = importlib.import_module(f"tests_cpu.faults.planted_{module}")
+    return {name: f.planted for name, f in vars(loaded).items() if hasattr(f, "planted")}
+
+
+def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any], float | None]]:
+    """(test, its verdict, seconds of stand-still when it was announced) of each fault in a module."""
+    shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
+    options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
+         "--rootdir", str(folder), *(a for o in options for a in ("-o", o))],
+        cwd=folder, capture_output=True, check=False,
+    )  # fmt: skip
+    run = folder / "artifacts" / "latest"
+    for line in (run / "verdicts.jsonl").read_text().splitlines():
+        verdict = json.loads(line)
+        told = run / verdict["folder"] / "suspicions.jsonl"
+        first = json.loads(told.read_text().splitlines()[0]) if told.is_file() else None
+        yield verdict["nodeid"].partition("::")[2], verdict, first and first["stood_still_s"]
+
+
+def healthy(folder: Path) -> dict[str, Any]:
+    """1,000 steps under load, and the negatives of the corpus: how many were announced or failed."""
+    (folder / "test_healthy.py").write_text(HEALTHY)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nsa-keep", "all", "test_healthy.py"],
+        cwd=folder, capture_output=True, check=False,
+    )  # fmt: skip
+    run = folder / "artifacts" / "latest"
+    outcomes = [json.loads(line)["outcome"] for line in (run / "verdicts.jsonl").read_text().splitlines()]
+    announced = run / "announcements.jsonl"
+    return {
+        "outcomes": outcomes,
+        "announcements": len(announced.read_text().splitlines()) if announced.is_file() else 0,
+    }
+
+
+def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
+    """A fault on bare ranks: whether they end by themselves, after how long, and whether what they print names the culprit."""
+    debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if mode == "DETAIL" else {}
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "peers" / "bare_fault.py"), module, name], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env={**os.environ, **debug, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        text = process.communicate(timeout=TOOL_LIMIT_S)[0]
+        ended = True
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        text, ended = process.communicate()[0], False
+    culprit = expected.ranks[0]
+    said = [
+        line for line in text.splitlines() if re.search(rf"\brank:? ?{culprit}\b", line, re.I) and "exit" not in line
+    ]
+    return {
+        "ended": ended, "seconds": time.perf_counter() - started, "names_rank": bool(said),
+        "crashed": "SIGSEGV" in text, "silent": ended and process.returncode == 0,
+    }  # fmt: skip
+
+
+def compare_tools(all_faults: list[tuple[str, str, Any]], workers: int) -> dict[str, Any]:
+    """What each mode comes to over all faults."""
+    found = {}
+    for mode in ("plain", "DETAIL"):
+        with ThreadPoolExecutor(workers) as pool:
+            results = list(pool.map(lambda f, mode=mode: tool(*f, mode), all_faults))  # type: ignore[misc]
+        found[mode] = {
+            "faults": len(results), "ended_by_themselves": sum(r["ended"] for r in results),
+            "name_the_rank": sum(r["names_rank"] for r in results), "crashed": sum(r["crashed"] for r in results),
+            "exit_code_0": sum(r["silent"] for r in results),
+            "median_s_of_those_that_ended": statistics.median([r["seconds"] for r in results if r["ended"]] or [0.0]),
+        }  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
+    parser.add_argument("--tools", action="store_true", help="also what torch says without this plugin")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    matrix: Counter[tuple[str, str]] = Counter()
+    wrong, announced, verdict_after, every = [], [], [], []
+    with tempfile.TemporaryDirectory() as name:
+        for module in MODULES:
+            folder = Path(name) / module
+            folder.mkdir()
+            expected = faults(module)
+            every += [(module, test, planted) for test, planted in expected.items()]
+            for test, verdict, told in run_corpus(module, folder, arguments.workers):
+                planted = expected[test]
+                matrix[planted.cause, verdict["cause"] or verdict["outcome"]] += 1
+                if (planted.cause, list(planted.ranks)) != (verdict["cause"], verdict["ranks"]):
+                    wrong.append({"test": test, "planted": [planted.cause, planted.ranks], "told": verdict["reason"]})
+                if told is not None:
+                    announced.append(told)
+                verdict_after.append(verdict["stood_still_s"] + verdict["time_to_verdict_s"])
+        (Path(name) / "healthy").mkdir()
+        calm = healthy(Path(name) / "healthy")
+    figures: dict[str, Any] = {
+        "faults": len(every), "right": len(every) - len(wrong), "wrong": wrong,
+        "announced_after_s": {"median": statistics.median(announced), "worst": max(announced), "n": len(announced)},
+        "verdict_after_s": {"median": statistics.median(verdict_after), "worst": max(verdict_after)},
+        "a_thousand_healthy_steps": calm,
+        "matrix": {f"{planted} -> {told}": n for (planted, told), n in sorted(matrix.items())},
+        "tools": compare_tools(every, arguments.workers) if arguments.tools else None,
+        "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

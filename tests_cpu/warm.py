@@ -1,0 +1,85 @@
+"""pytest in a fork of a process that has imported torch: each of the suite's runs on an example saves that second.
+
+The fork runs pytest from its start, with its own working directory, environment and output. What must not find torch
+imported runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.launch.messages import Channel
+from pytest_nsa.launch.parent import die_with
+
+
+class WarmPython:
+    """The process, started when first needed; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
+        """As `pytest_nsa.testing.start_pytest`."""
+        channel = self._started()
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            fds = [out.fileno(), err.fileno()]
+            uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
+            # Its plugin imports all of hypothesis, another second, at the end of every session.
+            without = [] if uses_hypothesis else ["-p", "no:hypothesispytest"]
+            request = {"cwd": str(folder), "arguments": [*without, *arguments], "env": dict(os.environ)}
+            socket.send_fds(channel.socket, [json.dumps(request).encode() + b"\n"], fds)
+            told = self._hear(channel, [], 1, 60)
+            told = self._hear(channel, told, 2, timeout)
+            if len(told) < 2:
+                os.kill(told[0]["pid"], signal.SIGKILL)  # not reaped before we have read of its end
+                self._hear(channel, told, 2, 60)
+                raise subprocess.TimeoutExpired("pytest", timeout)
+            texts = []
+            for file in (out, err):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        print(*texts, sep="\n")  # for the report of a test that fails
+        return pytest.RunResult(told[1]["code"], texts[0].splitlines(), texts[1].splitlines(), 0)
+
+    @staticmethod
+    def _hear(channel: Channel, told: list[dict[str, Any]], count: int, timeout: float) -> list[dict[str, Any]]:
+        """What was told, and what is told now, up to ``count`` messages."""
+        while len(told) < count:
+            found = channel.receive(timeout)
+            if channel.closed:
+                raise RuntimeError("the warm interpreter has gone")
+            if not found:
+                break
+            told = [*told, *found]
+        return told
+
+    def _started(self) -> Channel:
+        if self._channel is None:
+            ours, theirs = socket.socketpair()
+            parent = os.getpid()
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("warm_server.py")), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with(parent),
+                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+            )  # fmt: skip
+            theirs.close()
+            self._channel = Channel(ours)
+        return self._channel
+
+    def close(self) -> None:
+        """End it."""
+        if self._channel is not None and self._process is not None:
+            self._channel.shut_down()
+            self._process.wait()

@@ -1,0 +1,70 @@
+"""The server of `tests_cpu.warm`: it imports torch and pytest, and nothing of ours. Usage: warm_server.py FD"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(fd: int) -> None:
+    """Fork for each request, tell the child's pid, then its exit code."""
+    torch.set_num_threads(1)
+    sock = socket.socket(fileno=fd)
+    while True:
+        data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 2)
+        if not data:
+            return
+        while not data.endswith(b"\n"):
+            data += sock.recv(1 << 20)
+        pid = os.fork()
+        if pid == 0:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            sock.close()
+            _become_pytest(json.loads(data), fds)
+        for number in fds:
+            os.close(number)
+        sock.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        sock.sendall(json.dumps({"code": code}).encode() + b"\n")
+
+
+def _become_pytest(request: dict[str, Any], fds: list[int]) -> None:
+    """Never returns."""
+    code = 70
+    try:
+        for number, fd in enumerate(fds, start=1):
+            os.dup2(fd, number)
+            os.close(fd)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+        sys.path[0] = request["cwd"]
+        sys.argv = ["pytest", *request["arguments"]]
+        code = int(pytest.console_main())
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
