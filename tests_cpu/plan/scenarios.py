@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_nsa import gpu, scenario, world_size
+from pytest_nsa import check_divergence, gpu, scenario, world_size
 
 if TYPE_CHECKING:
     from pytest_nsa.fixtures import Group
@@ -96,6 +96,8 @@ def rows(phase: int, size: Size) -> list[Any]:
     for row in TABLE:
         if row.phase == phase:
             marks = [scenario(row.name), world_size(row.num_ranks), pytest.mark.timeout(size.timeout)]
+            if row.parallel == "ddp":
+                marks.append(check_divergence)
             if row.phase == 2:
                 marks.append(pytest.mark.backend("gloo"))
             found.append(pytest.param(row, id=row.id, marks=[*marks, gpu] if size.on_gpu else marks))
