@@ -78,7 +78,7 @@ class CollectiveRecorder:
         self._wrap_blocking(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", "ddp_rebuild_buckets")
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
-        self._wrap_blocking(dist.distributed_c10d, "_new_group_with_tag", NEW_GROUP)
+        self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
         # The functional ones go from Python to C++ past the ProcessGroup's methods, and wait by a function of their own.
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
@@ -93,9 +93,12 @@ class CollectiveRecorder:
             return
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            group = args[0] if isinstance(args[0], dist.ProcessGroup) else None  # the reducer does not say its group
-            label = f"ddp:{_label(group)}" if group is not None else "ddp"
-            size = group.size() if group is not None else dist.get_world_size()
+            group = (
+                args[0] if args and isinstance(args[0], dist.ProcessGroup) else None
+            )  # the reducer does not say its group
+            label = op if op == NEW_GROUP else f"ddp:{_label(group)}" if group is not None else "ddp"
+            first = args[0] if args else None
+            size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
             index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size)
             with self._blocked(index):

@@ -17,7 +17,7 @@ from pytest_nsa.evidence import Evidence, RaisedException, RankEvidence
 VICTIM_TEXTS = (
     "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
     "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
-    "connection refused", "connectfullmesh failed", "rank has terminated",
+    "connection refused", "connectfullmesh failed", "rank has terminated", "failed to pass monitoredbarrier",
 )  # fmt: skip
 _ASSERTIONS = ("AssertionError", "Failed")
 _MEMORY = ("OutOfMemoryError", "MemoryError")

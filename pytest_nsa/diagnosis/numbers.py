@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_nsa.artifacts import read_lines
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.evidence import Evidence
+from pytest_nsa.evidence import Evidence, RaisedException
+from pytest_nsa.watch.stacks import Frame
 
+_FINITE = re.compile(r"isfinite|isnan|isinf")
+_NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
 TOLERANCE = 1e-6  # relative, of a tensor's norm
 _WHAT = {
     "gradient": "after their reduction, the gradients of",
@@ -19,15 +23,19 @@ _WHAT = {
 
 def nan_loss(evidence: Evidence) -> Finding | None:
     """A test that failed by an assertion or an exception, after a loss that is no finite number."""
-    odd = [(r, e) for r in evidence.ranks for e in r.oddities if e["kind"] == "not_finite"]
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    if not odd or not errors:
+    odd = [(r, e) for r in evidence.ranks for e in r.oddities if _is_not_finite(e)]
+    if not errors:
         return None
+    if not odd:
+        return _said_by_the_test(evidence)
     step = min(e["step"] for _, e in odd)
     ranks = tuple(sorted({r.rank for r, e in odd if e["step"] == step}))
-    value = next(e["value"] for _, e in odd if e["step"] == step)
+    value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
     rank, error = next(((r, e) for r, e in errors if r.rank in ranks), errors[0])
-    if error.time < min(e["time"] for _, e in odd):
+    # A step without backward is noted when it is over: what the test raised in it comes before.
+    first = min((e["time"] for _, e in odd if e["kind"] == "not_finite"), default=0.0)
+    if error.time < first:
         return None  # what failed before has other reasons
     text = error.message.strip().splitlines()[0][:120] if error.message.strip() else error.type
     return Finding(
@@ -39,6 +47,35 @@ def nan_loss(evidence: Evidence) -> Finding | None:
         confidence=0.9,
         facts=(exception_fact(rank, error),),
     )
+
+
+def _is_not_finite(event: dict[str, Any]) -> bool:
+    return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"])
+
+
+def _said_by_the_test(evidence: Evidence) -> Finding | None:
+    """The test's own assertion looked for a number, and found none."""
+    found = [
+        (r, e) for r in evidence.ranks for e in r.exceptions if e.type == "AssertionError" and _asks_for_a_number(e)
+    ]
+    if not found:
+        return None
+    ranks = tuple(sorted({r.rank for r, _ in found}))
+    rank, error = found[0]
+    return Finding(
+        cause="nan_loss",
+        ranks=ranks,
+        where=error.where,
+        reason=f"the test's assertion found no finite number: {error.message.strip().splitlines()[0][:120]}",
+        certain=True,
+        confidence=0.8,
+        facts=(exception_fact(rank, error),),
+    )
+
+
+def _asks_for_a_number(error: RaisedException) -> bool:
+    source = Frame(error.file, error.line, error.function).source
+    return bool(_FINITE.search(source)) and bool(_NAN.search(error.message))
 
 
 def silent_divergence(evidence: Evidence) -> Finding | None:

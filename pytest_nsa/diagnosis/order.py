@@ -98,15 +98,15 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
+    stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]  # who was aborted may have none
+    if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
+        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
     if len(culprits) == len(evidence.ranks):
         return culprits, cause, why
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
         return culprits, "data_dependent_branch", f"{who} {path}. {why}"
-    stacks = [r.stack for r in evidence.ranks if r.rank in culprits]
-    if cause != "skipped_collective" and all(s is not None and s.is_in_hook for s in stacks):
-        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
     return culprits, cause, why
 
 
@@ -318,6 +318,16 @@ def left_alone(evidence: Evidence) -> Finding | None:
     assert missed is not None
     culprits = tuple(r.rank for r in finished)
     who = describe_ranks(culprits, evidence.job.world_size)
+    if missed.op == NEW_GROUP:
+        return Finding(
+            cause="init_timeout",
+            ranks=culprits,
+            where=missed.site,
+            reason=f"{who} ended its test without the group that the others wait for",
+            certain=True,
+            confidence=0.85,
+            facts=all_facts(evidence.ranks),
+        )
     if missed.op.startswith(("send", "recv")):
         return Finding(
             cause="p2p_unmatched",

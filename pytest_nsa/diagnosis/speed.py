@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
@@ -51,7 +53,7 @@ def _many_nodes(rank: RankEvidence) -> bool:
 
 def straggler(evidence: Evidence) -> Finding | None:
     """The ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
-    if not evidence.moved_at_stop or evidence.stop not in ("deadline", "host_died"):
+    if evidence.stop not in ("deadline", "host_died") or not (evidence.moved_at_stop or _is_between_steps(evidence)):
         return None
     late = _always_last(evidence) or _waited_for(evidence)
     if not late:
@@ -67,6 +69,19 @@ def straggler(evidence: Evidence) -> Finding | None:
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _is_between_steps(evidence: Evidence) -> bool:
+    """Whether the stand-still at the end is no longer than those before it were: with slow steps nothing moves for a while."""
+    times = sorted(
+        b["time"]
+        for r in evidence.ranks
+        for a, b in itertools.pairwise(r.heartbeats)
+        if a["collectives"] != b["collectives"]
+    )
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    long = [gap for gap in gaps if gap > 0.5 * evidence.stood_still_s]
+    return len(long) >= 2 and evidence.stood_still_s <= 2 * max(gaps)
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
@@ -109,9 +124,10 @@ def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
 
 def slow(evidence: Evidence) -> Finding | None:
     """The deadline came while the ranks still moved."""
-    if evidence.stop != "deadline" or not evidence.moved_at_stop:
+    if evidence.stop != "deadline" or not (evidence.moved_at_stop or _is_between_steps(evidence)):
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
+    moving = moving or [r for r in evidence.ranks if not r.finished]
     return Finding(
         cause="slow",
         ranks=tuple(r.rank for r in moving),

@@ -177,7 +177,11 @@ def _busy(rank: RankEvidence) -> Why | None:
 
 
 def _sleeping(rank: RankEvidence) -> Why | None:
-    return Why("sleeping", "sleeps", 0.8) if "sleep" in _source(rank) or "nanosleep" in _wchan(rank) else None
+    return (
+        Why("sleeping", "sleeps", 0.8)
+        if "sleep" in _source(rank) or any(w in _wchan(rank) for w in ("nanosleep", "pause", "sigsuspend"))
+        else None
+    )
 
 
 def _io(rank: RankEvidence) -> Why | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as bound_early
@@ -216,6 +218,33 @@ def test_skips_a_monitored_barrier(group: Group) -> None:
         if not (group.rank == 1 and step == AT):
             dist.monitored_barrier(timeout=timedelta(seconds=600))
         dist.all_reduce(torch.ones(3))
+
+
+@planted("skipped_collective", [1])
+def test_a_monitored_barrier_complains(group: Group) -> None:
+    from datetime import timedelta
+
+    dist.all_reduce(torch.ones(1))
+    if group.rank != 1:
+        dist.monitored_barrier(timeout=timedelta(seconds=1))
+
+
+@planted("init_timeout", [1])
+def test_a_group_of_its_own_that_one_rank_does_not_join(group: Group, tmp_path: Path) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    if group.rank == 0:
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+
+
+@planted("hook_deadlock", [0, 1])
+def test_collectives_in_gradient_hooks_in_another_order(group: Group) -> None:
+    first, second = torch.ones(3, requires_grad=True), torch.ones(5, requires_grad=True)
+    for x in (first, second):
+        x.register_hook(lambda gradient: dist.all_reduce(gradient))
+    total = first.sum() + second.sum() if group.rank else second.sum() + first.sum()
+    total.backward()
 
 
 @planted("hook_deadlock", [1])

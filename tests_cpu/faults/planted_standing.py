@@ -303,6 +303,14 @@ def train_slowly(ddp: DDP, culprit: int) -> None:
     train(model, ddp.rank, steps=1000)
 
 
+@planted("straggler", [0])
+def test_one_rank_needs_seconds_for_a_step(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    for _ in range(1000):
+        time.sleep(1.9 if ddp.rank == 0 else 0)
+        model(torch.ones(2, 8)).sum().backward()
+
+
 @planted("slow", [0, 1])
 def test_all_ranks_are_slow(ddp: DDP) -> None:
     model = ddp.wrap(net())

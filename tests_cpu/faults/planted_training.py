@@ -268,3 +268,19 @@ def test_fsdp_lock_in_forward(fsdp: FSDP) -> None:
         whole.blocks[1].fault = lock.acquire  # type: ignore[assignment]
 
     train(model, fsdp.rank, culprit=0, before=plant)
+
+
+@planted("nan_loss", [0])
+def test_the_test_itself_looks_for_a_number(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    x = batch(ddp.rank, 0) * (float("nan") if ddp.rank == 0 else 1)
+    loss = loss_of(model, x)
+    assert not torch.isnan(loss)
+    loss.backward()
+
+
+@planted("nan_loss", [1])
+def test_a_number_without_a_model(ddp: DDP) -> None:
+    loss = torch.tensor(float("inf") if ddp.rank == 1 else 1.0)
+    dist.barrier()
+    assert torch.isfinite(loss).all()
