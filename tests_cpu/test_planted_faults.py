@@ -24,7 +24,7 @@ def run_plan(fault: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "tests_cpu/plan", "--fault", fault, "--artifacts", str(folder),
-            "-o", "ranks_hang_after=4", "-p", "no:cacheprovider",
+            "-o", "ranks_hang_after=2.5", "-p", "no:cacheprovider",
         ],
         cwd=ROOT, text=True, capture_output=True, timeout=170,
     )  # fmt: skip

@@ -98,7 +98,9 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
-    stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]  # who was aborted may have none
+    stacks = [
+        r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None
+    ]  # who was aborted may have none
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
         return culprits, "hook_deadlock", f"in a gradient hook, {why}"
     if len(culprits) == len(evidence.ranks):

@@ -32,7 +32,7 @@ def run(module: str, folder: Path) -> ExampleResult:
     shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
     options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     arguments = [a for option in options for a in ("-o", option)]
-    return run_in(folder, "-p", "xdist", "-n", "3", *arguments, timeout=280)
+    return run_in(folder, "-p", "xdist", "-n", "4", *arguments, timeout=280)
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])

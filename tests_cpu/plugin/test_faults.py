@@ -235,7 +235,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Pat
     """One session over all the faults; the tests below read what it left."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "test_example.py").write_text(HEADER + FAULTS)
-    return run_in(folder), folder
+    # Most of its time is waiting for time limits: several at a time do not disturb each other.
+    return run_in(folder, "-p", "xdist", "-n", "3"), folder
 
 
 @pytest.mark.parametrize("name", EXPECTED)
