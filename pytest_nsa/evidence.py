@@ -11,6 +11,7 @@ from typing import Any
 from pytest_nsa.artifacts import read_lines
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.watch.board import BoardReader, BoardSnapshot
+from pytest_nsa.watch.native import innermost_symbol
 from pytest_nsa.watch.stacks import ThreadStack, parse_children, parse_dump, telling_thread
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
@@ -66,6 +67,8 @@ class RankEvidence:
     threads: tuple[ThreadStack, ...]
     fatal: tuple[ThreadStack, ...]
     children_threads: tuple[tuple[ThreadStack, ...], ...]
+    native_symbol: str
+    native_absent: str
     reports: tuple[dict[str, Any], ...]
     heartbeats: tuple[dict[str, Any], ...]
     notes: tuple[str, ...]
@@ -214,6 +217,8 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
         threads=parse_dump(_text(folder / "stacks.txt") or own.get("stacks", "")),
+        native_symbol=innermost_symbol(_text(folder / "native.txt")),
+        native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
         children_threads=parse_children(_text(folder / "stacks.txt")),
         fatal=parse_dump(_text(folder / "fatal.txt")),
         reports=tuple(read_lines(folder / "reports.jsonl")),

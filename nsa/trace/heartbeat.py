@@ -8,12 +8,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
+from nsa.trace.flight import ddp_numbers, dump_flight_recorder
 from nsa.trace.frames import describe, user_frame
 
 INTERVAL = 0.05
@@ -41,6 +43,7 @@ class Heartbeat:
     ) -> None:
         self.board = board
         self._standing = standing
+        self.model: Callable[[], Any] = lambda: None  # the one that is trained
         self._progress = -1
         self._since = time.monotonic()
         self._written = 0.0
@@ -128,11 +131,13 @@ class Heartbeat:
         self._written = now
         found = {
             "time": time.time(), "since": time.time() - (now - self._since), "stacks": self._stacks(frames),
+            "ddp": ddp_numbers(self.model()),
         }  # fmt: skip
         partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business
             partial.write_text(json.dumps(found), encoding="utf-8")
             partial.replace(self._standing)
+            dump_flight_recorder(self._standing.with_name("flight_recorder.json"))
 
     def _stacks(self, frames: dict[int, FrameType]) -> str:
         """All threads but this one, as faulthandler writes them."""

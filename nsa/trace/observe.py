@@ -205,6 +205,10 @@ class Observer:
                 self._forward = "done" if error is None else "failed"
                 self._is_finite = _is_finite(output)
 
+    def model(self) -> nn.Module | None:
+        """The root that is trained; None before its first call."""
+        return self._model() if self._model is not None else None
+
     def _is_model(self, module: nn.Module) -> bool:
         return self._model is not None and self._model() is module
 

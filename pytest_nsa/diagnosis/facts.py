@@ -61,6 +61,8 @@ def board_fact(rank: RankEvidence) -> Fact | None:
         parts.append(f"last {board.parameter}")
     if n.get("gil_late", 0.0) > 0.5:
         parts.append(f"its heartbeat waited {n['gil_late']:.1f} s for the interpreter's lock")
+    if n.get("nodes", 0.0) >= 1000:
+        parts.append(f"{n['nodes']:,.0f} autograd nodes")
     if board.inside:
         parts.append(f"inside {board.inside[-1].describe()}")
     return Fact(rank=rank.rank, kind="board", file=f"rank{rank.rank}/board.bin", says=", ".join(parts))
@@ -74,12 +76,24 @@ def process_fact(rank: RankEvidence) -> Fact | None:
     says = f"state {p['state']}, {100 * p['cpu_share']:.0f}% CPU" + (
         f", waits in {p['wchan']}" if p["wchan"] not in ("", "0") else ""
     )
+    if p.get("unread_bytes") or p.get("unsent_bytes"):
+        says += f", {p['unread_bytes']} bytes unread and {p['unsent_bytes']} unsent in {p['sockets']} sockets"
     return Fact(rank=rank.rank, kind="process", file="host.jsonl", says=says)
+
+
+def native_fact(rank: RankEvidence) -> Fact | None:
+    """The innermost native frame, or why nobody could look."""
+    if not rank.native_symbol and not rank.native_absent:
+        return None
+    says = rank.native_symbol or f"no native frames: {rank.native_absent}"
+    return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", says=says)
 
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Where everybody stands: what every verdict on a stand-still cites."""
-    found = (fact for rank in ranks for fact in (stack_fact(rank), board_fact(rank), process_fact(rank)))
+    found = (
+        fact for rank in ranks for fact in (stack_fact(rank), board_fact(rank), process_fact(rank), native_fact(rank))
+    )
     return tuple(fact for fact in found if fact is not None)
 
 

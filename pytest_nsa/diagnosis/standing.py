@@ -154,7 +154,11 @@ def _gil_held(rank: RankEvidence) -> Why | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
     if not silent or (rank.process.get("wants_cpu") and not _computes(rank)):  # starved: its heartbeat is too
         return None
-    return Why("gil_held", "holds the interpreter's lock in native code", 0.8)
+    return Why("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
+
+
+def _symbol(rank: RankEvidence) -> str:
+    return f" ({rank.native_symbol})" if rank.native_symbol else ""
 
 
 def _busy(rank: RankEvidence) -> Why | None:
@@ -173,7 +177,7 @@ def _busy(rank: RankEvidence) -> Why | None:
         in_python = stack is not None and frame is not None and stack.frames[0] == frame
     if in_python:
         return Why("infinite_loop", "runs in Python without making progress", 0.8)
-    return Why("native_busy", "is busy in native code", 0.7)
+    return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
 
 
 def _sleeping(rank: RankEvidence) -> Why | None:

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from pytest_nsa.artifacts import append_line
 from pytest_nsa.launch.messages import CrewSpec, Job
+from pytest_nsa.watch.gpu import look_at_gpus
+from pytest_nsa.watch.native import dump_native
 from pytest_nsa.watch.progress import ProgressWatch
 from pytest_nsa.watch.second_look import DUMP_SIGNAL, dump_children, dump_stacks, note_process, sample_processes
 from pytest_nsa.watch.standing import StandStill
@@ -256,11 +258,15 @@ class RanksRun:
         alive = self._alive()
         beats = {rank: {"gil_wait_ms": self._gil_wait(rank)} for rank in alive}
         sample_processes(alive, self.log, beats)
+        self._note("gpus", gpus=look_at_gpus())
         self.watch.look()
         self._note("sampled", beat_age_s=self._beat_ages())
         self._ended_by = reason
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
         dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL))
+        for rank, pid in alive.items():
+            absent = dump_native(pid, self.job.rank_folder(rank) / "native.txt") if pid else "it runs on another node"
+            self._note("native", rank=rank, absent=absent)
         dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
 
     def _kill(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pytest_nsa.artifacts import append_line
 from pytest_nsa.watch.process import catches, children_of, difference, look_at
+from pytest_nsa.watch.sockets import socket_queues
 from pytest_nsa.watch.stacks import CHILD_MARK
 
 SAMPLE_S = 0.4
@@ -29,7 +30,8 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
     for rank, pid in pids.items():
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
-            note_process(evidence, rank, {**difference(before, after, elapsed), **more.get(rank, {})})
+            facts = {**difference(before, after, elapsed), **more.get(rank, {}), **socket_queues(pid)}
+            note_process(evidence, rank, facts)
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from pytest_nsa.__main__ import main
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.evidence import load
 from pytest_nsa.launch.messages import Job
+from pytest_nsa.watch.gpu import look_at_gpus
+from pytest_nsa.watch.native import innermost_symbol
 from pytest_nsa.watch.stacks import parse_dump, telling_thread
 
 DUMP = """\
@@ -101,3 +103,20 @@ def test_diagnose_reads_a_moved_folder(tmp_path: Path, capsys: pytest.CaptureFix
     moved = make_folder(tmp_path / "t").rename(tmp_path / "elsewhere")
     assert main(["diagnose", str(moved), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["cause"] == "unknown"
+
+
+def test_gpus_are_asked_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, 97, 1024, 81920, 55, P0'\necho 'a warning'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert [(gpu["index"], gpu["utilization.gpu"]) for gpu in look_at_gpus()] == [("0", "97")]
+
+
+def test_the_innermost_native_symbol_is_the_main_thread_s() -> None:
+    text = (
+        'Thread 8 (idle): "nsa-heartbeat"\n    poll (libc.so.6)\n'
+        'Thread 7 (active): "MainThread"\n    at::native::add (libtorch_cpu.so)\n    forward (model.py:3)\n'
+    )
+    assert innermost_symbol(text) == "at::native::add in libtorch_cpu.so"
+    assert innermost_symbol('Thread 7 (active): "MainThread"\n    forward (model.py:3)\n') == ""

@@ -40,6 +40,9 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     verdict = result.verdicts["test_stands"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
     assert verdict.duration_s < 30
+    native = [fact.says for fact in verdict.evidence if fact.kind == "native_stack"]
+    assert len(native) == 2  # of each rank: what py-spy saw, or why there is nothing
+    assert "sockets" in (result.folder("test_stands") / "host.jsonl").read_text()
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
     assert [(s["cause"], s["ranks"]) for s in suspected] == [("sleeping", [1])]
     assert suspected[0]["stood_still_s"] <= 3
@@ -152,3 +155,12 @@ def test_what_was_seen_outlives_a_killed_host(pytester: pytest.Pytester) -> None
     verdict = json.loads(done.stdout)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
     assert verdict["where"].startswith("test_example.py:")
+
+
+def test_the_flight_recorder_is_dumped_where_it_records(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=2")
+    recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
+    assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"

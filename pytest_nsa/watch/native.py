@@ -1,0 +1,44 @@
+"""Native frames of a rank, by py-spy where it is installed and the kernel lets it look: what C++ is at, to the symbol."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+LIMIT_S = 8.0  # symbols of a large library take seconds
+# `    at::native::add (libtorch_cpu.so)`, `    forward (model.py:12)`
+_FRAME = re.compile(r"^\s+(?P<symbol>\S.*?) \((?P<place>[^()]*)\)$")
+
+
+def dump_native(pid: int, path: Path) -> str:
+    """Write py-spy's dump of a process of this user to ``path``; returns '' or why there is none."""
+    tool = shutil.which("py-spy")
+    if tool is None:
+        return "py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [tool, "dump", "--native", "--pid", str(pid)], text=True, capture_output=True, timeout=LIMIT_S,
+            check=False,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"py-spy gave nothing: {type(error).__name__}"
+    if done.returncode or not done.stdout:
+        said = done.stderr.strip().splitlines()
+        return f"py-spy could not look: {said[0][:200] if said else 'no reason given'}"
+    path.write_text(done.stdout, encoding="utf-8")
+    return ""
+
+
+def innermost_symbol(text: str) -> str:
+    """'symbol in library' of the main thread's innermost native frame; '' where there is none."""
+    in_main = False
+    for line in text.splitlines():
+        if line.startswith("Thread "):
+            in_main = "MainThread" in line
+        elif in_main and (match := _FRAME.match(line)):
+            if ".py" in match["place"] or match["place"].startswith("<"):
+                return ""
+            return f"{match['symbol'][:120]} in {match['place']}"
+    return ""
