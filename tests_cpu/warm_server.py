@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 
 PR_SET_PDEATHSIG = 1
 

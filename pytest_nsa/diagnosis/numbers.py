@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pytest_nsa.artifacts import read_lines
+from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.evidence import Evidence, RaisedException
+from pytest_nsa.evidence import Evidence, RaisedException, RankEvidence
 from pytest_nsa.watch.stacks import Frame
 
 _FINITE = re.compile(r"isfinite|isnan|isinf")
@@ -23,8 +24,8 @@ _WHAT = {
 
 def nan_loss(evidence: Evidence) -> Finding | None:
     """A test that failed by an assertion or an exception, after a loss that is no finite number."""
-    errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    odd = [(r, e) for r in evidence.ranks for e in r.oddities if _is_not_finite(e)]
+    errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
+    odd = [(r, e) for r in evidence.ranks for e in r.oddities if _is_not_finite(e, r)]
     if not errors:
         return None
     if not odd:
@@ -49,8 +50,10 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     )
 
 
-def _is_not_finite(event: dict[str, Any]) -> bool:
-    return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"])
+def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
+    """A loss that is no number; or an output, in the step in which the test ended without a backward."""
+    ended_there = rank.board is not None and rank.board.numbers["step"] == event["step"]
+    return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
 
 
 def _said_by_the_test(evidence: Evidence) -> Finding | None:

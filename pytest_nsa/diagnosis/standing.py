@@ -14,7 +14,7 @@ from pytest_nsa.watch.board import Collective
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
-STARVED = 0.15  # of a core, for a rank that is runnable at every look
+STARVED = 0.1  # of a core, on a busy machine
 MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
@@ -78,7 +78,7 @@ def standing(evidence: Evidence) -> Finding | None:
 def _why(rank: RankEvidence) -> Why | None:
     """Why a rank stands where it stands; None when nothing says so. Each rule is on one kind of evidence, the surest first."""
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
-        _stopped, _compiling, _loader, _child, _gil_held, _busy, _sleeping, _io, _lock, _io_by_source, _backward,
+        _stopped, _compiling, _loader, _child, _gil_held, _busy, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
 
@@ -162,8 +162,15 @@ def _symbol(rank: RankEvidence) -> str:
 
 
 def _busy(rank: RankEvidence) -> Why | None:
-    if not _computes(rank):
-        return None
+    return _what_computes(rank) if _computes(rank) else None
+
+
+def _starved(rank: RankEvidence) -> Why | None:
+    """It computes, on a machine that is too busy to let it: who waits uses next to nothing."""
+    return _what_computes(rank) if rank.process.get("cpu_share", 0.0) >= STARVED else None
+
+
+def _what_computes(rank: RankEvidence) -> Why:
     stack, frame = rank.stack, user_frame(rank)
     n = rank.board.numbers if rank.board is not None else {}
     # On a busy machine its heartbeat is late for want of a core, too.

@@ -325,6 +325,7 @@ class Zygote:
             crew.clean_up()
         host.crews.clear()
         self._end_orphans()
+        host.channel.shut_down()  # and closed: a socket that is only forgotten becomes a warning in the next rank
         self.hosts.remove(host)
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pytest_nsa.testing import run_example
+from pytest_nsa.testing import HEADER, run_example
 
 SOURCE = """
 @pytest.mark.parametrize("n", range(6))
@@ -80,3 +80,24 @@ def test_a_session_without_ranks_starts_no_zygote(pytester: pytest.Pytester) -> 
     result = pytester.runpytest_subprocess("-n2", "-p", "xdist")
     result.assert_outcomes(passed=1)
     assert not (pytester.path / "artifacts").exists()
+
+
+def test_a_worker_that_has_ended_leaves_no_warning_to_the_ranks_of_another(pytester: pytest.Pytester) -> None:
+    (pytester.path / "conftest.py").write_text(
+        "import os, pathlib\n"
+        "def pytest_unconfigure(config):\n"
+        "    if hasattr(config, 'workerinput'): pathlib.Path('ended').touch()\n"
+    )
+    (pytester.path / "test_short.py").write_text(HEADER + "@world_size(2)\ndef test_a(group): pass\n")
+    source = """
+@world_size(2)
+def test_waits_for_the_other_worker():
+    while not os.path.exists("ended"):
+        time.sleep(0.01)
+
+@pytest.mark.parametrize("n", range(3))
+@world_size(2)
+def test_after(group, n): dist.barrier()
+"""
+    result = run_example(pytester, source, "-p", "xdist", "-n2", "--dist", "loadfile", "-W", "error")
+    assert result.outcomes == {"passed": 5}
