@@ -1,14 +1,16 @@
-"""What the always-on tracers cost a training step of the 195-tensor model: processes with and without them, taking turns.
+"""What the always-on tracers cost a training step of the 195-tensor model: steps with and without them, taking turns.
 
-    python benchmarks/tracing.py --rounds 8 --json benchmarks/results/tracing.json
+    python benchmarks/tracing.py --rounds 5 --json benchmarks/results/tracing.json
 
-A round is a fresh process each way, DDP on one gloo rank, CPU seconds of a step (median of its steps). ``noise`` is how far the
-rounds without tracers lie apart. The last way has the checksums of `check_divergence` too.
+A round is a process with two equal models under DDP (one gloo rank), one traced and one not, whose steps alternate; a step's
+cost is the ratio of neighbours, in CPU seconds of the main thread, where all hooks run. The heartbeat's thread is measured by
+itself. `noise` is the same ratio of two models without tracers. `checksums` are those of `check_divergence`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -22,70 +24,100 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ("bare", "traced", "checksums")
-WARM, STEPS = 4, 16
+WAYS = ("noise", "traced", "checksums")
+WARM, PAIRS = 4, 30
 
 
-def step_seconds(way: str) -> float:
-    """In a process of its own: the median CPU seconds of a step."""
+def cost(way: str) -> dict[str, float]:
+    """In a process of its own: the median ratio of a traced step's time to its neighbour's, less one."""
     import torch.distributed as dist
     from torch.nn import functional as F
+    from torch.nn.modules import module as torch_module
     from torch.nn.parallel import DistributedDataParallel
 
     from nsa import build_model, load_config
+    from nsa.trace.session import installed
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     config = load_config(ROOT / "configs" / "tiny_cpu.yaml")
+    tokens = torch.randint(0, config.model.vocab_size, (1, config.train.seq_len + 1))
+    hooks = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        began = time.thread_time()
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        return time.thread_time() - began
+
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        session = None
-        if way != "bare":
-            from nsa.trace.session import installed
+        backward = torch.autograd.backward
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(build_model(config))
+            models.append((model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
+        assert len(list(models[0][0].parameters())) == 195
+        # The bare model's steps run before anything is installed on it, and with the global hooks taken out.
+        bare_hooks = {name: dict(getattr(torch_module, name)) for name in hooks}
+        session = installed()
+        session.begin(folder, 0, 1, checksums=way == "checksums")
+        traced_hooks = {name: dict(getattr(torch_module, name)) for name in hooks}
+        traced_backward = torch.autograd.backward
 
-            session = installed()
-            session.begin(folder, 0, 1, checksums=way == "checksums")
-        module = build_model(config)
-        assert len(list(module.parameters())) == 195
-        model = DistributedDataParallel(module)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        tokens = torch.randint(0, config.model.vocab_size, (1, config.train.seq_len + 1))
-        times = []
-        for _ in range(WARM + STEPS):
-            began = time.process_time()
-            optimizer.zero_grad()
-            logits = model(tokens[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            optimizer.step()
-            times.append(time.process_time() - began)
-        if session is not None:
-            session.end()
-    return statistics.median(times[WARM:])
+        def switch(on: bool) -> None:
+            for name, found in (traced_hooks if on else bare_hooks).items():
+                getattr(torch_module, name).clear()
+                getattr(torch_module, name).update(found)
+            torch.autograd.backward = traced_backward if on else backward
+
+        gc.collect()
+        gc.freeze()  # as ranks do: else a collection of everything falls into some steps
+        ratios, seconds = [], []
+        for number in range(WARM + PAIRS):
+            pair = {}
+            for which in (0, 1) if number % 2 else (1, 0):
+                switch(on=which == 1 and way != "noise")
+                pair[which] = step(*models[which])
+            if number >= WARM:
+                ratios.append(pair[1] / pair[0])
+                seconds.append(pair[0])
+        began, beats = time.thread_time(), 200
+        for _ in range(beats):
+            session.heartbeat.beat()
+        beat_s = (time.thread_time() - began) / beats
+        session.end()
+    return {
+        "cost": statistics.median(ratios) - 1,
+        "step_ms": 1e3 * statistics.median(seconds),
+        "heartbeat": beat_s / 0.05,
+    }
 
 
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="how often the ways take turns (default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="processes for each way (default: 5)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way:
-        print(step_seconds(arguments.way))
+        print(json.dumps(cost(arguments.way)))
         return
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(arguments.rounds):
-        for way in WAYS[number % 3 :] + WAYS[: number % 3]:
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(arguments.rounds):
+        for way in WAYS:
             done = subprocess.run(
                 [sys.executable, __file__, "--way", way], capture_output=True, text=True, check=True, cwd=ROOT
             )
-            times[way].append(float(done.stdout.splitlines()[-1]))
-    bare = statistics.median(times["bare"])
+            found[way].append(json.loads(done.stdout.splitlines()[-1]))
     figures: dict[str, object] = {
-        "step_ms": {way: 1e3 * statistics.median(found) for way, found in times.items()},
-        "cost": {way: statistics.median(found) / bare - 1 for way, found in times.items() if way != "bare"},
-        "noise": (max(times["bare"]) - min(times["bare"])) / bare,
-        "rounds": arguments.rounds, "tensors": 195, "torch": torch.__version__, "python": platform.python_version(),
+        "cost": {way: statistics.median(f["cost"] for f in rounds) for way, rounds in found.items()},
+        "cost_min_max": {way: [min(f["cost"] for f in r), max(f["cost"] for f in r)] for way, r in found.items()},
+        "heartbeat": statistics.median(f["heartbeat"] for f in found["traced"]),
+        "step_ms": statistics.median(f["step_ms"] for f in found["traced"]),
+        "rounds": arguments.rounds, "pairs": PAIRS, "tensors": 195, "torch": torch.__version__, "python": platform.python_version(),
         "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     print(json.dumps(figures, indent=1))

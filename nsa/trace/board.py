@@ -25,9 +25,10 @@ PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 _NUMBERS = {
     "pid": "q", "rank": "q", "world_size": "q", "step": "q", "phase": "q", "phase_time": "d",
     "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
-    "modules_entered": "q", "gradients": "q", "gradients_expected": "q", "progress": "q",
+    "modules_entered": "q", "progress": "q", "path_length": "q",  # together: written by one store a module
+    "gradients": "q", "gradients_expected": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
-    "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q", "path_length": "q",
+    "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160}
 
@@ -38,7 +39,7 @@ _RECORD: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
-_INT, _FLOAT, _SHORT = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<H")
+_INT, _FLOAT, _SHORT, _CALLED = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<H"), struct.Struct("<qqq")
 
 
 def _layout() -> tuple[dict[str, Any], int]:
@@ -89,6 +90,7 @@ class Board:
         self._arrived = layout["arrived"][0]
         self._ring = layout["ring"]["offset"]
         self._path = layout["path"][0]
+        self._called = layout["numbers"]["modules_entered"][0]
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
@@ -150,12 +152,30 @@ class Board:
         """A new backward begins."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
 
-    def called(self, module: int) -> None:
-        """The forward has come to a module, by its place in the model's `named_modules`."""
-        at = self._counts["path_length"]
-        if at < MAX_PATH:
-            _SHORT.pack_into(self._map, self._path + 2 * at, min(module, UNKNOWN))
-            self.add("path_length")
+    def called(self, place: int, name: bytes, *, in_forward: bool) -> None:
+        """A module is called: ``place`` is its number in the model's `named_modules`, ``name`` what `padded` gave.
+
+        The most frequent write, so all in one: the name, the counts, and in a forward the path.
+        """
+        counts, where = self._counts, self._texts["module"]
+        at = counts["path_length"]
+        if in_forward and at < MAX_PATH:
+            _SHORT.pack_into(self._map, self._path + 2 * at, place)
+            at = counts["path_length"] = at + 1
+        entered = counts["modules_entered"] = counts["modules_entered"] + 1
+        progress = counts["progress"] = counts["progress"] + 1
+        self._map[where[0] : where[0] + where[1]] = name
+        _CALLED.pack_into(self._map, self._called, entered, progress, at)
+
+    def padded(self, name: str, field: str = "module") -> bytes:
+        """A text as `called` and `put` want it: what it costs is paid once."""
+        size = self._texts[field][1]
+        return name.encode(errors="replace")[-size:].ljust(size, b"\0")
+
+    def put(self, field: str, text: bytes) -> None:
+        """Set a text field to what `padded` gave."""
+        offset, size = self._texts[field]
+        self._map[offset : offset + size] = text
 
     def phase(self, name: str) -> None:
         """The rank enters a phase (one of PHASES)."""

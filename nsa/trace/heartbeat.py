@@ -8,14 +8,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
-from nsa.trace.flight import ddp_numbers, dump_flight_recorder
+from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import describe, user_frame
 
 INTERVAL = 0.05
@@ -43,7 +43,6 @@ class Heartbeat:
     ) -> None:
         self.board = board
         self._standing = standing
-        self.model: Callable[[], Any] = lambda: None  # the one that is trained
         self._progress = -1
         self._since = time.monotonic()
         self._written = 0.0
@@ -91,7 +90,10 @@ class Heartbeat:
                 return
             after = time.monotonic()
             self._late += max(0.0, after - before - INTERVAL)
-            self.beat()
+            try:
+                self.beat()
+            except Exception:  # its silence would be taken for a lock that somebody holds
+                traceback.print_exc()
             if after - last_record >= RECORD_EVERY:
                 last_record = after
                 self.record()
@@ -131,7 +133,6 @@ class Heartbeat:
         self._written = now
         found = {
             "time": time.time(), "since": time.time() - (now - self._since), "stacks": self._stacks(frames),
-            "ddp": ddp_numbers(self.model()),
         }  # fmt: skip
         partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business

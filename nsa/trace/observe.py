@@ -12,8 +12,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -52,6 +53,16 @@ def _parallel_kind(root: nn.Module) -> str:
     )
 
 
+@dataclass(slots=True)
+class Known:
+    """A module that has been called: by ``id``, as a hook of every call can afford no more."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    padded: bytes
+    place: int
+
+
 class Observer:
     """Installs the hooks in this process.
 
@@ -62,12 +73,11 @@ class Observer:
 
     on_oddity: Callable[..., None]
     checksums: Checksums | None
-    _places: WeakKeyDictionary[nn.Module, int]
+    _known: dict[int, Known]
     on_change: Callable[[], None]
     on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str], None]
     parameter_names: list[str]
-    _names: WeakKeyDictionary[nn.Module, str]
     _roots: WeakSet[nn.Module]
     _model: weakref.ref[nn.Module] | None  # the root with the most trained parameters: its calls are steps
 
@@ -79,7 +89,7 @@ class Observer:
         """Another test or training begins in this process: its models are not those seen so far."""
         self.on_change = self.on_model = self.on_names = self.on_oddity = _ignore
         self.checksums = None
-        self._places = WeakKeyDictionary()
+        self._known = {}
         self._nodes = NodeCount(self.board)
         self._failure = (
             0,
@@ -89,7 +99,6 @@ class Observer:
         self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
         self._is_finite = True
         self.parameter_names = []
-        self._names = WeakKeyDictionary()
         self._roots = WeakSet()
         self._model = None
         self._depth = 0
@@ -182,19 +191,18 @@ class Observer:
                 self._nodes.begin()
                 self._phase("forward")
         self._depth += 1
-        name = self._names.get(module) or type(module).__name__
-        if not self._in_backward:
-            self.board.called(self._places.get(module, UNKNOWN))
+        known = self._known.get(id(module))
+        if known is None or known.module() is not module:
+            known = self._learn(module, type(module).__name__, UNKNOWN)
+        self.board.called(known.place, known.padded, in_forward=not self._in_backward)
         self._nodes.enter()
-        self.board.add("modules_entered")
-        self.board.add("progress")
-        self.board.text("module", name)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._depth = max(0, self._depth - 1)
-        name = self._names.get(module) or type(module).__name__
+        known = self._known.get(id(module))
+        name = known.name if known is not None else type(module).__name__
         self._nodes.leave(name)
         error = sys.exc_info()[1] if output is None else None  # torch calls this hook while it handles the exception
         if error is not None and id(error) != self._failure[0]:
@@ -205,18 +213,15 @@ class Observer:
                 self._forward = "done" if error is None else "failed"
                 self._is_finite = _is_finite(output)
 
-    def model(self) -> nn.Module | None:
-        """The root that is trained; None before its first call."""
-        return self._model() if self._model is not None else None
-
     def _is_model(self, module: nn.Module) -> bool:
         return self._model is not None and self._model() is module
 
     def _adopt(self, root: nn.Module) -> None:
         """A module that is called from outside any other: learn its names, count its gradients."""
         self._roots.add(root)
-        for name, module in root.named_modules():
-            self._names[module] = plain_name(name) or type(module).__name__
+        modules = list(root.named_modules())
+        for place, (name, module) in enumerate(modules):
+            self._learn(module, plain_name(name) or type(module).__name__, place)
         if isinstance(root, DistributedDataParallel):
             ensure_hook(root)
         self.on_model(_parallel_kind(root))
@@ -226,17 +231,22 @@ class Observer:
         self._model = weakref.ref(root)
         self.parameter_names = [n for n, _ in trained]
         self.board.number("gradients_expected", len(trained))
-        modules = [(plain_name(n), m) for n, m in root.named_modules()]
-        self._places = WeakKeyDictionary({m: place for place, (_, m) in enumerate(modules)})
-        self.on_names(self.parameter_names, [n for n, _ in modules])
+        self.on_names(self.parameter_names, [plain_name(n) for n, _ in modules])
         for index, (name, parameter) in enumerate(trained):
             parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
 
+    def _learn(self, module: nn.Module, name: str, place: int) -> Known:
+        known = Known(weakref.ref(module), name, self.board.padded(name), min(place, UNKNOWN))
+        self._known[id(module)] = known
+        return known
+
     def _arrival(self, index: int, name: str) -> Callable[[torch.Tensor], None]:
+        text = self.board.padded(name, "parameter")
+
         def arrived(_: torch.Tensor) -> None:
             self.board.add("gradients")
             self.board.mark_arrived(index)
             self.board.add("progress")
-            self.board.text("parameter", name)
+            self.board.put("parameter", text)
 
         return arrived

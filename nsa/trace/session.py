@@ -46,7 +46,6 @@ class TraceSession:
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
         self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "standing.json")
-        self.heartbeat.model = self.observer.model
         self.observer.on_change = self.heartbeat.record
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.heartbeat.start()
