@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,21 @@ def _warm() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _examples_in_order(request: pytest.FixtureRequest) -> None:
     """Tests that run pytest on an example want its tests in order: pytest-randomly is on only where they ask for it."""
-    if "pytester" in request.fixturenames:
-        request.getfixturevalue("pytester")  # which clears the variable
-        request.getfixturevalue("monkeypatch").setenv("PYTEST_ADDOPTS", "-p no:randomly")
+    if "pytester" not in request.fixturenames:
+        return
+    pytester = request.getfixturevalue("pytester")  # which clears the variable
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly")
+    if request.node.get_closest_marker("own_python") is None:
+        monkeypatch.setattr(pytester, "runpytest_subprocess", _warm_runs(pytester.path))
+
+
+def _warm_runs(folder: Path) -> Callable[..., pytest.RunResult]:
+    """What pytester's method does, in a fork of the warm process."""
+    count = itertools.count()
+
+    def run(*arguments: str | Path, timeout: float | None = None) -> pytest.RunResult:
+        base = f"--basetemp={folder / f'runpytest-{next(count)}'}"
+        return testing.run_pytest(folder, [base, *map(str, arguments)], timeout or 120)
+
+    return run

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from pytest_nsa import testing
 
 ROOT = Path(__file__).resolve().parents[1]
 DDP = {
@@ -21,16 +21,11 @@ DDP = {
 
 def run_plan(fault: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     """SUMMARY.md and the verdicts by scenario of a run of the plan with a fault."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "tests_cpu/plan", "--fault", fault, "--artifacts", str(folder),
-            "-o", "ranks_hang_after=2.5", "-p", "no:cacheprovider",
-        ],
-        cwd=ROOT, text=True, capture_output=True, timeout=170,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+    arguments = ["tests_cpu/plan", "--fault", fault, "--artifacts", str(folder), "-o", "ranks_hang_after=2.5"]
+    done = testing.run_pytest(ROOT, [*arguments, "-p", "no:cacheprovider", "-p", "no:randomly"], 170)
+    assert done.ret == 1
     run = folder / "latest"
-    assert str(run.resolve() / "SUMMARY.md") in done.stdout
+    assert str(run.resolve() / "SUMMARY.md") in done.stdout.str()
     verdicts = {p.parent.name: json.loads(p.read_text()) for p in run.glob("*/verdict.json")}
     for name, verdict in verdicts.items():
         assert (run / name / "result.txt").read_text() == verdict["outcome"] + "\n"

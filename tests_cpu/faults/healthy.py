@@ -17,7 +17,7 @@ from pytest_nsa import world_size
 from pytest_nsa.fixtures import DDP, FSDP, Group
 from tests_cpu.faults.planting import Net, net, train
 
-LONG_S = 3.0
+LONG_S = 2.5
 
 
 def compute(seconds: float) -> None:

@@ -30,9 +30,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 def run(module: str, folder: Path) -> ExampleResult:
     """All faults of a module. Ranks that stand still cost no CPU, so several tests at a time do not disturb each other."""
     shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
-    options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
+    options = ("ranks_hang_after=2.5", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     arguments = [a for option in options for a in ("-o", option)]
-    return run_in(folder, "-p", "xdist", "-n", "4", *arguments, timeout=280)
+    return run_in(folder, "-p", "xdist", "-n", "3", *arguments, timeout=280)
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])

@@ -83,7 +83,7 @@ def never():
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n1",), ("--nsa-launch=clean",), ("--nsa-launch=cold",)])
+@pytest.mark.parametrize("arguments", [(), ("-n1",), ("--nsa-launch=cold",)])
 def test_coverage_counts_what_ranks_run(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     (pytester.path / "covered.py").write_text(COVERED)
     source = "import covered\n@world_size(2)\ndef test_it(group): covered.on_ranks(group.rank)"
@@ -112,7 +112,7 @@ def test_it(group):
     assert result.outcomes == {"passed": 1, "rerun": 2}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--nsa-launch=clean",), ("-n2",)])
+@pytest.mark.parametrize("arguments", [(), ("-n2",)])
 def test_randomly_gives_all_ranks_one_seed(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     source = """
 import random

@@ -346,6 +346,7 @@ def test_b(group): assert 0
     pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
 
 
+@pytest.mark.own_python
 def test_a_session_without_ranks_starts_nothing(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import sys\ndef test_a(): assert 'torch' not in sys.modules and 'nsa' not in sys.modules")
     result = pytester.runpytest_subprocess()
