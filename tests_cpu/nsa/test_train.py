@@ -160,8 +160,8 @@ def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_loss_on_real_prose_falls(tmp_path: Path) -> None:
-    result = run("--dataset", "fineweb_edu", "--steps", "60", "--out", str(tmp_path))
+    result = run("--dataset", "fineweb_edu", "--steps", "40", "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
     found = losses(tmp_path)
     assert found[0] == pytest.approx(5.55, abs=0.2)
-    assert sum(found[-5:]) / 5 < 2.6
+    assert sum(found[-5:]) / 5 < 3.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import xdist
+from packaging.version import Version
 
 from pytest_nsa.testing import HEADER, run_example
 
@@ -45,6 +47,10 @@ class TestScope:
 """
 
 
+# pytest-xdist 3.8.0 under pytest 9.2 keeps no group together, of plain tests either: where they run is chance.
+KEEPS_GROUPS = Version(pytest.__version__) < Version("9.2") or Version(xdist.__version__) > Version("3.8.0")
+
+
 @pytest.mark.parametrize("mode", ["load", "loadgroup", "loadscope", "loadfile", "worksteal"])
 def test_every_way_to_distribute(pytester: pytest.Pytester, mode: str) -> None:
     result = run_example(pytester, SOURCE, "-n2", f"--dist={mode}", "-p", "xdist")
@@ -52,8 +58,8 @@ def test_every_way_to_distribute(pytester: pytest.Pytester, mode: str) -> None:
     assert result.run is not None
     assert len({path.read_text() for path in result.run.glob("*/parent")}) == 1  # one zygote
     workers = {kind: {path.read_text() for path in result.run.glob(f"*/{kind}")} for kind in ("worker", "host_worker")}
-    if mode == "loadgroup" and len(workers["host_worker"]) == 1:
-        # Where xdist keeps plain tests of a group together (3.8.0 does not under pytest 9.2), ranked ones are too.
+    if mode == "loadgroup" and KEEPS_GROUPS:
+        assert len(workers["host_worker"]) == 1
         assert workers["worker"] == workers["host_worker"]
     lines = [json.loads(line) for line in (result.run / "verdicts.jsonl").read_text().splitlines()]
     assert not [line["nodeid"] for line in lines if "@" in line["nodeid"]]
