@@ -34,16 +34,13 @@ def _layers(whole: LayerRange, run: Run) -> str:
     start, end, runs = whole.start, whole.end, 0
     while end - start > 1 and runs < MAX_RUNS:
         middle = (start + end) // 2
-        halves = [(start, middle), (middle, end)]
-        failing = []
-        for first, last in halves:
+        for first, last in ((start, middle), (middle, end)):
             runs += 1
             if run({"gc_range": f"{first}:{last}"}).failed:
-                failing.append((first, last))
+                start, end = first, last
                 break
-        if not failing:
+        else:
             return f"bisect: fails with layers {start}:{end}, and with neither half alone ({runs} runs)"
-        start, end = failing[0]
     return f"bisect: layer {start} fails alone, as gc_range {start}:{end} ({runs} runs)"
 
 

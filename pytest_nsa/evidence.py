@@ -78,7 +78,6 @@ class RankEvidence:
     gone: bool
     oddities: tuple[dict[str, Any], ...]
     modules: tuple[str, ...]
-    standing_since: float
     checksums: Path
     parallel: str | None
     folder: Path
@@ -230,7 +229,6 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         gone=any(e["event"] == "gone" and e["rank"] == rank for e in host),
         oddities=tuple(e for e in events if e["event"] == "oddity"),
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
-        standing_since=own.get("since", 0.0),
         checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         folder=folder,

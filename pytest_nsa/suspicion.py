@@ -19,14 +19,14 @@ class Suspicions:
 
     def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
         self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
-        self._last: tuple[object, ...] = ()
+        self._last: tuple[object, ...] = ()  # the key of what was announced
 
     def __call__(self) -> Finding | None:
         """What the rules make of the evidence now; None where none fits."""
         evidence = load(self.folder)
         found = suspect(evidence)
-        key = (found.cause, found.ranks, found.where) if found is not None else ()
-        if found is not None and key != self._last:
+        if found is not None and found.key != self._last:
+            self._last = found.key
             append_line(
                 self.folder / "suspicions.jsonl",
                 {
@@ -35,7 +35,6 @@ class Suspicions:
                 },
             )  # fmt: skip
             self.announce(self._text(found, evidence.waits_s))
-        self._last = key or self._last
         return found
 
     def _text(self, found: Finding, seconds: float) -> str:

@@ -81,7 +81,7 @@ class Watcher:
         elif self._standing.look(self._alive(), waited):
             self._note(waited)
             self.finding = suspect(load(self.folder))
-        return self._key(before) != self._key(self.finding)
+        return (before and before.key) != (self.finding and self.finding.key)
 
     def _alive(self) -> dict[int, int]:
         return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
@@ -95,18 +95,7 @@ class Watcher:
         log = self.folder / "host.jsonl"
         for rank, facts in self._standing.facts.items():
             note_process(log, rank, facts)
-        ages = {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.boards.items()}
-        append_line(
-            log,
-            {
-                "event": "standing", "time": time.time(), "stood_still_s": self.watch.stood_still, "waits_s": waited,
-                "moved": self.watch.stood_still < GRACE_S, "moved_ranks": self.watch.moved_within(GRACE_S), "beat_age_s": ages,
-            },
-        )  # fmt: skip
-
-    @staticmethod
-    def _key(finding: Finding | None) -> tuple[object, ...]:
-        return (finding.cause, finding.ranks, finding.where) if finding is not None else ()
+        append_line(log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)})
 
     def lines(self) -> list[str]:
         """A line a rank, and the verdict where there is one."""

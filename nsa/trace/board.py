@@ -139,9 +139,7 @@ class Board:
 
     def text(self, name: str, value: str) -> None:
         """Store a text field, cut to its size."""
-        offset, size = self._texts[name]
-        data = value.encode(errors="replace")[-size:]  # the end of a path or of a module's name says more
-        self._map[offset : offset + size] = data.ljust(size, b"\0")
+        self.put(name, self.padded(value, name))
 
     def mark_arrived(self, index: int) -> None:
         """The gradient of the model's parameter ``index`` has arrived."""
@@ -168,7 +166,7 @@ class Board:
         _CALLED.pack_into(self._map, self._called, entered, progress, at)
 
     def padded(self, name: str, field: str = "module") -> bytes:
-        """A text as `called` and `put` want it: what it costs is paid once."""
+        """A text as `called` and `put` want it, cut from its front: the end of a path or of a module's name says more."""
         size = self._texts[field][1]
         return name.encode(errors="replace")[-size:].ljust(size, b"\0")
 

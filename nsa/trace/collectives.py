@@ -93,11 +93,9 @@ class CollectiveRecorder:
             return
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            group = (
-                args[0] if args and isinstance(args[0], dist.ProcessGroup) else None
-            )  # the reducer does not say its group
-            label = op if op == NEW_GROUP else f"ddp:{_label(group)}" if group is not None else "ddp"
             first = args[0] if args else None
+            group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not say its group
+            label = op if op == NEW_GROUP else f"ddp:{_label(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
             index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pytest_nsa.artifacts import read_lines
@@ -89,7 +89,7 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
     if len(streams) < max(2, len(evidence.ranks)):
         return None
     names: list[str] = []
-    for records in zip(*_of_all(streams), strict=False):
+    for records in zip(*streams.values(), strict=False):
         by_rank = dict(zip(streams, records, strict=True))
         first = records[0]
         names = first.get("names", names)
@@ -102,10 +102,6 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
         if index is not None:
             return _diverged(evidence, by_rank, index, names)
     return None
-
-
-def _of_all(streams: Mapping[int, Iterator[dict[str, Any]]]) -> list[Iterator[dict[str, Any]]]:
-    return list(streams.values())
 
 
 def _first_difference(records: Mapping[int, dict[str, Any]]) -> int | None:

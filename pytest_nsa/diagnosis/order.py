@@ -67,7 +67,7 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
-    found = {r.rank: c for r in alive if (c := _waits_in(r)) is not None}
+    found = {r.rank: c for r in alive if (c := _awaited(r)) is not None}
     if len(alive) < 2 or not found or any(not r.is_waiting for r in alive):
         return None
     if len(found) < len(alive):
@@ -98,9 +98,8 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
-    stacks = [
-        r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None
-    ]  # who was aborted may have none
+    # Who was aborted may have no stack.
+    stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
         return culprits, "hook_deadlock", f"in a gradient hook, {why}"
     if len(culprits) == len(evidence.ranks):
@@ -142,11 +141,8 @@ def _ahead_in_unseen_wait(
     return _skipped(evidence, ahead, missed, why, confidence=0.85)
 
 
-def _waits_in(rank: RankEvidence) -> Collective | None:
-    """The collective that a rank waits in: the one that blocks its main thread, else the oldest it is inside."""
-    if rank.board is None:
-        return None
-    return rank.board.blocked or (rank.board.inside[0] if rank.board.inside else None)
+def _awaited(rank: RankEvidence) -> Collective | None:
+    return rank.board.waits_in if rank.board is not None else None
 
 
 def _crossed(found: dict[int, Collective]) -> bool:
@@ -311,12 +307,12 @@ def left_alone(evidence: Evidence) -> Finding | None:
     When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
     """
     finished = [r for r in evidence.ranks if r.finished and r.passed]
-    left = [r for r in evidence.ranks if r not in finished and _waits_in(r) is not None]
+    left = [r for r in evidence.ranks if r not in finished and _awaited(r) is not None]
     if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
         return None
     if any(not is_victim(error) for rank in left for error in rank.exceptions):
         return None
-    missed = _waits_in(left[0])
+    missed = _awaited(left[0])
     assert missed is not None
     culprits = tuple(r.rank for r in finished)
     who = describe_ranks(culprits, evidence.job.world_size)

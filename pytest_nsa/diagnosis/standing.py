@@ -10,7 +10,6 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user
 from pytest_nsa.diagnosis.source import calls_nothing
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import SILENT_S, Evidence, RankEvidence
-from pytest_nsa.watch.board import Collective
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
@@ -229,7 +228,7 @@ def _backward(rank: RankEvidence) -> Why | None:
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
     """Nobody is elsewhere: all in the same collective, in different groups, or receiving from each other."""
-    inside = [(r, c) for r in alive if r.board is not None and (c := _waits_in(r)) is not None]
+    inside = [(r, c) for r in alive if r.board is not None and (c := r.board.waits_in) is not None]
     if len(alive) < 2 or len(inside) < len(alive):
         return None
     shown = "; ".join(f"rank {r.rank} in {c.describe()}" for r, c in inside)
@@ -249,8 +248,3 @@ def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
         cause=cause, ranks=tuple(r.rank for r, _ in inside), where=inside[0][1].site, reason=reason, certain=certain,
         confidence=confidence, facts=all_facts(evidence.ranks),
     )  # fmt: skip
-
-
-def _waits_in(rank: RankEvidence) -> Collective | None:
-    assert rank.board is not None
-    return rank.board.blocked or (rank.board.inside[0] if rank.board.inside else None)

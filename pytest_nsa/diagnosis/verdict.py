@@ -32,6 +32,11 @@ class Finding:
     confidence: float = 0.5
     facts: tuple[Fact, ...] = ()
 
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str]:
+        """Findings of the same key say the same; the rest of them grows with the evidence."""
+        return (self.cause, self.ranks, self.where)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:

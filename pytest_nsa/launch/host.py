@@ -200,14 +200,7 @@ class RanksRun:
             return
         for rank, facts in self.standing.facts.items():
             note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank)})
-        self._note(
-            "standing",
-            stood_still_s=self.watch.stood_still,
-            waits_s=waited,
-            moved=self.watch.stood_still < GRACE_S,
-            moved_ranks=self.watch.moved_within(GRACE_S),
-            beat_age_s=self._beat_ages(),
-        )
+        self._note("standing", **self.watch.stand_still_facts(waited, GRACE_S))
         self.suspicion = self.suspect()
 
     def _late_beats(self) -> dict[int, tuple[float, float]]:
@@ -219,9 +212,6 @@ class RanksRun:
         late, beats = self._beats.get(rank, (0.0, 0.0))
         now_late, now_beats = self._late_beats().get(rank, (late, beats))
         return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
-
-    def _beat_ages(self) -> dict[str, float]:
-        return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.watch.boards.items()}
 
     def _alive(self) -> dict[int, int]:
         """Process ids of the ranks that have not ended, by rank."""
@@ -260,7 +250,7 @@ class RanksRun:
         sample_processes(alive, self.log, beats)
         self._note("gpus", gpus=look_at_gpus())
         self.watch.look()
-        self._note("sampled", beat_age_s=self._beat_ages())
+        self._note("sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
         dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL))

@@ -92,6 +92,11 @@ class BoardSnapshot:
         return next((c for c in self.collectives if c.index == index), None) if index >= 0 else None
 
     @property
+    def waits_in(self) -> Collective | None:
+        """The collective that the rank waits in: the one that blocks its main thread, else the oldest it is inside."""
+        return self.blocked or (self.inside[0] if self.inside else None)
+
+    @property
     def inside(self) -> tuple[Collective, ...]:
         """Collectives entered and not left, oldest first."""
         return tuple(c for c in self.collectives if c.is_inside)

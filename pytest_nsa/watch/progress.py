@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pytest_nsa.watch.board import BoardReader, BoardSnapshot
 from pytest_nsa.watch.sequences import Rings, can_complete, first_departure, waits_apart
@@ -83,6 +84,18 @@ class ProgressWatch:
         now = time.monotonic()
         waits = [now - self._moves[rank] for rank, board in self.boards.items() if board.inside and rank in self._moves]
         return max([self.stood_still, *waits])
+
+    @property
+    def beat_ages(self) -> dict[str, float]:
+        """Seconds since each rank's heartbeat beat."""
+        return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.boards.items()}
+
+    def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
+        """A stand-still as evidence: for how long, and who has moved within ``grace`` seconds."""
+        return {
+            "stood_still_s": self.stood_still, "waits_s": waited, "moved": self.stood_still < grace,
+            "moved_ranks": self.moved_within(grace), "beat_age_s": self.beat_ages,
+        }  # fmt: skip
 
     @property
     def rings(self) -> Rings:
