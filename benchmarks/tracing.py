@@ -2,9 +2,10 @@
 
     python benchmarks/tracing.py --rounds 5 --json benchmarks/results/tracing.json
 
-A round is a process with two equal models under DDP (one gloo rank), one traced and one not, whose steps alternate; a step's
-cost is the ratio of neighbours, in CPU seconds of the main thread, where all hooks run. The heartbeat's thread is measured by
-itself. `noise` is the same ratio of two models without tracers. `checksums` are those of `check_divergence`.
+A process has two equal models under DDP (one gloo rank), one traced and one not, whose steps alternate; a step's cost is the
+ratio of neighbours, in CPU seconds of the main thread, where all hooks run. Where a model lies in memory is worth a percent by
+itself, so a round is two processes, in which the other one is traced, and their geometric mean. The heartbeat's thread is
+measured by itself. `noise` is the same ratio of two models without tracers. `checksums` are those of `check_divergence`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ WAYS = ("noise", "traced", "checksums")
 WARM, PAIRS = 4, 30
 
 
-def cost(way: str) -> dict[str, float]:
-    """In a process of its own: the median ratio of a traced step's time to its neighbour's, less one."""
+def ratio(way: str, which_is_traced: int) -> dict[str, float]:
+    """In a process of its own: the median ratio of a traced step's time to its neighbour's."""
     import torch.distributed as dist
     from torch.nn import functional as F
-    from torch.nn.modules import module as torch_module
     from torch.nn.parallel import DistributedDataParallel
 
     from nsa import build_model, load_config
@@ -41,7 +41,6 @@ def cost(way: str) -> dict[str, float]:
     torch.set_num_threads(1)
     config = load_config(ROOT / "configs" / "tiny_cpu.yaml")
     tokens = torch.randint(0, config.model.vocab_size, (1, config.train.seq_len + 1))
-    hooks = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
         began = time.thread_time()
@@ -52,25 +51,19 @@ def cost(way: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        backward = torch.autograd.backward
+        bare = torch.nn.Module.__call__, torch.autograd.backward
         models = []
         for _ in range(2):
             torch.manual_seed(0)
             model = DistributedDataParallel(build_model(config))
             models.append((model, torch.optim.AdamW(model.parameters(), lr=1e-4)))
         assert len(list(models[0][0].parameters())) == 195
-        # The bare model's steps run before anything is installed on it, and with the global hooks taken out.
-        bare_hooks = {name: dict(getattr(torch_module, name)) for name in hooks}
         session = installed()
         session.begin(folder, 0, 1, checksums=way == "checksums")
-        traced_hooks = {name: dict(getattr(torch_module, name)) for name in hooks}
-        traced_backward = torch.autograd.backward
+        traced = torch.nn.Module.__call__, torch.autograd.backward
 
         def switch(on: bool) -> None:
-            for name, found in (traced_hooks if on else bare_hooks).items():
-                getattr(torch_module, name).clear()
-                getattr(torch_module, name).update(found)
-            torch.autograd.backward = traced_backward if on else backward
+            torch.nn.Module.__call__, torch.autograd.backward = traced if on else bare
 
         gc.collect()
         gc.freeze()  # as ranks do: else a collection of everything falls into some steps
@@ -78,43 +71,49 @@ def cost(way: str) -> dict[str, float]:
         for number in range(WARM + PAIRS):
             pair = {}
             for which in (0, 1) if number % 2 else (1, 0):
-                switch(on=which == 1 and way != "noise")
+                switch(on=which == which_is_traced and way != "noise")
                 pair[which] = step(*models[which])
             if number >= WARM:
-                ratios.append(pair[1] / pair[0])
-                seconds.append(pair[0])
+                ratios.append(pair[which_is_traced] / pair[1 - which_is_traced])
+                seconds.append(pair[1 - which_is_traced])
         began, beats = time.thread_time(), 200
         for _ in range(beats):
             session.heartbeat.beat()
         beat_s = (time.thread_time() - began) / beats
         session.end()
     return {
-        "cost": statistics.median(ratios) - 1,
+        "ratio": statistics.median(ratios),
         "step_ms": 1e3 * statistics.median(seconds),
         "heartbeat": beat_s / 0.05,
     }
 
 
+def _measured_apart(way: str, which_is_traced: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--way", way, "--which-is-traced", str(which_is_traced)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="processes for each way (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of processes for each way (default: 5)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--which-is-traced", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way:
-        print(json.dumps(cost(arguments.way)))
+        print(json.dumps(ratio(arguments.way, arguments.which_is_traced)))
         return
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for _ in range(arguments.rounds):
         for way in WAYS:
-            done = subprocess.run(
-                [sys.executable, __file__, "--way", way], capture_output=True, text=True, check=True, cwd=ROOT
-            )
-            found[way].append(json.loads(done.stdout.splitlines()[-1]))
+            pair = [_measured_apart(way, which) for which in (0, 1)]
+            found[way].append({name: statistics.geometric_mean(f[name] for f in pair) for name in pair[0]})
+    costs = {way: [f["ratio"] - 1 for f in rounds] for way, rounds in found.items()}
     figures: dict[str, object] = {
-        "cost": {way: statistics.median(f["cost"] for f in rounds) for way, rounds in found.items()},
-        "cost_min_max": {way: [min(f["cost"] for f in r), max(f["cost"] for f in r)] for way, r in found.items()},
+        "cost": {way: statistics.median(rounds) for way, rounds in costs.items()},
+        "cost_min_max": {way: [min(rounds), max(rounds)] for way, rounds in costs.items()},
         "heartbeat": statistics.median(f["heartbeat"] for f in found["traced"]),
         "step_ms": statistics.median(f["step_ms"] for f in found["traced"]),
         "rounds": arguments.rounds, "pairs": PAIRS, "tensors": 195, "torch": torch.__version__, "python": platform.python_version(),

@@ -126,7 +126,7 @@ def _is_wait(file: str) -> bool:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by
-    themselves; ``refused`` why no ranks could be started."""
+    themselves; ``refused`` why no ranks could be started, ``lost`` why those that ran could be followed no longer."""
 
     job: Job
     ranks: tuple[RankEvidence, ...]
@@ -138,6 +138,7 @@ class Evidence:
     stop_time: float
     waits_s: float
     refused: str
+    lost: str
     folder: Path
 
     @property
@@ -157,18 +158,21 @@ def load(folder: Path, *others: Path) -> Evidence:
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
     ended = next((e for e in host if e["event"] == "ended"), {})
-    started = next((e["time"] for e in host if e["event"] == "started"), job.created)
+    began = next((e["time"] for e in host if e["event"] == "started"), 0.0)
+    started = began or job.created
+    refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
     return Evidence(
         job=job,
         ranks=tuple(_load_rank(_folder_of(folders, r), r, host) for r in range(job.world_size)),
-        stop=stop.get("reason", "" if ended else "host_died"),
+        stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
         started=started,
         stop_time=stop.get("time", 0.0),
         waits_s=standing.get("waits_s", 0.0),
-        refused=next((e["reason"] for e in host if e["event"] == "refused"), ""),
+        refused="" if began else refused,
+        lost=refused if began else "",
         folder=folder,
     )
 
@@ -188,7 +192,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
     # What the rank said of itself while it stood, unless it was asked for its stacks since, or has moved.
-    own = _own_words(folder, stop.get("time", float("inf")), stop.get("stood_still_s", 0.0))
+    own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
     return RankEvidence(
         rank=rank,
@@ -241,7 +245,7 @@ def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]:
-    """What the rank's heartbeat wrote of its stand-still; {} when it stood elsewhere, earlier."""
+    """What the rank's heartbeat wrote of its stand-still; {} when it stood elsewhere, earlier. ``until`` 0: nobody saw more."""
     try:
         own = json.loads(_text(folder / "standing.json"))
     except ValueError:

@@ -14,7 +14,7 @@ import struct
 import time
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 HEADER = 4096
 RING_SIZE = 256
 MAX_PARAMETERS = 8192
@@ -25,7 +25,9 @@ PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 _NUMBERS = {
     "pid": "q", "rank": "q", "world_size": "q", "step": "q", "phase": "q", "phase_time": "d",
     "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
-    "modules_entered": "q", "progress": "q", "path_length": "q",  # together: written by one store a module
+    "modules_entered": "q", "progress": "q",
+    "path_base": "q",  # what modules_entered was as the forward began
+    "path_length": "q",  # of a forward that has ended; -1: it runs, and its length is what was entered since it began
     "gradients": "q", "gradients_expected": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
     "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
@@ -39,7 +41,8 @@ _RECORD: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
-_INT, _FLOAT, _SHORT, _CALLED = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<H"), struct.Struct("<qqq")
+_INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
+_MOVES = ("progress", "modules_entered", "gradients", "collectives_entered", "collectives_left")
 
 
 def _layout() -> tuple[dict[str, Any], int]:
@@ -72,7 +75,7 @@ def _layout() -> tuple[dict[str, Any], int]:
         "path": path,
         "ring": ring,
     }
-    return layout, offset + RING_SIZE * _RECORD_STRUCT.size
+    return layout, -(-(offset + RING_SIZE * _RECORD_STRUCT.size) // 8) * 8
 
 
 class Board:
@@ -86,11 +89,14 @@ class Board:
         self._numbers = {
             name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()
         }
-        self._texts = layout["texts"]
+        # Where a counter lies among the 8-byte words, and a text among the bytes: made once, as calls are frequent.
+        self._words = {name: offset // 8 for name, (offset, _) in self._numbers.items()}
+        self._slices = {name: slice(offset, offset + size) for name, (offset, size) in layout["texts"].items()}
+        self._module, self._parameter = self._slices["module"], self._slices["parameter"]
+        self._entered, self._gradients = self._words["modules_entered"], self._words["gradients"]
         self._arrived = layout["arrived"][0]
         self._ring = layout["ring"]["offset"]
         self._path = layout["path"][0]
-        self._called = layout["numbers"]["modules_entered"][0]
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
@@ -105,7 +111,9 @@ class Board:
             finally:
                 os.close(fd)
         self._map[: len(self._header)] = self._header
-        self._counts = dict.fromkeys(_NUMBERS, 0)
+        view = memoryview(self._map)
+        self._counters, self._calls = view.cast("q"), view[self._path : self._path + 2 * MAX_PATH].cast("H")
+        self._path_base = 0
         self.phase_name = "start"
         for name, value in (
             ("pid", os.getpid()),
@@ -120,60 +128,66 @@ class Board:
         offset, code = self._numbers[name]
         code.pack_into(self._map, offset, value)
 
-    def add(self, name: str, amount: int = 1) -> int:
-        """Count a field up; returns the new value. The count is kept here: reading the map back costs more."""
-        value = self._counts[name] + amount
-        self._counts[name] = value
-        offset, _ = self._numbers[name]
-        _INT.pack_into(self._map, offset, value)
-        return value
+    def add(self, name: str) -> None:
+        """Count a field up."""
+        self._counters[self._words[name]] += 1
 
     def reset(self, name: str) -> None:
         """Set a counted field to zero."""
-        self._counts[name] = 0
-        self.number(name, 0)
+        self._counters[self._words[name]] = 0
 
     def count(self, name: str) -> int:
         """The value that `add` has reached."""
-        return self._counts[name]
+        return self._counters[self._words[name]]
+
+    @property
+    def moves(self) -> tuple[int, ...]:
+        """What changes as long as the rank makes progress."""
+        return tuple(self.count(name) for name in _MOVES)
 
     def text(self, name: str, value: str) -> None:
         """Store a text field, cut to its size."""
         self.put(name, self.padded(value, name))
 
-    def mark_arrived(self, index: int) -> None:
-        """The gradient of the model's parameter ``index`` has arrived."""
+    def arrive(self, index: int, name: bytes) -> None:
+        """The gradient of the model's parameter ``index`` has arrived; ``name`` is what `padded` gave."""
         if index < MAX_PARAMETERS:
             self._map[self._arrived + index] = 1
+        self._map[self._parameter] = name
+        self._counters[self._gradients] += 1
 
-    def clear_arrived(self) -> None:
-        """A new backward begins."""
+    def begin_backward(self) -> None:
+        """No gradient has arrived, and what is called from now on is no part of the forward's path."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
+        self.reset("gradients")
+        if self.count("path_length") < 0:
+            self.number("path_length", min(self.count("modules_entered") - self._path_base, MAX_PATH))
+            self._path_base = -1 << 62
 
-    def called(self, place: int, name: bytes, *, in_forward: bool) -> None:
-        """A module is called: ``place`` is its number in the model's `named_modules`, ``name`` what `padded` gave.
+    def begin_forward(self) -> None:
+        """The path of the calls of modules begins anew."""
+        self._path_base = self.count("modules_entered")
+        self.number("path_base", self._path_base)
+        self.number("path_length", -1)
 
-        The most frequent write, so all in one: the name, the counts, and in a forward the path.
-        """
-        counts, where = self._counts, self._texts["module"]
-        at = counts["path_length"]
-        if in_forward and at < MAX_PATH:
-            _SHORT.pack_into(self._map, self._path + 2 * at, place)
-            at = counts["path_length"] = at + 1
-        entered = counts["modules_entered"] = counts["modules_entered"] + 1
-        progress = counts["progress"] = counts["progress"] + 1
-        self._map[where[0] : where[0] + where[1]] = name
-        _CALLED.pack_into(self._map, self._called, entered, progress, at)
+    def called(self, place: int, name: bytes) -> None:
+        """A module is called: ``place`` is its number in the model's `named_modules`, ``name`` what `padded` gave."""
+        counters = self._counters
+        at = counters[self._entered]
+        counters[self._entered] = at + 1
+        at -= self._path_base
+        if at < MAX_PATH:
+            self._calls[at] = place
+        self._map[self._module] = name
 
     def padded(self, name: str, field: str = "module") -> bytes:
         """A text as `called` and `put` want it, cut from its front: the end of a path or of a module's name says more."""
-        size = self._texts[field][1]
+        size = _TEXTS[field]
         return name.encode(errors="replace")[-size:].ljust(size, b"\0")
 
     def put(self, field: str, text: bytes) -> None:
         """Set a text field to what `padded` gave."""
-        offset, size = self._texts[field]
-        self._map[offset : offset + size] = text
+        self._map[self._slices[field]] = text
 
     def phase(self, name: str) -> None:
         """The rank enters a phase (one of PHASES)."""
@@ -186,22 +200,20 @@ class Board:
         self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1
     ) -> int:
         """The rank enters a collective of a group of ``size`` ranks; returns the index to `leave` with."""
-        index = self._counts["collectives_entered"]
+        index = self.count("collectives_entered")
         offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
-            self._map, offset, 0, sequence, count, self._counts["step"], PHASES.index(self.phase_name), peer, size,
+            self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
             time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], site.encode()[-256:],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")
-        self.add("progress")
         return index
 
     def leave(self, index: int) -> None:
         """The collective that `enter` numbered has completed."""
-        if self._counts["collectives_entered"] - index <= RING_SIZE:
+        if self.count("collectives_entered") - index <= RING_SIZE:
             offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
             _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], time.time())
         self.add("collectives_left")
-        self.add("progress")

@@ -43,7 +43,7 @@ class Heartbeat:
     ) -> None:
         self.board = board
         self._standing = standing
-        self._progress = -1
+        self._moves_seen: tuple[int, ...] = ()
         self._since = time.monotonic()
         self._written = 0.0
         self._place = (
@@ -74,13 +74,15 @@ class Heartbeat:
 
     def record(self, **more: Any) -> None:
         """Append a line now; one write, so that a killed rank loses at most the line in hand."""
-        board = self.board
-        line = {
-            "time": time.time(), "rank": self.rank, "step": board.count("step"), "phase": board.phase_name,
-            "gradients": board.count("gradients"), "modules_entered": board.count("modules_entered"),
-            "collectives": board.count("collectives_entered"), "backend": self.label, **more,
-        }  # fmt: skip
-        os.write(self._file, (json.dumps(line) + "\n").encode())
+        count = self.board.count
+        # JSON by hand: this is written at every change of phase.
+        line = (
+            f'{{"time": {time.time()}, "rank": {self.rank}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
+            f'"gradients": {count("gradients")}, "modules_entered": {count("modules_entered")}, '
+            f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}'
+        )
+        extra = f", {json.dumps(more)[1:-1]}" if more else ""
+        os.write(self._file, f"{line}{extra}}}\n".encode())
 
     def _run(self) -> None:
         last_record = 0.0
@@ -114,9 +116,9 @@ class Heartbeat:
         board.add("beat")
 
     def _look_at_standing(self, frames: dict[int, FrameType]) -> None:
-        now, progress = time.monotonic(), self.board.count("progress")
-        if progress != self._progress:
-            self._progress, self._since, self._written = progress, now, 0.0
+        now, moves = time.monotonic(), self.board.moves
+        if moves != self._moves_seen:
+            self._moves_seen, self._since, self._written = moves, now, 0.0
             self._place, self._looks, self._moves = (0, 0), 0, 0
             return
         main = frames.get(self._main or 0)

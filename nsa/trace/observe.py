@@ -1,14 +1,15 @@
 """Hooks that keep the board true for any nn.Module: phase, step, module, gradients. No change to the model is needed.
 
-Only cheap hooks, always on: a global forward hook, one post-accumulate hook a parameter, torch.autograd.backward
-and the optimizer's own hooks.
+Only cheap ones, always on: ``nn.Module.__call__`` wrapped, one post-accumulate hook a parameter, torch.autograd.backward
+and the optimizer's own hooks. Not torch's global forward hooks: one that does nothing costs every call of a module 10 µs,
+as torch then leaves its short way, and torch.compile warns of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -26,7 +26,7 @@ from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence import Checksums
 from nsa.trace.frames import call_site
-from nsa.trace.graph import NodeCount
+from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
 
 MAX_LOOK = 1 << 22  # numbers
@@ -53,7 +53,7 @@ def _parallel_kind(root: nn.Module) -> str:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Known:
     """A module that has been called: by ``id``, as a hook of every call can afford no more."""
 
@@ -61,6 +61,9 @@ class Known:
     name: str
     padded: bytes
     place: int
+
+
+_BACKWARD = Known(weakref.ref(nn.Identity()), "backward", b"", UNKNOWN)
 
 
 class Observer:
@@ -74,6 +77,7 @@ class Observer:
     on_oddity: Callable[..., None]
     checksums: Checksums | None
     _known: dict[int, Known]
+    _calls: list[Known]
     on_change: Callable[[], None]
     on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str], None]
@@ -83,50 +87,45 @@ class Observer:
 
     def __init__(self, board: Board) -> None:
         self.board = board
+        self._known = {}
+        self._calls = []  # the modules whose call has not returned, or a backward that has not
+        self._nodes = NodeCount(board)
         self.forget()
 
     def forget(self) -> None:
         """Another test or training begins in this process: its models are not those seen so far."""
         self.on_change = self.on_model = self.on_names = self.on_oddity = _ignore
         self.checksums = None
-        self._known = {}
-        self._nodes = NodeCount(self.board)
-        self._failure = (
-            0,
-            "",
-            "",
-        )  # id and text of the exception that a forward ended with, and the module it came from
+        self._known.clear()
+        self._calls.clear()
+        self._failure = (0, "", "")  # id and text of what a forward ended with, and the module it came from
         self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
         self._is_finite = True
         self.parameter_names = []
         self._roots = WeakSet()
         self._model = None
-        self._depth = 0
-        self._in_backward = False
 
     def install(self) -> None:
         """Register everything, once a process."""
-        torch_module.register_module_forward_pre_hook(self._before_forward)
-        torch_module.register_module_forward_hook(self._after_forward, always_call=True)
+        self._wrap_calls()
         register_optimizer_step_pre_hook(lambda *_: self._phase("optimizer"))
         register_optimizer_step_post_hook(self._after_optimizer)
         backward = torch.autograd.backward
 
         def observed_backward(*args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # reentrant checkpointing runs a backward inside a backward
+            if _BACKWARD in self._calls:  # reentrant checkpointing runs a backward inside a backward
                 return backward(*args, **kwargs)
-            self._in_backward = True
+            self._calls.append(_BACKWARD)
             self._forward = "backward"
             self._note_loss(args[0] if args else kwargs.get("tensors"))
             for root in self._roots:
                 note_kept_gradients(root)
-            self.board.reset("gradients")
-            self.board.clear_arrived()
+            self.board.begin_backward()
             self._phase("backward")
             try:
                 backward(*args, **kwargs)
             finally:
-                self._in_backward = False
+                del self._calls[-1:]
                 self._phase("body")
             if self.checksums is not None:
                 for root in self._roots:
@@ -167,8 +166,9 @@ class Observer:
         self.board.phase(name)
         place = call_site()
         if place:  # so that the line of a rank that is killed is known without waiting for the next beat
-            self.board.text("line", place)
-            self.board.text("phase_line", place)
+            text = self.board.padded(place, "line")
+            self.board.put("line", text)
+            self.board.put("phase_line", text)
             self.board.number("line_time", time.time())
         self.on_change()
 
@@ -176,42 +176,66 @@ class Observer:
         """The last step's oddities."""
         self._end_step()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # what is traced into a graph would be recorded once, for ever
-            return
-        if self._depth == 0 and not self._in_backward:
-            if module not in self._roots:
-                self._adopt(module)
-            if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
-                if module.training and torch.is_grad_enabled():
-                    self._end_step()
-                    self.board.add("step")
-                    self._forward = "running"
-                self.board.reset("path_length")
-                self._nodes.begin()
-                self._phase("forward")
-        self._depth += 1
-        known = self._known.get(id(module))
-        if known is None or known.module() is not module:
-            known = self._learn(module, type(module).__name__, UNKNOWN)
-        self.board.called(known.place, known.padded, in_forward=not self._in_backward)
-        self._nodes.enter()
+    def _wrap_calls(self) -> None:
+        call, is_compiling = nn.Module.__call__, torch.compiler.is_compiling
+        board, nodes, calls, known_modules = self.board, self._nodes, self._calls, self._known
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._depth = max(0, self._depth - 1)
-        known = self._known.get(id(module))
-        name = known.name if known is not None else type(module).__name__
-        self._nodes.leave(name)
-        error = sys.exc_info()[1] if output is None else None  # torch calls this hook while it handles the exception
-        if error is not None and id(error) != self._failure[0]:
+        @functools.wraps(call)
+        def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if is_compiling():  # what is traced into a graph would be recorded once, for ever
+                return call(module, *args, **kwargs)
+            is_root = not calls
+            if is_root:
+                self._before_root(module)
+            known = known_modules.get(id(module)) or self._learn(module, type(module).__name__, UNKNOWN)
+            number = next_number()
+            if number >= nodes.due and calls:
+                nodes.made(number, calls[-1].name)
+            calls.append(known)
+            board.called(known.place, known.padded)
+            try:
+                output = call(module, *args, **kwargs)
+            except BaseException as error:
+                self._failed(error, known.name)
+                del calls[-1:]  # which is empty where a test has ended in here
+                if is_root:
+                    self._after_root(module, None, error)
+                raise
+            number = next_number()
+            if number >= nodes.due:
+                nodes.made(number, known.name)
+            del calls[-1:]
+            if is_root:
+                self._after_root(module, output, None)
+            return output
+
+        nn.Module.__call__ = observed_call
+
+    def _before_root(self, module: nn.Module) -> None:
+        if module not in self._roots:
+            self._adopt(module)
+        if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
+            if module.training and torch.is_grad_enabled():
+                self._end_step()
+                self.board.add("step")
+                self._forward = "running"
+            self.board.begin_forward()
+            self._nodes.begin()
+            self._phase("forward")
+
+    def _failed(self, error: BaseException, name: str) -> None:
+        if id(error) != self._failure[0]:
             self._failure = (id(error), f"{type(error).__name__}: {error}"[:200], name)
-        if self._depth == 0 and not self._in_backward and self._is_model(module):
-            self._phase("body")
-            if self._forward == "running":
-                self._forward = "done" if error is None else "failed"
-                self._is_finite = _is_finite(output)
+
+    def _after_root(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
+        if not self._is_model(module):
+            return
+        self._nodes.end()
+        self._phase("body")
+        if self._forward == "running":
+            self._forward = "done" if error is None else "failed"
+            self._is_finite = _is_finite(output)
 
     def _is_model(self, module: nn.Module) -> bool:
         return self._model is not None and self._model() is module
@@ -236,17 +260,22 @@ class Observer:
             parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
 
     def _learn(self, module: nn.Module, name: str, place: int) -> Known:
-        known = Known(weakref.ref(module), name, self.board.padded(name), min(place, UNKNOWN))
-        self._known[id(module)] = known
+        key, found = id(module), self._known
+
+        def forget(gone: weakref.ref[nn.Module]) -> None:
+            if key in found and found[key].module is gone:
+                del found[key]
+
+        known = Known(weakref.ref(module, forget), name, self.board.padded(name), min(place, UNKNOWN))
+        found[key] = known
         return known
 
     def _arrival(self, index: int, name: str) -> Callable[[torch.Tensor], None]:
         text = self.board.padded(name, "parameter")
 
+        arrive = self.board.arrive
+
         def arrived(_: torch.Tensor) -> None:
-            self.board.add("gradients")
-            self.board.mark_arrived(index)
-            self.board.add("progress")
-            self.board.put("parameter", text)
+            arrive(index, text)
 
         return arrived

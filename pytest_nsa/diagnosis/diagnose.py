@@ -91,6 +91,9 @@ def diagnose(evidence: Evidence) -> Verdict:
             return _from(wrong, job.root, outcome="FAIL", **common)
         return _of_the_passed(evidence, common)
     finding = next((f for rule in RULES if (f := rule(evidence)) is not None), None) or unknown(evidence)
+    if evidence.lost:
+        stood = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
+        finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{stood}")
     fallen = [r for r in ranks if r.signal and not r.by_us and r.rank not in finding.ranks]
     if fallen:
         said = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)

@@ -360,7 +360,7 @@ def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankE
 
 def not_entered(evidence: Evidence) -> Finding | None:
     """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
-    if evidence.stop not in STOPS:
+    if evidence.stop not in STOPS or (evidence.stop == "host_died" and not evidence.stood_still_s):
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]
     absent = [r for r in evidence.ranks if not r.is_waiting]

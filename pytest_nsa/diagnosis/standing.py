@@ -242,6 +242,9 @@ def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
     elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:
         cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
         certain = False
+        unsent = sum(r.process.get("unsent_bytes", 0) for r in alive)
+        if unsent:  # handed to the kernel, and never acknowledged
+            reason, confidence = f"{reason}; {unsent} bytes unsent", 0.9
     else:
         return None
     return Finding(

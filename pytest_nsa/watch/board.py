@@ -12,6 +12,7 @@ from typing import Any
 
 HEADER = 4096
 # One rank gives or gets all, or each as much as it likes.
+_MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 _UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
 
@@ -83,7 +84,7 @@ class BoardSnapshot:
     def signature(self) -> tuple[float, ...]:
         """What moves when the rank makes progress."""
         n = self.numbers
-        return (n["progress"], n["collectives_entered"], n["collectives_left"], n["gradients"])
+        return tuple(n.get(name, 0) for name in _MOVES)
 
     @property
     def blocked(self) -> Collective | None:
@@ -144,12 +145,20 @@ def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
         line=texts["line"],
         phase_line=texts.get("phase_line", ""),
         nodes_module=texts.get("nodes_module", ""),
-        path=struct.unpack_from(f"<{int(numbers.get('path_length', 0))}H", data, layout["path"][0])
-        if "path" in layout
-        else (),
+        path=_path(layout, numbers, data),
         arrived=data[start : start + min(size, int(numbers["gradients_expected"]))],
         decode_ring=lambda: _ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),
     )
+
+
+def _path(layout: dict[str, Any], numbers: dict[str, float], data: bytes) -> tuple[int, ...]:
+    if "path" not in layout:
+        return ()
+    offset, size = layout["path"]
+    length = int(numbers["path_length"])
+    if length < 0:  # the forward runs
+        length = int(numbers["modules_entered"] - numbers["path_base"])
+    return struct.unpack_from(f"<{min(length, size)}H", data, offset)
 
 
 def _ring(ring: dict[str, Any], data: bytes, entered: int, phases: list[str]) -> tuple[Collective, ...]:

@@ -57,16 +57,21 @@ def test_modules_whose_backward_never_ran_are_named(lines: pytest.LogCaptureFixt
 
 def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
     board = Board(tmp_path / "board.bin", rank=3, world_size=4)
+    board.begin_forward()
+    for place in (0, 4, 7):
+        board.called(place, board.padded(f"blocks.{place}"))
+    board.begin_backward()
+    board.called(4, board.padded("blocks.4"))  # a recomputation
     board.phase("backward")
-    board.text("parameter", "blocks.4.attn.out.weight")
     board.number("gradients_expected", 3)
-    board.mark_arrived(1)
+    board.arrive(1, board.padded("blocks.4.attn.out.weight", "parameter"))
     first = board.enter("allreduce", "0", 1, "float32", 16, "/a/b.py:3 in f", size=4)
     board.enter("barrier", "0", 2, "", 0, "/a/b.py:9 in f", size=4)
     board.leave(first)
     snapshot = BoardReader(tmp_path / "board.bin").read()
     assert snapshot is not None
     assert (snapshot.phase, snapshot.parameter, snapshot.arrived) == ("backward", "blocks.4.attn.out.weight", b"\0\1\0")
+    assert (snapshot.module, snapshot.path, snapshot.numbers["gradients"]) == ("blocks.4", (0, 4, 7), 1)
     assert [c.op for c in snapshot.collectives] == ["allreduce", "barrier"]
     assert [c.op for c in snapshot.inside] == ["barrier"]
     assert snapshot.collectives[0].describe() == "allreduce #1 (float32 x 16) at /a/b.py:3 in f"

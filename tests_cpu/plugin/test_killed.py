@@ -1,0 +1,129 @@
+"""SIGKILL of host, zygote and ranks: what was seen until then is on disk, and `pytest-nsa diagnose` tells it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.artifacts import read_lines
+from pytest_nsa.testing import HEADER, read_result
+
+SLEEPS = """
+@world_size(2)
+def test_waits(group):
+    if group.rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+"""
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all below it: host, zygote, ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(below for child in children for below in tree(int(child)))]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    (tmp_path / "test_example.py").write_text(HEADER + SLEEPS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def wait_until(process: subprocess.Popen[bytes], seen: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 90
+    while not seen():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def diagnosed(run: Path) -> dict[str, object]:
+    command = [sys.executable, "-m", "pytest_nsa", "diagnose", str(run), "--json"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    verdict: dict[str, object] = json.loads(done.stdout)
+    return verdict
+
+
+@pytest.mark.parametrize("killed", ["all", "host", "zygote", "zygote and ranks"])
+def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[bytes], killed: str) -> None:
+    run = tmp_path / "artifacts" / "latest"
+    wait_until(session, lambda: list(run.glob("*test_waits*/suspicions.jsonl")))
+    pids = tree(session.pid)
+    assert len(pids) == 4
+    which = {"all": slice(None), "host": slice(1), "zygote": slice(1, 2), "zygote and ranks": slice(1, None)}[killed]
+    for pid in pids[which]:
+        os.kill(pid, signal.SIGKILL)
+    session.wait(60)
+    verdict = diagnosed(run)
+    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
+    assert str(verdict["where"]).startswith("test_example.py:")
+    assert ("the ranks were lost" in str(verdict["reason"])) == (not killed.startswith(("all", "host")))
+
+
+@pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/standing.json", "standing"])
+def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], moment: str) -> None:
+    """Sooner, less is known: then that is said, and no other cause."""
+    run = tmp_path / "artifacts" / "latest"
+
+    def seen() -> bool:
+        folder = next(iter(run.glob("*test_waits*")), run)
+        if moment == "standing":
+            return any(line["event"] == "standing" for line in read_lines(folder / "host.jsonl"))
+        return (folder / moment).exists()
+
+    wait_until(session, seen)
+    for pid in tree(session.pid):
+        os.kill(pid, signal.SIGKILL)
+    session.wait(60)
+    verdict = diagnosed(run)
+    known = moment == "standing"
+    assert verdict["cause"] == "sleeping" if known else verdict["cause"] in ("sleeping", "unknown")
+    assert verdict["outcome"] != "PASS"
+
+
+def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:
+    """In a network namespace of its own, whose loopback a rank takes down: packets are lost, and nobody is told."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
+        pytest.skip("no network namespace can be made here")
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` command: iproute2 is not installed")
+    (tmp_path / "test_example.py").write_text(
+        HEADER
+        + """
+import subprocess
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_reduces(group):
+    dist.all_reduce(torch.ones(1))
+    if group.rank == 0:
+        subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    dist.all_reduce(torch.ones(1 << 20))
+"""
+    )
+    pytest_command = f"exec {sys.executable} -m pytest -p no:cacheprovider --rootdir . -o ranks_hang_after=3"
+    done = subprocess.run(
+        ["unshare", "-n", "sh", "-c", f"ip link set lo up && {pytest_command}"],
+        cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    result = read_result(tmp_path, pytest.RunResult(done.returncode, done.stdout.splitlines(), [], 0))
+    verdict = result.verdicts["test_reduces"]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "transport_stuck", (0, 1))
+    assert "test_example.py:14" in verdict.where
+    assert "bytes unsent" in verdict.reason
