@@ -45,7 +45,7 @@ class ModelConfig:
     mlp_hidden: int = 3712
     gate_hidden: int = 192
     attention: Literal["nsa", "dense"] = "nsa"
-    backend: Literal["auto", "reference", "sdpa", "flash"] = "auto"
+    backend: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash"] = "auto"
     force_branch: Branch | None = None
     stop_gate_gradient: bool = False
     rope_theta: float = 10000.0

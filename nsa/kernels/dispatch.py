@@ -4,42 +4,90 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from nsa.config import BRANCHES, Branch
-from nsa.kernels import blocks, flash, reference, sdpa
+from nsa.kernels import blocks, flash, reference, sdpa, triton_launch
+from nsa.kernels.ops import Operators
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flash": flash}
+
+class Backend(Protocol):
+    """What a backend has: the three branches, with the shapes of `nsa.kernels.reference`."""
+
+    def compressed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and importance."""
+
+    def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+        """As `blocks.select`."""
+
+    def selected(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+    ) -> torch.Tensor:
+        """Output."""
+
+    def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
+        """Output."""
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": reference,
+    "sdpa": sdpa,
+    "cpu": Operators("cpu"),
+    "triton": Operators("triton"),
+    "flash": flash,
+}
 
 # (asked for, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
 counters: Counter[tuple[str, str, str]] = Counter()
 
 
-def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
-    """The backend that would serve a call, and why. Raises ValueError for an unknown name.
-
-    ``flash`` falls back to ``sdpa`` where flash-attn cannot serve; the reason says why.
-    """
+def why_not(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
+    """'' where a backend can serve such tensors, else the reason that it cannot."""
+    if backend == "cpu":
+        return "" if device.type == "cpu" else f"the cpu backend is for tensors on a CPU, and these are on {device.type}"
+    if backend == "triton":
+        return triton_launch.why_not(dtype, device, d_k, d_v)
     if backend == "flash":
-        reason = flash.why_not(dtype, device, d_k, d_v)
-        return ("sdpa", reason) if reason else ("flash", "asked for")
-    if backend in BACKENDS:
-        return backend, "asked for"
-    if backend != "auto":
+        return flash.why_not(dtype, device, d_k, d_v)
+    return ""
+
+
+def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
+    """The backend that would serve a call, and why.
+
+    ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, as that is asked
+    for to check against the equations. Raises ValueError for an unknown name, and for a backend that was asked for by name and
+    cannot serve; the message says why.
+    """
+    if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
+    if backend != "auto":
+        reason = why_not(backend, dtype, device, d_k, d_v)
+        if reason:
+            raise ValueError(f"backend={backend!r}: {reason}; use backend='auto'")
+        return backend, "asked for"
     if dtype == torch.float64:
         return "reference", "float64 is for checking against the equations"
-    return "sdpa", f"torch's fused attention serves {dtype} on {device.type}"
+    if device.type == "cpu":
+        return "cpu", f"torch's blocked attention, merged, serves {dtype} on cpu"
+    reason = why_not("triton", dtype, device, d_k, d_v)
+    return ("sdpa", reason) if reason else ("triton", f"our kernels serve {dtype} on {device.type}")
 
 
-def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> ModuleType:
-    """The backend's module; the choice is counted."""
+def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> Backend:
+    """The backend; the choice is counted, in a compiled graph once, as it is traced."""
+    return BACKENDS[_counted(backend, dtype, device, d_k, d_v)]
+
+
+@torch.compiler.assume_constant_result
+def _counted(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     name, why = explain(backend, dtype, device, d_k, d_v)
     counters[backend, name, why] += 1
-    return BACKENDS[name]
+    return name
 
 
 def run_branches(
@@ -71,8 +119,8 @@ def run_branches(
         if "cmp" in branches:
             out["cmp"] = o_cmp
     if "sel" in branches:
-        chosen = blocks.select(importance, l_sel, n_sel)
-        out["sel"] = kernels.selected(q, *sel, chosen, l_sel=l_sel, scale=scale)
+        chosen = kernels.select(importance, l_sel, n_sel)
+        out["sel"] = kernels.selected(q, *sel, chosen, l_sel=l_sel, n_sel=n_sel, scale=scale)
     if "win" in branches:
         out["win"] = kernels.sliding(q, *win, w=w, scale=scale)
     return out, chosen
@@ -108,7 +156,7 @@ def nsa_attention(
         scale: of the scores; 1/sqrt(Dk) when None.
         cu_seqlens: int [n + 1], for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
             sum over the sequences.
-        backend: ``auto``, ``reference``, ``sdpa`` or ``flash``.
+        backend: ``auto``, or one of `BACKENDS` by name; `explain` says which one would serve, and why.
 
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """

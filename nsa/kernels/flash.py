@@ -1,12 +1,16 @@
-"""NSA with flash-attn (an optional package) for the sliding window; the other branches as in `sdpa`."""
+"""NSA with flash-attn (an optional package) for the sliding window; the other branches by Triton where it can serve, else sdpa."""
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import torch
 
-from nsa.kernels.sdpa import compressed, selected
+from nsa.kernels import ops, sdpa, triton_launch
+from nsa.kernels.blocks import select
 
-__all__ = ["compressed", "selected", "sliding", "why_not"]
+__all__ = ["compressed", "select", "selected", "sliding", "why_not"]
 
 MAX_HEAD_DIM = 256
 
@@ -15,11 +19,34 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
     """'' when flash-attn can serve such tensors, else the reason that it cannot."""
     if device.type != "cuda":
         return f"flash-attn needs a GPU, and the tensors are on {device.type}"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn takes float16 and bfloat16, not {dtype}"
     if d_k != d_v or d_k > MAX_HEAD_DIM:
         return f"flash-attn takes equal head dims up to {MAX_HEAD_DIM}, not {d_k} and {d_v}"
     return ""
+
+
+def _others(q: torch.Tensor, v: torch.Tensor) -> Any:
+    reason = triton_launch.why_not(q.dtype, q.device, q.shape[-1], v.shape[-1])
+    return sdpa if reason else ops.Operators("triton")
+
+
+def compressed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `reference.compressed`."""
+    found: tuple[torch.Tensor, torch.Tensor] = _others(q, v).compressed(q, k, v, l=l, d=d, l_sel=l_sel, scale=scale)
+    return found
+
+
+def selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+) -> torch.Tensor:
+    """As `reference.selected`."""
+    out: torch.Tensor = _others(q, v).selected(q, k, v, chosen, l_sel=l_sel, n_sel=n_sel, scale=scale)
+    return out
 
 
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:

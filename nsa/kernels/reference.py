@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 
 from nsa.kernels import blocks
+from nsa.kernels.blocks import select
+
+__all__ = ["compressed", "select", "selected", "sliding"]
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
@@ -59,7 +62,7 @@ def compressed(
 
 
 def selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
 ) -> torch.Tensor:
     """Causal attention over the tokens of the chosen blocks. k [B, S, G, Dk], chosen bool [B, S, G, Ns]."""
     visible = blocks.selected_visible(chosen, l_sel)[:, :, None]

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from nsa.kernels import blocks
+from nsa.kernels.blocks import select
 from nsa.kernels.reference import compressed
 
-__all__ = ["compressed", "selected", "sliding"]
+__all__ = ["compressed", "select", "selected", "sliding"]
 
 
 def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
@@ -21,7 +22,7 @@ def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
 
 
 def selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
 ) -> torch.Tensor:
     """As `reference.selected`: one fused call with the block mask; memory for the mask is B*G*S*S bytes."""
     H, G = q.shape[2], k.shape[2]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import NSAAttention, nsa_attention, reference_attention
+from nsa import NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import flash, reference
 from nsa.kernels.dispatch import counters
 
@@ -64,7 +64,7 @@ def by_loops(inputs: Inputs, l: int, d: int, l_sel: int, n_sel: int, w: int) -> 
     return out
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "cpu"])
 @pytest.mark.parametrize("S", [1, 7, 8, 33, 100])
 def test_forward_and_gradients_equal_the_equations(S: int, backend: str) -> None:
     inputs = make_inputs(S, B=1, seed=S)
@@ -110,12 +110,20 @@ def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(found, reference.sliding(q, k, v, w=24, scale=0.3), rtol=0, atol=1e-12)
 
 
-def test_flash_that_cannot_serve_falls_back_and_is_counted() -> None:
+@pytest.mark.parametrize("backend", ["flash", "triton"])
+def test_a_backend_that_cannot_serve_is_an_error_where_it_was_asked_for(backend: str) -> None:
     inputs = [x.float() for x in make_inputs(40)]
-    reason = "flash-attn needs a GPU, and the tensors are on cpu"
-    before = counters["flash", "sdpa", reason]
-    nsa_attention(*inputs, **SHAPE, backend="flash")
-    assert counters["flash", "sdpa", reason] == before + 1
+    with pytest.raises(ValueError, match=f"backend='{backend}': .*(on cpu|not installed); use backend='auto'"):
+        nsa_attention(*inputs, **SHAPE, backend=backend)
+
+
+def test_the_automatic_choice_is_explained_and_counted() -> None:
+    choice = ("cpu", "torch's blocked attention, merged, serves torch.float32 on cpu")
+    assert explain("auto", torch.float32, torch.device("cpu")) == choice
+    assert explain("auto", torch.float64, torch.device("cpu"))[0] == "reference"
+    before = counters["auto", *choice]
+    nsa_attention(*(x.float() for x in make_inputs(40)), **SHAPE)
+    assert counters["auto", *choice] == before + 1
 
 
 def test_float32_stays_close_to_float64() -> None:
@@ -163,7 +171,7 @@ def test_a_pack_of_sequences_equals_each_alone() -> None:
         ({"l": 6}, r"l=6: must be a multiple of d=4"),
         ({"n_sel": 2}, r"n_sel=2: must be at least 3"),
         ({"w": 0}, r"w=0: must be at least 1"),
-        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa, flash"),
+        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa, cpu, triton, flash"),
         ({"cu_seqlens": torch.tensor([0, 30, 20, 40])}, r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
     ],
 )

@@ -1,0 +1,236 @@
+"""The branches as operators of torch.library: opaque to torch.compile, and each one node in the autograd graph.
+
+An operator takes the name of its backend, so that a graph says what it was traced with. Every operator has a fake kernel (shapes
+and dtypes alone) and a registered backward, which is an operator too. The log-sum-exp and the importance have no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsa.kernels import blocks, cpu, cpu_selected
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _module(backend: str, branch: str) -> Any:
+    if backend == "cpu":
+        return cpu_selected if branch == "selected" else cpu
+    from nsa.kernels import triton_ops
+
+    return triton_ops
+
+
+def _like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in tensors)
+
+
+def _contiguous(*tensors: torch.Tensor) -> Any:
+    return tuple(t.contiguous() for t in tensors)
+
+
+def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+# --- compressed -------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nsa::compressed", mutates_args=())
+def compressed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output [B, S, H, Dv], log-sum-exp [B, S, H] (empty for cpu, which needs none) and importance [B, S, G, Ns]."""
+    return _contiguous(*_module(backend, "compressed").compressed_forward(q, k, v, l, d, l_sel, scale))
+
+
+@compressed.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
+) -> Triple:
+    dtype = cpu.wide(q.dtype)
+    n_blocks = blocks.num_selection(q.shape[1], l_sel)
+    importance = q.new_empty(q.shape[0], q.shape[1], k.shape[2], n_blocks, dtype=dtype)
+    return _output(q, v), q.new_empty(0 if backend == "cpu" else q.shape[:3], dtype=dtype), importance
+
+
+@torch.library.custom_op("nsa::compressed_backward", mutates_args=())
+def compressed_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    l: int, d: int, scale: float, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    return _contiguous(*_module(backend, "compressed").compressed_backward(grad, q, k, v, out, lse, l, d, scale))
+
+
+@compressed_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    l: int, d: int, scale: float, backend: str,
+) -> Any:  # fmt: skip
+    return _like(q, k, v)
+
+
+def _compressed_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, ctx.l, ctx.d, _, ctx.scale, ctx.backend = inputs
+    out, lse, importance = output
+    ctx.mark_non_differentiable(lse, importance)
+    ctx.save_for_backward(q, k, v, out, lse)
+
+
+def _compressed_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+    q, k, v, out, lse = ctx.saved_tensors
+    grads = compressed_backward(grad.to(q.dtype), q, k, v, out, lse, ctx.l, ctx.d, ctx.scale, ctx.backend)
+    return *grads, None, None, None, None, None
+
+
+compressed.register_autograd(_compressed_backward, setup_context=_compressed_setup)
+
+
+# --- select -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nsa::select", mutates_args=())
+def select(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+    """`blocks.select` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape."""
+    from nsa.kernels import triton_ops
+
+    return triton_ops.select(importance, l_sel, n_sel)
+
+
+@select.register_fake
+def _(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+    return importance.new_empty(importance.shape, dtype=torch.bool)
+
+
+# --- selected ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nsa::selected", mutates_args=())
+def selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, S, H, Dv] and log-sum-exp [B, S, H]; chosen bool [B, S, G, Ns], as `blocks.select` makes it."""
+    return _contiguous(*_module(backend, "selected").selected_forward(q, k, v, chosen, l_sel, n_sel, scale))
+
+
+@selected.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str
+) -> Pair:
+    return _output(q, v), q.new_empty(q.shape[:3], dtype=cpu.wide(q.dtype))
+
+
+@torch.library.custom_op("nsa::selected_backward", mutates_args=())
+def selected_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    return _contiguous(*_module(backend, "selected").selected_backward(grad, q, k, v, out, lse, chosen, l_sel, n_sel, scale))
+
+
+@selected_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
+) -> Any:  # fmt: skip
+    return _like(q, k, v)
+
+
+def _selected_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, chosen, *output)
+
+
+def _selected_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+    q, k, v, chosen, out, lse = ctx.saved_tensors
+    grads = selected_backward(
+        grad.to(q.dtype), q, k, v, out, lse, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend
+    )
+    return *grads, None, None, None, None, None
+
+
+selected.register_autograd(_selected_backward, setup_context=_selected_setup)
+
+
+# --- sliding ----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nsa::sliding", mutates_args=())
+def sliding(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, S, H, Dv] and log-sum-exp [B, S, H] of the last w tokens, the query's own included."""
+    return _contiguous(*_module(backend, "sliding").sliding_forward(q, k, v, w, scale))
+
+
+@sliding.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str) -> Pair:
+    return _output(q, v), q.new_empty(q.shape[:3], dtype=cpu.wide(q.dtype))
+
+
+@torch.library.custom_op("nsa::sliding_backward", mutates_args=())
+def sliding_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    w: int, scale: float, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    return _contiguous(*_module(backend, "sliding").sliding_backward(grad, q, k, v, out, lse, w, scale))
+
+
+@sliding_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    w: int, scale: float, backend: str,
+) -> Any:  # fmt: skip
+    return _like(q, k, v)
+
+
+def _sliding_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, ctx.w, ctx.scale, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _sliding_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+    q, k, v, out, lse = ctx.saved_tensors
+    grads = sliding_backward(grad.to(q.dtype), q, k, v, out, lse, ctx.w, ctx.scale, ctx.backend)
+    return *grads, None, None, None
+
+
+sliding.register_autograd(_sliding_backward, setup_context=_sliding_setup)
+
+
+class Operators:
+    """One backend's branches, called as `nsa.kernels.reference`'s are."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def compressed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
+    ) -> Pair:
+        """As `reference.compressed`."""
+        out, _, importance = compressed(q, k, v, l, d, l_sel, scale, self.backend)
+        return out, importance
+
+    def selected(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+    ) -> torch.Tensor:
+        """As `reference.selected`."""
+        return selected(q, k, v, chosen, l_sel, n_sel, scale, self.backend)[0]
+
+    def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+        """As `blocks.select`."""
+        if self.backend == "triton":
+            return select(importance, l_sel, n_sel)
+        return blocks.select(importance, l_sel, n_sel)
+
+    def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
+        """As `reference.sliding`."""
+        return sliding(q, k, v, min(w, q.shape[1]), scale, self.backend)[0]

@@ -1,0 +1,32 @@
+"""Whether the Triton kernels can serve a call; no import of Triton, so that a machine without it can ask."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, on any device (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
+    """'' where the kernels can serve such tensors, else the reason that they cannot."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
+    if max(d_k, d_v) > MAX_HEAD_DIM:
+        return f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, not {d_k} and {d_v}"
+    if device.type != "cuda":
+        return "" if is_interpreted() else f"the Triton kernels need a GPU, and the tensors are on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return f"the Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has {capability}"
+    return ""
