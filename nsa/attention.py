@@ -28,9 +28,10 @@ class Rotary(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [B, N, heads, d] rotated to ``positions`` [N]; same shape and dtype."""
         angles = positions.float()[:, None] * self.frequencies
-        cos, sin = angles.cos()[None, :, None].to(x.dtype), angles.sin()[None, :, None].to(x.dtype)
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        # (a cos - b sin, b cos + a sin) of the halves a and b, in two products.
+        both, crossed = (torch.cat(pair, -1)[None, :, None].to(x.dtype) for pair in ((cos, cos), (-sin, sin)))
+        return torch.addcmul(x * both, x.roll(x.shape[-1] // 2, -1), crossed)
 
 
 class MeanCompression(nn.Module):
@@ -141,19 +142,24 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        S = x.shape[1]
+        B, S, _ = x.shape
+        flat = x.flatten(
+            0, 1
+        )  # once: a Linear of three dimensions does it for itself, with two nodes of the graph each
+
+        def projected(linear: nn.Module, heads: int) -> torch.Tensor:
+            found: torch.Tensor = linear(flat)
+            return found.view(B, S, heads, -1)
+
         t = torch.arange(S, device=x.device)
-        q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, self.d_k)), t)
-        k_sel, k_win = self.rotary(self._heads(self.k_sel(x)), t), self.rotary(self._heads(self.k_win(x)), t)
-        v_sel, v_win = self._heads(self.v_sel(x)), self._heads(self.v_win(x))
-        k_cmp, v_cmp = (
-            self.compress_k(self._heads(self.k_cmp(x))),
-            self.compress_v(self._heads(self.v_cmp(x))),
-        )
+        q = self.rotary(projected(self.w_q, self.n_heads), t)
+        k_sel, k_win, k_cmp = (projected(p, self.n_kv_heads) for p in (self.k_sel, self.k_win, self.k_cmp))
+        v_sel, v_win, v_cmp = (projected(p, self.n_kv_heads) for p in (self.v_sel, self.v_win, self.v_cmp))
+        k_sel, k_win = self.rotary(k_sel, t), self.rotary(k_win, t)
+        k_cmp, v_cmp = self.compress_k(k_cmp), self.compress_v(v_cmp)
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         k_cmp = self.rotary(k_cmp, torch.arange(k_cmp.shape[1], device=x.device) * self.d + (self.l - 1))
-        gates = self.gate(x)
-
+        gates = projected(self.gate, self.n_heads)
         forced = self.force_branch
         out, chosen = run_branches(
             q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win),
@@ -166,10 +172,7 @@ class NSAAttention(nn.Module):
             y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
         else:
             y = sum_branches(out, gates)
-        return self.out(y.flatten(-2))
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (self.n_kv_heads, -1))
+        return self.out(y.view(B * S, -1)).view(B, S, -1)
 
 
 class DenseAttention(nn.Module):

@@ -10,7 +10,7 @@ from nsa.config import BRANCHES
 
 
 class Gate(nn.Module):
-    """x [B, S, dim] -> gates [B, S, H, 3] in (0, 1), in the order cmp, sel, win."""
+    """x [..., dim] -> gates [..., H, 3] in (0, 1), in the order cmp, sel, win."""
 
     def __init__(self, dim: int, n_heads: int, hidden: int, *, stop_gradient: bool = False) -> None:
         super().__init__()

@@ -252,4 +252,4 @@ def compressed_backward(
         dq[:, at:end] = _unrows(torch.bmm(ds, keys[:, :n]), B, end - at)
         dk[:, :n].baddbmm_(ds.transpose(1, 2), rows)
         dv[:, :n].baddbmm_(p.transpose(1, 2), do)
-    return dq, *(t.unflatten(0, (B, G)).transpose(1, 2).to(q.dtype) for t in (dk, dv))  # type: ignore[return-value]
+    return dq, *(t.unflatten(0, (B, G)).transpose(1, 2).to(q.dtype) for t in (dk, dv))

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from nsa.kernels.cpu import (
-    Tensors3, _backward, _forward, _merge, _rows, _same_width, _unrows, sliding_backward, sliding_forward, wide,
+    Tensors3,
+    _backward,
+    _forward,
+    _merge,
+    _rows,
+    _same_width,
+    _unrows,
+    sliding_backward,
+    sliding_forward,
+    wide,
 )  # fmt: skip
 
 QUERIES_AT_ONCE = 2048  # what is gathered and merged again and again shall stay in the cache
@@ -63,7 +72,9 @@ class Chunk:
         """K or V [B, S, G, D]: block 0, the block before, the own one, for each block: [B*blocks*G, 1, 3*l_sel, D]."""
         own = self._filled(x)
         initial = x[:, None, : self.l_sel].expand_as(own)
-        before = x[:, self.first - self.l_sel : self.first + (self.n_blocks - 1) * self.l_sel].unflatten(1, (-1, self.l_sel))
+        before = x[:, self.first - self.l_sel : self.first + (self.n_blocks - 1) * self.l_sel].unflatten(
+            1, (-1, self.l_sel)
+        )
         return torch.cat((initial, before, own), 2).transpose(2, 3).flatten(0, 2).unsqueeze(1)
 
     def add_always(self, total: torch.Tensor, part: torch.Tensor) -> None:
@@ -165,7 +176,8 @@ def selected_forward(
         )
         # One row more than there are: what fills up a list lands there.
         rows, rows_lse = (
-            torch.cat((chunk.from_blocks(x).to(dtype), x.new_zeros(1, chunk.h, *x.shape[3:], dtype=dtype))) for x in found
+            torch.cat((chunk.from_blocks(x).to(dtype), x.new_zeros(1, chunk.h, *x.shape[3:], dtype=dtype)))
+            for x in found
         )
         q_rows = chunk.by_row(q)
         for tile in _tiles(chosen, chunk):
@@ -194,7 +206,7 @@ def selected_backward(
     if first:
         start = slice(0, first)
         dq[:, start], dk[:, start], dv[:, start] = sliding_backward(
-            *(x[:, start] for x in (grad, q, k, v, out, lse)), first, scale
+            grad[:, start], q[:, start], k[:, start], v[:, start], out[:, start], lse[:, start], first, scale
         )
     grad, q, k, v, out = _same_width(grad, q, k, v, out)
     dk, dv = _same_width(dk, dv, q)[:2]
@@ -208,7 +220,9 @@ def selected_backward(
         rows = chunk.from_blocks(found[0]).to(dtype)
         rows = torch.cat((rows, torch.zeros_like(rows[:1])))
         q_rows, out_rows, lse_rows, grad_rows = (chunk.by_row(x) for x in (q, out, lse, grad))
+        # What fills up a list has no gradient, and a probability of 0 whatever its scores.
         grad_rows = torch.cat((grad_rows, torch.zeros_like(grad_rows[:1])))
+        lse_rows = torch.cat((lse_rows, torch.full_like(lse_rows[:1], float("inf"))))
         for tile in _tiles(chosen, chunk):
             flat = tile.rows.flatten()
             there = flat.clamp(max=chunk.rows - 1)
@@ -216,7 +230,7 @@ def selected_backward(
             found = _backward(
                 grad_rows.index_select(0, flat).view(shape), q_rows.index_select(0, there).view(shape),
                 tile.keys(k), tile.keys(v), out_rows.index_select(0, there).view(shape),
-                lse_rows.index_select(0, there).view(shape[:-1]), 0.0, False, scale=scale,
+                lse_rows.index_select(0, flat).view(shape[:-1]), 0.0, False, scale=scale,
             )  # fmt: skip
             summed = rows.index_select(0, flat)
             rows.index_copy_(0, flat, summed.add_(found[0].reshape(summed.shape)))

@@ -25,7 +25,15 @@ class Backend(Protocol):
         """As `blocks.select`."""
 
     def selected(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        l_sel: int,
+        n_sel: int,
+        scale: float,
     ) -> torch.Tensor:
         """Output."""
 
@@ -48,7 +56,9 @@ counters: Counter[tuple[str, str, str]] = Counter()
 def why_not(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     """'' where a backend can serve such tensors, else the reason that it cannot."""
     if backend == "cpu":
-        return "" if device.type == "cpu" else f"the cpu backend is for tensors on a CPU, and these are on {device.type}"
+        return (
+            "" if device.type == "cpu" else f"the cpu backend is for tensors on a CPU, and these are on {device.type}"
+        )
     if backend == "triton":
         return triton_launch.why_not(dtype, device, d_k, d_v)
     if backend == "flash":
@@ -208,7 +218,10 @@ def reference_attention(
 def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
     """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed."""
     g = dict(zip(BRANCHES, gates.unsqueeze(-1).unbind(-2), strict=True))
-    return g["cmp"] * out["cmp"] + g["sel"] * out["sel"] + g["win"] * out["win"]
+    total = g["cmp"] * out["cmp"]
+    for branch in ("sel", "win"):
+        total = torch.addcmul(total, g[branch], out[branch])
+    return total
 
 
 def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:

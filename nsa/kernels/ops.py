@@ -111,7 +111,14 @@ def _(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
 
 @torch.library.custom_op("nsa::selected", mutates_args=())
 def selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chosen: torch.Tensor,
+    l_sel: int,
+    n_sel: int,
+    scale: float,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, S, H, Dv] and log-sum-exp [B, S, H]; chosen bool [B, S, G, Ns], as `blocks.select` makes it."""
     return _contiguous(*_module(backend, "selected").selected_forward(q, k, v, chosen, l_sel, n_sel, scale))
@@ -119,7 +126,14 @@ def selected(
 
 @selected.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chosen: torch.Tensor,
+    l_sel: int,
+    n_sel: int,
+    scale: float,
+    backend: str,
 ) -> Pair:
     return _output(q, v), q.new_empty(q.shape[:3], dtype=cpu.wide(q.dtype))
 
@@ -130,7 +144,9 @@ def selected_backward(
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
-    return _contiguous(*_module(backend, "selected").selected_backward(grad, q, k, v, out, lse, chosen, l_sel, n_sel, scale))
+    return _contiguous(
+        *_module(backend, "selected").selected_backward(grad, q, k, v, out, lse, chosen, l_sel, n_sel, scale)
+    )
 
 
 @selected_backward.register_fake
@@ -149,9 +165,7 @@ def _selected_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _selected_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
     q, k, v, chosen, out, lse = ctx.saved_tensors
-    grads = selected_backward(
-        grad.to(q.dtype), q, k, v, out, lse, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend
-    )
+    grads = selected_backward(grad.to(q.dtype), q, k, v, out, lse, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend)
     return *grads, None, None, None, None, None
 
 
@@ -220,7 +234,15 @@ class Operators:
         return out, importance
 
     def selected(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, *, l_sel: int, n_sel: int, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        l_sel: int,
+        n_sel: int,
+        scale: float,
     ) -> torch.Tensor:
         """As `reference.selected`."""
         return selected(q, k, v, chosen, l_sel, n_sel, scale, self.backend)[0]

@@ -24,9 +24,13 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
         return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
     if max(d_k, d_v) > MAX_HEAD_DIM:
         return f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, not {d_k} and {d_v}"
+    if is_interpreted() and dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 as if it were integers"
     if device.type != "cuda":
         return "" if is_interpreted() else f"the Triton kernels need a GPU, and the tensors are on {device.type}"
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
-        return f"the Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has {capability}"
+        return (
+            f"the Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has {capability}"
+        )
     return ""

@@ -31,16 +31,15 @@ def tiles(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tiles:
     """The tile sizes of a kernel. They fit the shared memory of sm_80 (163 KiB); tests compile all of them."""
     wide = max(d_k, d_v) > 128
     if itemsize == 4:
-        small = Tiles(16, 16, 4, 1) if wide else Tiles(32, 32, 4, 1)
-        return small
+        return Tiles(16, 16, 4, 1) if wide else Tiles(32, 32, 8 if kernel.endswith("dkv") else 4, 1)
     table = {
         "forward": Tiles(64, 32, 4, 2) if wide else Tiles(128, 64, 4 if d_k <= 64 else 8, 2),
         "dq": Tiles(64, 32, 8, 1) if wide else Tiles(64, 64, 4 if d_k <= 64 else 8, 2),
-        "dkv": Tiles(32, 64, 8, 1) if wide else Tiles(64, 64, 4 if d_k <= 64 else 8, 2),
-        "importance": Tiles(64, 32, 4, 2) if wide else Tiles(64, 64, 4, 2),
+        "dkv": Tiles(32, 64, 8, 1) if wide else Tiles(32, 64, 8, 2),
+        "importance": Tiles(64, 32, 4, 2) if wide else Tiles(64, 64, 8, 2),
         "by_query": Tiles(0, 32, 4, 2) if wide else Tiles(0, 64, 2, 2),
         "by_block": Tiles(64, 64, 4, 2),
-        "selected_dkv": Tiles(32, 64, 8, 1) if wide else Tiles(64, 64, 4 if d_k <= 64 else 8, 2),
+        "selected_dkv": Tiles(32, 64, 8, 1) if wide else Tiles(64, 64, 8, 2),
     }
     return table[kernel]
 
@@ -225,7 +224,9 @@ def selected_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `cpu_selected.selected_forward`: by query for groups of `WIDE_GROUP` heads and more, else by block."""
     q, k, v, chosen = (x.contiguous() for x in (q, k, v, chosen))
-    form: Callable[..., tuple[torch.Tensor, torch.Tensor]] = by_query if q.shape[2] // k.shape[2] >= WIDE_GROUP else by_block
+    form: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+        by_query if q.shape[2] // k.shape[2] >= WIDE_GROUP else by_block
+    )
     return form(q, k, v, chosen, l_sel, n_sel, scale)
 
 

@@ -1,12 +1,14 @@
 """Triton kernels of the selection: the n best blocks, who chose whom, and attention over the chosen blocks.
 
-Two forms of the forward. By query: a program has the heads of a group's query as its rows and walks over the chosen blocks; rows are
-filled up to 16, which a group of 16 heads or more does not notice. By block (as in FSA, arXiv 2508.18224): a program has a block of
-keys and rows from the list of the queries that chose it, whatever the number of heads; each leaves a partial result, which are merged.
-The gradients of keys and values go by the same lists, in segments whose parts are added in order: no atomics, the same bits each time.
+Two forms of the forward. By query: a program has the heads of a group's query as its rows and walks over the chosen
+blocks; rows are filled up to 16, which a group of 16 heads or more does not notice. By block (as in FSA, arXiv 2508.18224):
+a program has a block of keys, and rows from the list of the queries that chose it, whatever the number of heads; the
+partial results are merged. The gradients of keys and values go by the same lists, in segments whose parts are added in
+order: no atomics, the same bits each time.
 
-Layouts, all contiguous: q, o [B, S, H, D]; k, v [B, S, G, D]; chosen bool [B, S, G, Ns]; picks int32 [B, S, G, n], ascending, -1 where
-there are fewer; lists int32, the queries t of each block (b, g, j) one after the other, from offsets [B*G*Ns + 1].
+Layouts, all contiguous: q, o [B, S, H, D]; k, v [B, S, G, D]; chosen bool [B, S, G, Ns]; picks int32 [B, S, G, n],
+ascending, -1 where there are fewer; lists int32, the queries t of each block (b, g, j) one after the other, from offsets
+[B*G*Ns + 1].
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from nsa.kernels.triton_strided import LOG2E, load_rows, online_softmax, store_r
 
 
 @triton.jit
-def select_blocks(IMPORTANCE, CHOSEN, S, G, n_blocks, n_sel, L_SEL: tl.constexpr, LOCAL: tl.constexpr, PAD: tl.constexpr):
-    """The n_sel best blocks of a query and group (Eq. 11): block 0 and the LOCAL latest first, ties to the lower index. Grid (B*S*G,)."""
+def select_blocks(
+    IMPORTANCE, CHOSEN, S, G, n_blocks, n_sel, L_SEL: tl.constexpr, LOCAL: tl.constexpr, PAD: tl.constexpr
+):
+    """The n_sel best blocks of a query and group (Eq. 11): block 0 and the LOCAL latest first, ties to the lower index.
+    Grid (B*S*G,).
+    """
     row = tl.program_id(0)
     own = (row // G) % S // L_SEL
     j = tl.arange(0, PAD)
@@ -29,7 +35,7 @@ def select_blocks(IMPORTANCE, CHOSEN, S, G, n_blocks, n_sel, L_SEL: tl.constexpr
     # Importance is not negative, so -1 is below all and any large number above.
     score = tl.where(candidate, tl.where(forced, 3.0e38, score), -1.0)
     chosen = tl.zeros([PAD], tl.int32)
-    for _ in range(0, n_sel):
+    for _ in range(n_sel):
         best = tl.max(score, 0)
         pick = tl.min(tl.where(score == best, j, PAD), 0)
         hit = (j == pick) & (score >= 0)
@@ -80,7 +86,7 @@ def selected_by_query(
     top = tl.full([BH], float("-inf"), tl.float32)
     total = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, PV], tl.float32)
-    for slot in range(0, n_sel):
+    for slot in range(n_sel):
         j = tl.load(PICKS + ((b * S + t) * G + g) * n_sel + slot)
         if j >= 0:
             for inner in range(0, L_SEL, BN):
@@ -114,7 +120,7 @@ def selected_dq(
     lse = tl.load(LSE + rows, mask=lane < h, other=0.0)
     delta = tl.load(DELTA + rows, mask=lane < h, other=0.0)
     dq = tl.zeros([BH, PK], tl.float32)
-    for slot in range(0, n_sel):
+    for slot in range(n_sel):
         j = tl.load(PICKS + ((b * S + t) * G + g) * n_sel + slot)
         if j >= 0:
             for inner in range(0, L_SEL, BN):
@@ -184,12 +190,12 @@ def merge_parts(
     h = H // G
     lane = tl.arange(0, BH)
     top = tl.full([BH], float("-inf"), tl.float32)
-    for slot in range(0, n_sel):
+    for slot in range(n_sel):
         if tl.load(PICKS + row * n_sel + slot) >= 0:
             top = tl.maximum(top, tl.load(PART_LSE + (row * n_sel + slot) * h + lane, mask=lane < h, other=0.0))
     total = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, PV], tl.float32)
-    for slot in range(0, n_sel):
+    for slot in range(n_sel):
         if tl.load(PICKS + row * n_sel + slot) >= 0:
             place = (row * n_sel + slot) * h + lane
             weight = tl.exp2((tl.load(PART_LSE + place, mask=lane < h, other=0.0) - top) * LOG2E)

@@ -1,0 +1,118 @@
+"""The operators inside PyTorch: compile, checkpointing, autocast, opcheck, the autograd graph's size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nsa import NSAAttention, load_config
+from nsa.config import ModelConfig
+from nsa.kernels import blocks, ops
+from nsa.model import Block
+
+
+def make_module() -> NSAAttention:
+    torch.manual_seed(0)
+    return NSAAttention(32, 4, 2, 8, 8, l=8, d=4, l_sel=16, n_sel=5, w=24)
+
+
+def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    assert len(found) == len(list(module.parameters()))
+    return found
+
+
+def test_operators_are_registered_as_torch_asks() -> None:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).requires_grad_()
+
+    q, k, v, c = random(1, 40, 4, 8), random(1, 40, 2, 8), random(1, 40, 2, 6), random(1, 9, 2, 8)
+    chosen = blocks.select(torch.rand(1, 40, 2, 3), 16, 3)
+    torch.library.opcheck(ops.sliding, (q, k, v, 9, 0.3, "cpu"))
+    torch.library.opcheck(ops.selected, (q, k, v, chosen, 16, 3, 0.3, "cpu"))
+    torch.library.opcheck(ops.compressed, (q, c, c, 8, 4, 16, 0.3, "cpu"))
+
+
+def test_a_block_compiles_without_a_graph_break() -> None:
+    torch.manual_seed(0)
+    model: ModelConfig = load_config("configs/tiny_cpu.yaml").model
+    block = Block(model)
+    x = torch.randn(2, 100, model.dim)
+    expected = block(x)
+    expected.square().sum().backward()
+    wanted = gradients(block)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    found = compiled(x)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for a, e in zip(gradients(block), wanted, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_recomputation_selects_the_same_blocks() -> None:
+    module = make_module()
+    selections: list[torch.Tensor] = []
+    module.selection_listener = selections.append
+    x = torch.randn(2, 200, 32)
+    module(x).square().sum().backward()
+    wanted = gradients(module)
+    checkpoint(module, x, use_reentrant=False).square().sum().backward()
+    assert len(selections) == 3  # the plain forward; the forward, and its recomputation in backward
+    assert all(torch.equal(s, selections[0]) for s in selections)
+    assert all(torch.equal(a, e) for a, e in zip(gradients(module), wanted, strict=True))
+
+
+def test_a_recomputation_that_selects_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would fail if the selection were not the same: here it is not, and the gradients differ."""
+    module = make_module()
+    x = torch.randn(2, 200, 32)
+    module(x).square().sum().backward()
+    wanted = gradients(module)
+    out = checkpoint(module, x, use_reentrant=False)
+    select = blocks.select
+    monkeypatch.setattr(blocks, "select", lambda importance, *sizes: select(-importance, *sizes))
+    out.square().sum().backward()
+    assert not all(torch.equal(a, e) for a, e in zip(gradients(module), wanted, strict=True))
+
+
+def test_the_same_bits_every_time() -> None:
+    module = make_module()
+    x = torch.randn(2, 300, 32)
+    runs = []
+    for _ in range(2):
+        out = module(x)
+        out.square().sum().backward()
+        runs.append([out.detach(), *gradients(module)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_autocast() -> None:
+    module = make_module()
+    x = torch.randn(2, 200, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert all(torch.isfinite(g).all() for g in gradients(module))
+    assert (out.float() - module(x)).abs().max() < 0.05
+
+
+def count_nodes(root: object) -> int:
+    seen: set[object] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [n for n, _ in node.next_functions]  # type: ignore[attr-defined]
+    return len(seen)
+
+
+def test_the_graph_is_small_at_any_length() -> None:
+    module = make_module()
+    sizes = {count_nodes(module(torch.randn(1, S, 32)).grad_fn) for S in (50, 90, 333, 1000)}
+    print(sizes)
+    assert len(sizes) == 1
+    assert sizes.pop() < 60 + len(list(module.parameters()))

@@ -1,0 +1,168 @@
+"""The cpu backend's branches against float64 by the equations: forward, every gradient, fresh random shapes and numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nsa import nsa_attention, reference_attention
+from nsa.kernels import blocks, cpu, ops, reference
+
+# Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-10),
+    torch.float32: (2e-6, 3e-5),
+    torch.float16: (4e-3, 6e-2),
+    torch.bfloat16: (3e-2, 5e-1),
+}
+
+examples = settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes that fit each other, none of them a power of two by necessity."""
+    d = draw(st.sampled_from([1, 2, 4, 8]))
+    G = draw(st.sampled_from([1, 2, 3]))
+    return {
+        "S": draw(st.integers(1, 230)), "B": draw(st.sampled_from([1, 2])), "G": G, "H": G * draw(st.sampled_from([1, 2, 5])),
+        "Dk": draw(st.sampled_from([4, 8, 24])), "Dv": draw(st.sampled_from([4, 16])), "d": d,
+        "l": d * draw(st.integers(1, 4)), "l_sel": d * draw(st.integers(1, 6)), "n_sel": draw(st.integers(3, 6)),
+        "w": draw(st.integers(1, 250)), "dtype": draw(st.sampled_from(list(TOLERANCE))), "seed": draw(st.integers(0, 1 << 30)),
+    }  # fmt: skip
+
+
+def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Random tensors in ``dtype``, and the same numbers in float64."""
+    rounded = [torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes]
+    return [x.clone().requires_grad_() for x in rounded], [x.double().requires_grad_() for x in rounded]
+
+
+def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    """Output and gradients, with the tolerance of the inputs' dtype."""
+    forward, backward = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=forward)
+    weight = torch.randn_like(wanted).to(found.dtype)
+    gradients = torch.autograd.grad(found, inputs, weight, allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(wanted, exact, weight.double(), allow_unused=True, materialize_grads=True)
+    for a, e in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=backward, atol=backward)
+
+
+@examples
+@given(shapes())
+def test_each_branch(z: dict[str, Any]) -> None:
+    torch.manual_seed(z["seed"])
+    B, S, H, G, Dk, Dv = (z[name] for name in ("B", "S", "H", "G", "Dk", "Dv"))
+    scale, n_cmp = Dk**-0.5, blocks.num_compressed(z["S"], z["l"], z["d"])
+    (q, k, v), exact = leaves(z["dtype"], (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
+    inputs = [q, k, v]
+    compare(
+        ops.sliding(q, k, v, z["w"], scale, "cpu")[0], reference.sliding(*exact, w=z["w"], scale=scale), inputs, exact
+    )
+    chosen = blocks.select(torch.rand(B, S, G, blocks.num_selection(S, z["l_sel"])), z["l_sel"], z["n_sel"])
+    found = ops.selected(q, k, v, chosen, z["l_sel"], z["n_sel"], scale, "cpu")[0]
+    wanted = reference.selected(*exact, chosen, l_sel=z["l_sel"], n_sel=z["n_sel"], scale=scale)
+    compare(found, wanted, inputs, exact)
+    inputs, exact = leaves(z["dtype"], (B, S, H, Dk), (B, n_cmp, G, Dk), (B, n_cmp, G, Dv))
+    found, _, importance = ops.compressed(*inputs, z["l"], z["d"], z["l_sel"], scale, "cpu")
+    wanted, expected = reference.compressed(*exact, l=z["l"], d=z["d"], l_sel=z["l_sel"], scale=scale)
+    compare(found, wanted, inputs, exact)
+    # Half types are multiplied in float32 here: the selection is as exact.
+    tolerance = (1e-12 if z["dtype"] == torch.float64 else 1e-5) * (H // G) * (z["l"] // z["d"])
+    torch.testing.assert_close(importance.double(), expected, rtol=0, atol=tolerance)
+
+
+@examples
+@given(shapes(), st.data())
+def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
+    """In float64, where no rounding can change the selection. A pack is each of its sequences alone, an empty one too."""
+    torch.manual_seed(z["seed"])
+    lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=3).filter(any))
+    S, H, G = sum(lengths), z["H"], z["G"]
+    n_cmp = sum(blocks.num_compressed(n, z["l"], z["d"]) for n in lengths)
+    inputs, exact = leaves(
+        torch.float64,
+        (1, S, H, z["Dk"]),
+        *((1, n, G, D) for n in (n_cmp, S, S) for D in (z["Dk"], z["Dv"])),
+        (1, S, H, 3),
+    )
+    sizes = {name: z[name] for name in ("l", "d", "l_sel", "n_sel", "w")}
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    found = nsa_attention(*inputs, **sizes, cu_seqlens=ends, backend="cpu")
+    compare(found, reference_attention(*exact, **sizes, cu_seqlens=ends), inputs, exact)
+
+
+@pytest.mark.parametrize("chunks", ["small", "as shipped"])
+def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
+    """Long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
+    from nsa.kernels import cpu_selected
+
+    if chunks == "small":
+        for module, name, value in (
+            (cpu, "TILE", 16), (cpu, "TILES_AT_ONCE", 3), (cpu, "CMP_CHUNK", 40), (cpu_selected, "QUERIES_AT_ONCE", 100),
+            (cpu_selected, "LIST_ROWS", 24),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, value)
+    S = 700 if chunks == "small" else 1500
+    inputs, exact = leaves(torch.float64, (1, S, 4, 8), (1, S, 2, 8), (1, S, 2, 6))
+    compare(ops.sliding(*inputs, 150, 0.3, "cpu")[0], reference.sliding(*exact, w=150, scale=0.3), inputs, exact)
+    chosen = blocks.select(torch.rand(1, S, 2, -(-S // 32)), 32, 6)
+    found = ops.selected(*inputs, chosen, 32, 6, 0.3, "cpu")[0]
+    compare(found, reference.selected(*exact, chosen, l_sel=32, n_sel=6, scale=0.3), inputs, exact)
+    n = blocks.num_compressed(S, 16, 8)
+    inputs, exact = leaves(torch.float64, (1, S, 4, 8), (1, n, 2, 8), (1, n, 2, 6))
+    found = ops.compressed(*inputs, 16, 8, 32, 0.3, "cpu")[0]
+    compare(found, reference.compressed(*exact, l=16, d=8, l_sel=32, scale=0.3)[0], inputs, exact)
+
+
+def test_gradcheck() -> None:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+    q, k, v = random(1, 9, 2, 3), random(1, 9, 1, 3), random(1, 9, 1, 2)
+    chosen = blocks.select(torch.rand(1, 9, 1, 5), 2, 4)
+    n = blocks.num_compressed(9, 4, 2)
+    assert torch.autograd.gradcheck(lambda *x: ops.sliding(*x, 5, 0.5, "cpu")[0], (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: ops.selected(*x, chosen, 2, 4, 0.5, "cpu")[0], (q, k, v))
+    compressed = (q, random(1, n, 1, 3), random(1, n, 1, 2))
+    assert torch.autograd.gradcheck(lambda *x: ops.compressed(*x, 4, 2, 2, 0.5, "cpu")[0], compressed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_errors_are_those_of_dense_attention(dtype: torch.dtype) -> None:
+    """Measured against float64, on the same numbers: at most three times what torch's own causal attention errs by."""
+    (q, k, v), exact = leaves(dtype, (1, 600, 4, 32), (1, 600, 2, 32), (1, 600, 2, 32))
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(2, 1) for x in (k, v)), is_causal=True
+    ).transpose(1, 2)
+    scale = 32**-0.5
+    its_error = (dense.double() - reference.sliding(*exact, w=600, scale=scale)).abs().max()
+    chosen = blocks.select(torch.rand(1, 600, 2, 38), 16, 8)
+    for found, wanted in (
+        (ops.sliding(q, k, v, 100, scale, "cpu")[0], reference.sliding(*exact, w=100, scale=scale)),
+        (
+            ops.selected(q, k, v, chosen, 16, 8, scale, "cpu")[0],
+            reference.selected(*exact, chosen, l_sel=16, n_sel=8, scale=scale),
+        ),
+    ):
+        assert (found.double() - wanted).abs().max() <= 3 * its_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["equal", "huge", "zero"])
+@pytest.mark.parametrize("S", [1, 3, 200])
+def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None:
+    n = blocks.num_compressed(S, 8, 4)
+    inputs, _ = leaves(dtype, (1, S, 4, 16), *((1, m, 2, 16) for m in (n, n, S, S, S, S)), (1, S, 4, 3))
+    with torch.no_grad():
+        for x in inputs[:2] + inputs[3:4] + inputs[5:6]:
+            x.fill_(1) if what == "equal" else x.mul_(100 if what == "huge" else 0)  # logits of 1e4 * sqrt(16)
+    out = nsa_attention(*inputs, l=8, d=4, l_sel=16, n_sel=4, w=24)
+    assert torch.isfinite(out).all()
+    for gradient in torch.autograd.grad(out.float().square().sum(), inputs, allow_unused=True, materialize_grads=True):
+        assert torch.isfinite(gradient).all()
