@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
     from nsa.config import Config, ConfigError, load_config
+    from nsa.decoding import KVCache
     from nsa.kernels.dispatch import explain, nsa_attention, reference_attention
     from nsa.model import NSATransformer, build_model
 
@@ -18,6 +19,7 @@ _WHERE = {
     "Config": "nsa.config",
     "ConfigError": "nsa.config",
     "load_config": "nsa.config",
+    "KVCache": "nsa.decoding",
     "NSAAttention": "nsa.attention",
     "NSATransformer": "nsa.model",
     "build_model": "nsa.model",
@@ -29,6 +31,7 @@ _WHERE = {
 __all__ = [
     "Config",
     "ConfigError",
+    "KVCache",
     "NSAAttention",
     "NSATransformer",
     "build_model",

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa.config import Branch, ModelConfig
+from nsa.config import BRANCHES, Branch, ModelConfig
+from nsa.decoding import KVCache, attend
 from nsa.gate import Gate
 from nsa.kernels import blocks
 from nsa.kernels.dispatch import choose, run_branches, sum_branches
@@ -141,8 +142,12 @@ class NSAAttention(nn.Module):
             stop_gate_gradient=m.stop_gate_gradient, rope_theta=m.rope_theta, backend=m.backend,
         )  # fmt: skip
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled."""
         B, S, _ = x.shape
+        start = 0 if cache is None else cache.length
+        if cache is not None and torch.is_grad_enabled():
+            raise RuntimeError("a KVCache keeps no gradients: decode under torch.no_grad() or torch.inference_mode()")
         flat = x.flatten(
             0, 1
         )  # once: a Linear of three dimensions does it for itself, with two nodes of the graph each
@@ -151,21 +156,33 @@ class NSAAttention(nn.Module):
             found: torch.Tensor = linear(flat)
             return found.view(B, S, heads, -1)
 
-        t = torch.arange(S, device=x.device)
+        t = torch.arange(start, start + S, device=x.device)
         q = self.rotary(projected(self.w_q, self.n_heads), t)
         k_sel, k_win, k_cmp = (projected(p, self.n_kv_heads) for p in (self.k_sel, self.k_win, self.k_cmp))
         v_sel, v_win, v_cmp = (projected(p, self.n_kv_heads) for p in (self.v_sel, self.v_win, self.v_cmp))
         k_sel, k_win = self.rotary(k_sel, t), self.rotary(k_win, t)
-        k_cmp, v_cmp = self.compress_k(k_cmp), self.compress_v(v_cmp)
+        tail = (k_cmp, v_cmp) if cache is None else cache.tail((k_cmp, v_cmp))
+        k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
-        k_cmp = self.rotary(k_cmp, torch.arange(k_cmp.shape[1], device=x.device) * self.d + (self.l - 1))
+        ends = torch.arange(k_cmp.shape[1], device=x.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
+        k_cmp = self.rotary(k_cmp, ends)
+        cmp, sel, win = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
+        if cache is not None:
+            cmp, sel, win = (
+                cache.add_compressed(cmp, tail, self.d),
+                cache.add_selected(sel),
+                cache.add_window(win, self.w),
+            )
+            cache.length += S
         gates = projected(self.gate, self.n_heads)
         forced = self.force_branch
-        out, chosen = run_branches(
-            q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win),
-            l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, w=self.w,
-            scale=self.d_k**-0.5, backend=self.backend, branches=(forced,) if forced else ("cmp", "sel", "win"),
-        )  # fmt: skip
+        branches: tuple[Branch, ...] = (forced,) if forced else BRANCHES
+        sizes = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
+        scale = self.d_k**-0.5
+        if start:
+            out, chosen = attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=branches)
+        else:
+            out, chosen = run_branches(q, cmp, sel, win, **sizes, scale=scale, backend=self.backend, branches=branches)
         if chosen is not None and self.selection_listener is not None:
             self.selection_listener(chosen)
         if forced:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from nsa.attention import DenseAttention, NSAAttention
 from nsa.checkpointing import CheckpointRange, run_block
 from nsa.config import Config, ModelConfig
+from nsa.decoding import KVCache
 
 
 class RMSNorm(nn.Module):
@@ -52,8 +55,9 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(m.dim, m.norm_eps)
         self.mlp = MLP(m.dim, m.mlp_hidden, m.mlp)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x))
+    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        # Without a cache as any module is called: DenseAttention, say, has none.
+        x = x + (self.attn(self.norm1(x)) if cache is None else self.attn(self.norm1(x), cache))
         return x + self.mlp(self.norm2(x))
 
 
@@ -80,8 +84,13 @@ class NSATransformer(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, caches: Sequence[KVCache] | None = None) -> torch.Tensor:
+        """With ``caches``, one a layer, tokens are those after what the caches have seen; for inference."""
         x = self.embed(tokens)
+        if caches is not None:
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, cache)
+            return self.head(self.norm(x))
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):
             if recompute is not None and index in recompute:

@@ -43,15 +43,15 @@ def overlap(
     return shared.clamp(min=0).to(dtype)
 
 
-def select(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+def select(importance: torch.Tensor, l_sel: int, n_sel: int, first: int = 0) -> torch.Tensor:
     """bool [B, S, G, Ns]: the blocks that each query of each group attends to (Eq. 11).
 
     importance [B, S, G, Ns], already summed over the heads of a group (Eq. 10). Only blocks j <= t // l_sel
     are candidates; block 0 and the ``NUM_LOCAL`` latest are always in. Ties go to the lower index, so that
-    every rank and every recomputation selects the same.
+    every rank and every recomputation selects the same. ``first`` is the position of the first query.
     """
     seq_len, n_blocks = importance.shape[1], importance.shape[3]
-    own = (torch.arange(seq_len, device=importance.device) // l_sel)[:, None]  # [S, 1]
+    own = (torch.arange(first, first + seq_len, device=importance.device) // l_sel)[:, None]  # [S, 1]
     j = torch.arange(n_blocks, device=importance.device)[None, :]  # [1, Ns]
     candidate = j <= own
     forced = candidate & ((j == 0) | (j > own - NUM_LOCAL))

@@ -13,7 +13,7 @@ from nsa.kernels.blocks import select
 __all__ = ["compressed", "select", "selected", "sliding"]
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
     """Softmax over visible keys, zero (not NaN) for a query that sees none. [B, G, h, S, N].
 
     q [B, S, H, Dk], k [B, N, G, Dk], visible bool broadcastable to [B, G, 1, S, N].
@@ -30,7 +30,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scal
     return weights * some
 
 
-def _weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """[B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv]."""
     out = torch.einsum("bghsn,bngd->bsghd", p, v)
     return out.flatten(2, 3)
@@ -53,12 +53,12 @@ def compressed(
     """
     S, n_cmp = q.shape[1], k.shape[1]
     visible = blocks.compressed_visible(S, n_cmp, l, d, q.device)
-    p = _probabilities(q, k, visible, scale)
+    p = probabilities(q, k, visible, scale)
     n_blocks = blocks.num_selection(S, l_sel)
     with torch.no_grad():
         shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, p.dtype)
         importance = (p.sum(2) @ shared).transpose(1, 2)
-    return _weighted(p, v), importance
+    return weighted(p, v), importance
 
 
 def selected(
@@ -66,10 +66,10 @@ def selected(
 ) -> torch.Tensor:
     """Causal attention over the tokens of the chosen blocks. k [B, S, G, Dk], chosen bool [B, S, G, Ns]."""
     visible = blocks.selected_visible(chosen, l_sel)[:, :, None]
-    return _weighted(_probabilities(q, k, visible, scale), v)
+    return weighted(probabilities(q, k, visible, scale), v)
 
 
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
     """Attention over the last ``w`` tokens, the query's own included."""
     visible = blocks.window_visible(q.shape[1], w, q.device)
-    return _weighted(_probabilities(q, k, visible, scale), v)
+    return weighted(probabilities(q, k, visible, scale), v)

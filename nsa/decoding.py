@@ -1,0 +1,130 @@
+"""Token-by-token decoding: a cache of keys and values, and attention of the newest tokens to it.
+
+Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV groups.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa.config import BRANCHES, Branch
+from nsa.kernels import blocks
+from nsa.kernels.reference import probabilities, weighted
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Growing:
+    """Tensors joined along dimension 1, in a buffer that doubles: to append costs what is appended."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._used = 0
+
+    def append(self, new: torch.Tensor) -> torch.Tensor:
+        """All so far, ``new`` the last; a view."""
+        end = self._used + new.shape[1]
+        if self._buffer is None or self._buffer.shape[1] < end:
+            grown = new.new_empty(new.shape[0], max(64, 2 * end), *new.shape[2:])
+            if self._buffer is not None:
+                grown[:, : self._used] = self._buffer[:, : self._used]
+            self._buffer = grown
+        self._buffer[:, self._used : end] = new
+        self._used = end
+        return self._buffer[:, :end]
+
+
+class KVCache:
+    """What one NSA layer keeps of the tokens it has seen; for inference, so without gradients.
+
+    The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
+    whole block covers yet. ``length`` is the number of tokens seen.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._compressed = (_Growing(), _Growing())
+        self._selected = (_Growing(), _Growing())
+        self._window: Pair | None = None
+        self._tail: Pair | None = None  # tokens from the first block on that is not whole
+
+    def tail(self, new: Pair) -> Pair:
+        """The tokens of which further compressed blocks are made, ``new`` the last."""
+        return new if self._tail is None else _joined(self._tail, new)
+
+    def add_compressed(self, blocks_made: Pair, tail: Pair, d: int) -> Pair:
+        """Take in the blocks that ``tail`` made; returns all."""
+        self._tail = (tail[0][:, blocks_made[0].shape[1] * d :], tail[1][:, blocks_made[1].shape[1] * d :])
+        return self._compressed[0].append(blocks_made[0]), self._compressed[1].append(blocks_made[1])
+
+    def add_selected(self, new: Pair) -> Pair:
+        """Take in keys and values of the selected branch; returns all."""
+        return self._selected[0].append(new[0]), self._selected[1].append(new[1])
+
+    def add_window(self, new: Pair, w: int) -> Pair:
+        """Take in keys and values of the window; returns those that any of the new tokens sees."""
+        seen = new if self._window is None else _joined(self._window, new)
+        self._window = (_last(seen[0], w - 1), _last(seen[1], w - 1))
+        return seen
+
+
+def _joined(a: Pair, b: Pair) -> Pair:
+    return torch.cat((a[0], b[0]), 1), torch.cat((a[1], b[1]), 1)
+
+
+def _last(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x[:, max(0, x.shape[1] - n) :].clone()
+
+
+def attend(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
+    scale: float, branches: tuple[Branch, ...] = BRANCHES,
+) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+    """As `dispatch.run_branches`, for queries q [B, T, H, Dk] that follow ``start`` tokens.
+
+    ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
+    """
+    total = start + q.shape[1]
+    t = torch.arange(start, total, device=q.device)
+    out: dict[Branch, torch.Tensor] = {}
+    chosen = None
+    if "cmp" in branches or "sel" in branches:
+        n_cmp = cmp[0].shape[1]
+        last = torch.arange(n_cmp, device=q.device) * d + (l - 1)
+        p = probabilities(q, cmp[0], last[None, :] <= t[:, None], scale)
+        out["cmp"] = weighted(p, cmp[1])
+        if "sel" in branches:
+            n_blocks = blocks.num_selection(total, l_sel)
+            shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, torch.float32)
+            importance = (p.sum(2, dtype=torch.float32) @ shared).transpose(1, 2)
+            chosen = blocks.select(importance, l_sel, n_sel, first=start)
+            out["sel"] = _selected(q, *sel, chosen, t, l_sel, n_sel, scale)
+    if "win" in branches:
+        back = t[:, None] - torch.arange(total - win[0].shape[1], total, device=q.device)[None, :]
+        out["win"] = weighted(probabilities(q, win[0], (back >= 0) & (back < w), scale), win[1])
+    return {branch: out[branch] for branch in branches}, chosen
+
+
+def _selected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chosen: torch.Tensor,
+    t: torch.Tensor,
+    l_sel: int,
+    n_sel: int,
+    scale: float,
+) -> torch.Tensor:
+    """The chosen blocks' tokens, gathered a query: [B, T, H, Dv]. chosen bool [B, T, G, Ns]."""
+    B, _, H, _ = q.shape
+    G = k.shape[2]
+    picked = chosen.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+    n = min(n_sel, chosen.shape[3])
+    tokens = picked.indices[..., :n, None] * l_sel + torch.arange(l_sel, device=q.device)  # [B, T, G, n, l_sel]
+    seen = (picked.values[..., :n, None] > 0) & (tokens <= t[None, :, None, None, None])
+    tokens, seen = tokens.clamp(max=k.shape[1] - 1).flatten(3), seen.flatten(3)
+    b = torch.arange(B, device=q.device)[:, None, None, None]
+    g = torch.arange(G, device=q.device)[None, None, :, None]
+    scores = torch.einsum("btghd,btgnd->btghn", q.unflatten(2, (G, H // G)), k[b, tokens, g]) * scale
+    p = scores.masked_fill(~seen[:, :, :, None], float("-inf")).softmax(-1)
+    return torch.einsum("btghn,btgnd->btghd", p, v[b, tokens, g]).flatten(2, 3)
