@@ -188,7 +188,7 @@ class NSAAttention(nn.Module):
         if forced:
             y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
         else:
-            y = sum_branches(out, gates)
+            y = sum_branches(out, gates, self.backend)
         return self.out(y.view(B * S, -1)).view(B, S, -1)
 
 

@@ -40,6 +40,9 @@ class Backend(Protocol):
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
         """Output."""
 
+    def gated_sum(self, out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
+        """The branches' outputs, weighted and summed."""
+
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference,
@@ -136,6 +139,17 @@ def run_branches(
     return out, chosen
 
 
+def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor, backend: str) -> torch.Tensor:
+    """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed, by the backend that made them."""
+    o = out["cmp"]
+    return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1])].gated_sum(out, gates)
+
+
+@torch.compiler.assume_constant_result
+def _named(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> str:
+    return explain(backend, dtype, device, width, width)[0]
+
+
 def nsa_attention(
     q: torch.Tensor,
     k_cmp: torch.Tensor,
@@ -196,7 +210,7 @@ def nsa_attention(
             scale=scale,
             backend=backend,
         )
-        parts.append(sum_branches(out, g))
+        parts.append(sum_branches(out, g, backend))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -213,15 +227,6 @@ def reference_attention(
 ) -> torch.Tensor:
     """`nsa_attention` by the equations (``nsa.kernels.reference``); same arguments and shapes, any float dtype."""
     return nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, **{**settings, "backend": "reference"})
-
-
-def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
-    """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed."""
-    g = dict(zip(BRANCHES, gates.unsqueeze(-1).unbind(-2), strict=True))
-    total = g["cmp"] * out["cmp"]
-    for branch in ("sel", "win"):
-        total = torch.addcmul(total, g[branch], out[branch])
-    return total
 
 
 def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:

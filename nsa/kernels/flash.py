@@ -9,8 +9,9 @@ import torch
 
 from nsa.kernels import ops, sdpa, triton_launch
 from nsa.kernels.blocks import select
+from nsa.kernels.reference import gated_sum
 
-__all__ = ["compressed", "select", "selected", "sliding", "why_not"]
+__all__ = ["compressed", "gated_sum", "select", "selected", "sliding", "why_not"]
 
 MAX_HEAD_DIM = 256
 

@@ -6,11 +6,12 @@ and dtypes alone) and a registered backward, which is an operator too. The log-s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from nsa.kernels import blocks, cpu, cpu_selected
+from nsa.config import Branch
+from nsa.kernels import blocks, cpu, cpu_selected, reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -220,6 +221,44 @@ def _sliding_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
 sliding.register_autograd(_sliding_backward, setup_context=_sliding_setup)
 
 
+# --- the gates --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nsa::gated_sum", mutates_args=())
+def gated_sum(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Eq. 5 in one kernel: [B, S, H, Dv] from three of that shape and gates [B, S, H, 3]."""
+    return cast(torch.Tensor, _module("triton", "gates").gated_sum(o_cmp, o_sel, o_win, gates))
+
+
+@gated_sum.register_fake
+def _(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    return o_cmp.new_empty(o_cmp.shape)
+
+
+@torch.library.custom_op("nsa::gated_sum_backward", mutates_args=())
+def gated_sum_backward(
+    grad: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the outputs and of the gates."""
+    return _contiguous(*_module("triton", "gates").gated_sum_backward(grad, o_cmp, o_sel, o_win, gates))
+
+
+@gated_sum_backward.register_fake
+def _(grad: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> Any:
+    return _like(o_cmp, o_sel, o_win, gates)
+
+
+def _gated_sum_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gated_sum_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    return gated_sum_backward(grad, *ctx.saved_tensors)
+
+
+gated_sum.register_autograd(_gated_sum_backward, setup_context=_gated_sum_setup)
+
+
 class Operators:
     """One backend's branches, called as `nsa.kernels.reference`'s are."""
 
@@ -256,3 +295,9 @@ class Operators:
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
         """As `reference.sliding`."""
         return sliding(q, k, v, min(w, q.shape[1]), scale, self.backend)[0]
+
+    def gated_sum(self, out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
+        """As `reference.gated_sum`."""
+        if self.backend == "triton":
+            return gated_sum(out["cmp"], out["sel"], out["win"], gates)
+        return reference.gated_sum(out, gates)

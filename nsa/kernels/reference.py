@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select
 
-__all__ = ["compressed", "select", "selected", "sliding"]
+__all__ = ["compressed", "gated_sum", "probabilities", "select", "selected", "sliding", "weighted"]
 
 
 def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
@@ -73,3 +74,13 @@ def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale:
     """Attention over the last ``w`` tokens, the query's own included."""
     visible = blocks.window_visible(q.shape[1], w, q.device)
     return weighted(probabilities(q, k, visible, scale), v)
+
+
+def gated_sum(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
+    """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed."""
+    g = dict(zip(BRANCHES, gates.unsqueeze(-1).unbind(-2), strict=True))
+    total = g["cmp"] * out["cmp"]
+    branch: Branch
+    for branch in ("sel", "win"):
+        total = torch.addcmul(total, g[branch], out[branch])
+    return total

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select
-from nsa.kernels.reference import compressed
+from nsa.kernels.reference import compressed, gated_sum
 
-__all__ = ["compressed", "select", "selected", "sliding"]
+__all__ = ["compressed", "gated_sum", "select", "selected", "sliding"]
 
 
 def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:

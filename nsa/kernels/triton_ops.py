@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from nsa.kernels import blocks, triton_selected, triton_strided
+from nsa.kernels import blocks, triton_gates, triton_selected, triton_strided
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -303,3 +303,32 @@ def selected_backward(
             L_SEL=l_sel, D=width, PD=_padded(width), BN=16, num_warps=2,
         )  # fmt: skip
     return dq, dk, dv
+
+
+# --- the gates --------------------------------------------------------------------------------------------------------
+
+
+def gated_sum(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Eq. 5, from outputs [B, S, H, Dv] and gates [B, S, H, 3]."""
+    outputs = [x.contiguous() for x in (o_cmp, o_sel, o_win)]
+    out = torch.empty_like(outputs[0])
+    rows, width = out.numel() // out.shape[-1], out.shape[-1]
+    _launch(
+        triton_gates.gated_sum, (triton.cdiv(rows, 32),), out, *outputs, gates.contiguous(), out, rows, D=width,
+        PD=_padded(width), BLOCK=32,
+    )  # fmt: skip
+    return out
+
+
+def gated_sum_backward(
+    grad: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the outputs and of the gates."""
+    inputs = [x.contiguous() for x in (o_cmp, o_sel, o_win, gates)]
+    found = [torch.empty_like(x) for x in inputs]
+    rows, width = o_cmp.numel() // o_cmp.shape[-1], o_cmp.shape[-1]
+    _launch(
+        triton_gates.gated_sum_backward, (triton.cdiv(rows, 32),), grad, grad.contiguous(), *inputs, *found, rows, D=width,
+        PD=_padded(width), BLOCK=32,
+    )  # fmt: skip
+    return found[0], found[1], found[2], found[3]

@@ -74,6 +74,8 @@ def record_launches(
     for form in (triton_ops.by_query, triton_ops.by_block):
         out, lse = form(q, k, v, chosen, 64, 16, 0.1)
     triton_ops.selected_backward(do, q, k, v, out, lse, chosen, 64, 16, 0.1)
+    gates = tensor(1, S, H, 3)
+    triton_ops.gated_sum_backward(triton_ops.gated_sum(do, do, do, gates), do, do, do, gates)
     return [*window, *found.values()]
 
 

@@ -24,6 +24,7 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, shape: str, capability: in
     assert {launch.name for launch in launches} == {
         "strided_forward", "strided_dq", "strided_dkv", "block_importance", "row_dot", "select_blocks", "list_picks",
         "list_queries", "selected_by_query", "selected_by_block", "merge_parts", "selected_dq", "selected_dkv", "sum_segments",
+        "gated_sum", "gated_sum_backward",
     }  # fmt: skip
     for launch in launches:
         code = compile_for(launch, capability)

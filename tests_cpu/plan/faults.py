@@ -54,11 +54,11 @@ class WaitInBackward(torch.autograd.Function):
 
 
 def _deadlock_in_selection() -> None:
-    from nsa.kernels import sdpa
+    from nsa.kernels.ops import Operators
 
     never_released.acquire()
-    selected = sdpa.selected
-    sdpa.selected = lambda *args, **kwargs: WaitInBackward.apply(selected(*args, **kwargs))
+    selected = Operators.selected
+    Operators.selected = lambda *args, **kwargs: WaitInBackward.apply(selected(*args, **kwargs))
 
 
 def _skip_all_reduce() -> None:

@@ -1,0 +1,152 @@
+"""NSA attention on a CPU beside what else there is: forward and backward of the module, time and peak memory.
+
+    python benchmarks/attention_cpu.py --json benchmarks/results/attention_cpu.json
+
+Each figure comes from a process of its own, one thread, in rounds that take turns; the best of a round's steps, the median of the
+rounds. Memory is the process's peak above what it had with the module and its input. Contenders: nsa, our module; dense, causal
+scaled_dot_product_attention with the same heads; masked, NSA by the equations over dense masks; lucidrains, the package
+native-sparse-attention-pytorch where it is installed, up to 2048 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTENDERS = ("nsa", "dense", "masked", "lucidrains")
+LONGEST = {"masked": 2048, "lucidrains": 2048}
+DIM, HEADS, GROUPS, WIDTH = 768, 12, 2, 64
+SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
+
+
+class Dense(nn.Module):
+    """Causal attention by torch's own kernel, with the projections and the rotation that NSA has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from nsa.attention import Rotary
+
+        self.q = nn.Linear(DIM, HEADS * WIDTH, bias=False)
+        self.k, self.v = nn.Linear(DIM, GROUPS * WIDTH, bias=False), nn.Linear(DIM, GROUPS * WIDTH, bias=False)
+        self.out = nn.Linear(HEADS * WIDTH, DIM, bias=False)
+        self.rotary = Rotary(WIDTH, 10000.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        t = torch.arange(x.shape[1])
+        q, k, v = (p(x).unflatten(-1, (-1, WIDTH)) for p in (self.q, self.k, self.v))
+        q, k, v = (y.transpose(1, 2) for y in (self.rotary(q, t), self.rotary(k, t), v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+def build(contender: str) -> nn.Module:
+    """The module. Raises ImportError where it is not installed."""
+    if contender == "dense":
+        return Dense()
+    if contender == "lucidrains":
+        from native_sparse_attention_pytorch import SparseAttention
+
+        return SparseAttention(
+            dim=DIM, dim_head=WIDTH, heads=HEADS, kv_heads=GROUPS, causal=True, sliding_window_size=SIZES["w"],
+            compress_block_size=SIZES["l"], compress_block_sliding_stride=SIZES["d"],
+            selection_block_size=SIZES["l_sel"], num_selected_blocks=SIZES["n_sel"],
+        )  # fmt: skip
+    from nsa import NSAAttention
+
+    backend = "sdpa" if contender == "masked" else "auto"
+    return NSAAttention(DIM, HEADS, GROUPS, WIDTH, WIDTH, **SIZES, backend=backend)
+
+
+def memory(field: str) -> float:
+    """MiB of a field of this process's status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def measure(contender: str, length: int, steps: int) -> dict[str, float]:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module = build(contender)
+    x = torch.randn(1, length, DIM, requires_grad=True)
+    before = memory("VmRSS")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
+    seconds = []
+    for _ in range(steps + 1):
+        module.zero_grad()
+        began = time.perf_counter()
+        module(x).square().mean().backward()
+        seconds.append(time.perf_counter() - began)
+    return {"ms": 1e3 * min(seconds[1:] or seconds), "peak_mib": memory("VmHWM") - before}
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a process (default: 3)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "LENGTH"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one[0], int(arguments.one[1]), arguments.steps)))
+        return
+    absent = []
+    contenders = []
+    for contender in CONTENDERS:
+        try:
+            build(contender)
+            contenders.append(contender)
+        except ImportError as error:
+            absent.append(f"{contender}: {error}")
+    found: dict[str, dict[int, list[dict[str, float]]]] = {c: {n: [] for n in arguments.lengths} for c in contenders}
+    for length in arguments.lengths:
+        for _ in range(arguments.rounds):
+            for contender in contenders:
+                if length > LONGEST.get(contender, length):
+                    continue
+                steps = 1 if contender == "lucidrains" else arguments.steps
+                command = [sys.executable, __file__, "--one", contender, str(length), "--steps", str(steps)]
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=True, cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                )  # fmt: skip
+                found[contender][length].append(json.loads(done.stdout.splitlines()[-1]))
+    table = {
+        c: {
+            str(n): {name: round(statistics.median(f[name] for f in rounds), 1) for name in ("ms", "peak_mib")}
+            for n, rounds in by_length.items() if rounds
+        }
+        for c, by_length in found.items()
+    }  # fmt: skip
+    ratios = {
+        f"{other} / nsa": {n: round(figures["ms"] / table["nsa"][n]["ms"], 2) for n, figures in table[other].items()}
+        for other in contenders if other != "nsa"
+    }  # fmt: skip
+    figures = {
+        "forward_and_backward": table, "time_ratio": ratios, "absent": absent,
+        "shape": {"dim": DIM, "heads": HEADS, "groups": GROUPS, "width": WIDTH, **SIZES}, "threads": 1,
+        "rounds": arguments.rounds, "torch": torch.__version__,
+        "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
