@@ -26,6 +26,7 @@ from nsa.kernels import blocks
 CMP_CHUNK = 256  # queries, whose scores stay in the cache
 TILE = 64  # queries of a window's tile; with the heads of a group, rows enough for torch's kernel
 TILES_AT_ONCE = 8
+AT_ONCE = 256  # tokens; up to there one product under a mask costs less than the calls that many would
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -85,6 +86,9 @@ class Band:
 
 def _bands(S: int, w: int) -> Iterator[Band]:
     """Tiles of TILE queries: one by one while their keys begin at 0, then several at once, then what is left."""
+    if S <= AT_ONCE:
+        yield Band(0, 1, S, 0, S)
+        return
     back = -(-(w - 1) // TILE) * TILE  # keys before a tile that any of its queries may see, in whole tiles
     at = 0
     while at < S:

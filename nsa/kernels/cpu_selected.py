@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa.kernels.blocks import selected_visible
 from nsa.kernels.cpu import (
+    AT_ONCE,
     Tensors3,
     _backward,
     _forward,
@@ -156,6 +158,18 @@ def _chunks(q: torch.Tensor, k: torch.Tensor, first: int, l_sel: int) -> Iterato
         yield Chunk(q.shape[0], G, q.shape[2] // G, at, min(at + step, q.shape[1]), l_sel)
 
 
+def _chosen_mask(chosen: torch.Tensor, l_sel: int, h: int, like: torch.Tensor) -> torch.Tensor:
+    """[B*G, 1, S*h, S]: 0 where a row sees a token, else -inf."""
+    visible = selected_visible(chosen, l_sel).flatten(0, 1)  # [B*G, S, S]
+    mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
+    return mask.repeat_interleave(h, 1).unsqueeze(1)
+
+
+def _all_keys(x: torch.Tensor) -> torch.Tensor:
+    """K or V [B, S, G, D] -> [B*G, 1, S, D]."""
+    return x.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+
+
 def selected_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +179,12 @@ def selected_forward(
     """
     B, S, H, _ = q.shape
     d_v, dtype = v.shape[-1], wide(q.dtype)
+    if S <= AT_ONCE:
+        h = H // k.shape[2]
+        q, k, v = _same_width(q, k, v)
+        mask = _chosen_mask(chosen, l_sel, h, q)
+        found = _forward(_rows(q, h).unsqueeze(1), _all_keys(k), _all_keys(v), 0.0, False, attn_mask=mask, scale=scale)
+        return _unrows(found[0].squeeze(1), B, S)[..., :d_v], _unrows(found[1].squeeze(1), B, S)
     out, lse = q.new_empty(B, S, H, d_v), q.new_empty(B, S, H, dtype=dtype)
     first = covered(chosen, l_sel)
     if first:  # a window of all tokens is causal attention
@@ -198,8 +218,18 @@ def selected_backward(
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float,
 ) -> Tensors3:  # fmt: skip
     """Gradients of q, k and v; the selection has none."""
-    B, _, H, d_k = q.shape
+    B, S, H, d_k = q.shape
     d_v, dtype = v.shape[-1], wide(q.dtype)
+    if S <= AT_ONCE:
+        G = k.shape[2]
+        grad, q, k, v, out = _same_width(grad, q, k, v, out)
+        rows = [_rows(x, H // G).unsqueeze(1) for x in (grad, q, out, lse)]
+        found = _backward(
+            rows[0], rows[1], _all_keys(k), _all_keys(v), rows[2], rows[3], 0.0, False,
+            attn_mask=_chosen_mask(chosen, l_sel, H // G, q), scale=scale,
+        )  # fmt: skip
+        dk, dv = (x.squeeze(1).unflatten(0, (B, G)).transpose(1, 2) for x in found[1:])
+        return _unrows(found[0].squeeze(1), B, S)[..., :d_k], dk[..., :d_k], dv[..., :d_v]
     first = covered(chosen, l_sel)
     dq = torch.empty_like(q)
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa import nsa_attention, reference_attention
-from nsa.kernels import blocks, cpu, ops, reference
+from nsa.kernels import blocks, cpu, cpu_selected, ops, reference
 
 # Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
 TOLERANCE = {
@@ -53,9 +53,26 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
         torch.testing.assert_close(a.double(), e, rtol=backward, atol=backward)
 
 
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a long sequence is attended: tiles, chunks and lists, here so small that a short one has several of each."""
+    for module, name, value in (
+        (cpu, "AT_ONCE", 0), (cpu_selected, "AT_ONCE", 0), (cpu, "TILE", 16), (cpu, "TILES_AT_ONCE", 3), (cpu, "CMP_CHUNK", 40),
+        (cpu_selected, "QUERIES_AT_ONCE", 100), (cpu_selected, "LIST_ROWS", 24),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.parametrize("pieces", ["small", "as shipped"])
 @examples
-@given(shapes())
-def test_each_branch(z: dict[str, Any]) -> None:
+@given(z=shapes())
+def test_each_branch(z: dict[str, Any], pieces: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if pieces == "small":
+            in_small_pieces(monkeypatch)
+        check_each_branch(z)
+
+
+def check_each_branch(z: dict[str, Any]) -> None:
     torch.manual_seed(z["seed"])
     B, S, H, G, Dk, Dv = (z[name] for name in ("B", "S", "H", "G", "Dk", "Dv"))
     scale, n_cmp = Dk**-0.5, blocks.num_compressed(z["S"], z["l"], z["d"])
@@ -78,7 +95,7 @@ def test_each_branch(z: dict[str, Any]) -> None:
 
 
 @examples
-@given(shapes(), st.data())
+@given(z=shapes(), data=st.data())
 def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
     """In float64, where no rounding can change the selection. A pack is each of its sequences alone, an empty one too."""
     torch.manual_seed(z["seed"])
@@ -100,14 +117,8 @@ def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
 @pytest.mark.parametrize("chunks", ["small", "as shipped"])
 def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
     """Long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
-    from nsa.kernels import cpu_selected
-
     if chunks == "small":
-        for module, name, value in (
-            (cpu, "TILE", 16), (cpu, "TILES_AT_ONCE", 3), (cpu, "CMP_CHUNK", 40), (cpu_selected, "QUERIES_AT_ONCE", 100),
-            (cpu_selected, "LIST_ROWS", 24),
-        ):  # fmt: skip
-            monkeypatch.setattr(module, name, value)
+        in_small_pieces(monkeypatch)
     S = 700 if chunks == "small" else 1500
     inputs, exact = leaves(torch.float64, (1, S, 4, 8), (1, S, 2, 8), (1, S, 2, 6))
     compare(ops.sliding(*inputs, 150, 0.3, "cpu")[0], reference.sliding(*exact, w=150, scale=0.3), inputs, exact)
