@@ -14,8 +14,7 @@ from torch import nn
 from nsa.config import BRANCHES, Branch, ModelConfig
 from nsa.decoding import KVCache, attend
 from nsa.gate import Gate
-from nsa.kernels import blocks
-from nsa.kernels.dispatch import choose, run_branches, sum_branches
+from nsa.kernels.dispatch import check_sizes, choose, run_branches, sum_branches
 
 
 class Rotary(nn.Module):
@@ -101,12 +100,14 @@ class NSAAttention(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        for name, value in (("dim", dim), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads), ("d_k", d_k), ("d_v", d_v)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
         if n_heads % n_kv_heads:
             raise ValueError(f"n_heads={n_heads}: must be a multiple of n_kv_heads={n_kv_heads}")
-        if l % d or l_sel % d:
-            raise ValueError(f"l={l}, l_sel={l_sel}: both must be multiples of d={d}")
-        if n_sel < 1 + blocks.NUM_LOCAL:
-            raise ValueError(f"n_sel={n_sel}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)")
+        if d_k % 2:
+            raise ValueError(f"d_k={d_k}: must be even, as the rotation turns pairs")
+        check_sizes(l, d, l_sel, n_sel, w)
         if force_branch not in (None, "cmp", "sel", "win"):
             raise ValueError(f"force_branch={force_branch!r}: must be cmp, sel or win")
         self.n_heads, self.n_kv_heads, self.d_k, self.d_v = n_heads, n_kv_heads, d_k, d_v

@@ -250,17 +250,18 @@ def _check(
     k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor,
     l: int, d: int, l_sel: int, n_sel: int, w: int,
 ) -> None:  # fmt: skip
+    check_sizes(l, d, l_sel, n_sel, w)
+    for name, tensor in (("q", q), ("k_cmp", k_cmp), ("k_sel", k_sel), ("v_sel", v_sel)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}: must have 4 dimensions, [batch, tokens, heads, width]"
+            )
     B, S, H, Dk = q.shape
     G, Dv = k_sel.shape[2], v_sel.shape[3]
-    if H % G:
+    if G == 0 or H % G:
         raise ValueError(f"q has {H} heads: must be a multiple of the {G} KV heads")
-    for name, value in (("l", l), ("l_sel", l_sel)):
-        if value % d:
-            raise ValueError(f"{name}={value}: must be a multiple of d={d}")
-    if n_sel < 1 + blocks.NUM_LOCAL:
-        raise ValueError(f"n_sel={n_sel}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)")
-    if w < 1:
-        raise ValueError(f"w={w}: must be at least 1")
+    if not q.is_floating_point():
+        raise ValueError(f"q is {q.dtype}: must be a floating point dtype")
     n_cmp = k_cmp.shape[1]
     expected = {
         "k_cmp": (k_cmp, (B, n_cmp, G, Dk)), "v_cmp": (v_cmp, (B, n_cmp, G, Dv)),
@@ -271,4 +272,18 @@ def _check(
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {shape}")
         if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}: q is on {q.device}")
+            raise ValueError(f"{name} is on {tensor.device}: must be on {q.device}, as q is")
+        if tensor.dtype != q.dtype and name != "gates":
+            raise ValueError(f"{name} is {tensor.dtype}: must be {q.dtype}, as q is")
+
+
+def check_sizes(l: int, d: int, l_sel: int, n_sel: int, w: int) -> None:
+    """Raises ValueError for sizes of blocks and window that do not fit each other; the message names the one that does not."""
+    for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    for name, value in (("l", l), ("l_sel", l_sel)):
+        if value % d:
+            raise ValueError(f"{name}={value}: must be a multiple of d={d}")
+    if n_sel < 1 + blocks.NUM_LOCAL:
+        raise ValueError(f"n_sel={n_sel}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)")
