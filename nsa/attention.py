@@ -14,7 +14,7 @@ from torch import nn
 from nsa.config import BRANCHES, Branch, ModelConfig
 from nsa.decoding import KVCache, attend
 from nsa.gate import Gate
-from nsa.kernels.dispatch import check_sizes, choose, run_branches, sum_branches
+from nsa.kernels.dispatch import check_backend, check_sizes, choose, run_branches, sum_branches
 
 
 class Rotary(nn.Module):
@@ -22,12 +22,13 @@ class Rotary(nn.Module):
 
     def __init__(self, d: int, theta: float) -> None:
         super().__init__()
-        self.register_buffer("frequencies", theta ** (-torch.arange(0, d, 2).float() / d), persistent=False)
-        self.frequencies: torch.Tensor
+        self.d, self.theta = d, theta
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [B, N, heads, d] rotated to ``positions`` [N]; same shape and dtype."""
-        angles = positions.float()[:, None] * self.frequencies
+        # No buffer: `model.bfloat16()` would round the frequencies, and with them every angle.
+        frequencies = self.theta ** (-torch.arange(0, self.d, 2, device=x.device, dtype=torch.float32) / self.d)
+        angles = positions.float()[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         # (a cos - b sin, b cos + a sin) of the halves a and b, in two products.
         both, crossed = (torch.cat(pair, -1)[None, :, None].to(x.dtype) for pair in ((cos, cos), (-sin, sin)))
@@ -113,6 +114,7 @@ class NSAAttention(nn.Module):
         self.n_heads, self.n_kv_heads, self.d_k, self.d_v = n_heads, n_kv_heads, d_k, d_v
         self.l, self.d, self.l_sel, self.n_sel, self.w = l, d, l_sel, n_sel, w
         self.force_branch = force_branch
+        check_backend(backend)
         self.backend = backend
         # Told of each selection, bool [B, S, G, Ns], by who wants statistics (nsa.trace.statistics).
         self.selection_listener: Callable[[torch.Tensor], None] | None = None
@@ -155,7 +157,7 @@ class NSAAttention(nn.Module):
 
         def projected(linear: nn.Module, heads: int) -> torch.Tensor:
             found: torch.Tensor = linear(flat)
-            return found.view(B, S, heads, -1)
+            return found.view(B, S, heads, found.shape[-1] // heads) if found.dim() == 2 else found.unflatten(0, (B, S))
 
         t = torch.arange(start, start + S, device=x.device)
         q = self.rotary(projected(self.w_q, self.n_heads), t)
@@ -190,7 +192,7 @@ class NSAAttention(nn.Module):
             y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
         else:
             y = sum_branches(out, gates, self.backend)
-        return self.out(y.view(B * S, -1)).view(B, S, -1)
+        return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
 
 
 class DenseAttention(nn.Module):

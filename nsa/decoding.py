@@ -12,6 +12,7 @@ from nsa.kernels import blocks
 from nsa.kernels.reference import probabilities, weighted
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+QUERIES = 64  # at once: each gathers keys and values of its own
 
 
 class _Growing:
@@ -25,7 +26,11 @@ class _Growing:
         """All so far, ``new`` the last; a view."""
         end = self._used + new.shape[1]
         if self._buffer is None or self._buffer.shape[1] < end:
-            grown = new.new_empty(new.shape[0], max(64, 2 * end), *new.shape[2:])
+            with torch.inference_mode(
+                False
+            ):  # the next call may come under no_grad, which may not write to such tensors
+                shape = (new.shape[0], max(64, 2 * end), *new.shape[2:])
+                grown = torch.empty(shape, dtype=new.dtype, device=new.device)
             if self._buffer is not None:
                 grown[:, : self._used] = self._buffer[:, : self._used]
             self._buffer = grown
@@ -96,9 +101,11 @@ def attend(
         if "sel" in branches:
             n_blocks = blocks.num_selection(total, l_sel)
             shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, torch.float32)
-            importance = (p.sum(2, dtype=torch.float32) @ shared).transpose(1, 2)
+            with torch.autocast(q.device.type, enabled=False):
+                importance = (p.sum(2) @ shared.to(p.dtype)).transpose(1, 2)
             chosen = blocks.select(importance, l_sel, n_sel, first=start)
-            out["sel"] = _selected(q, *sel, chosen, t, l_sel, n_sel, scale)
+            parts = zip(q.split(QUERIES, 1), chosen.split(QUERIES, 1), t.split(QUERIES), strict=True)
+            out["sel"] = torch.cat([_selected(some, *sel, c, at, l_sel, n_sel, scale) for some, c, at in parts], 1)
     if "win" in branches:
         back = t[:, None] - torch.arange(total - win[0].shape[1], total, device=q.device)[None, :]
         out["win"] = weighted(probabilities(q, win[0], (back >= 0) & (back < w), scale), win[1])

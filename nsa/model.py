@@ -88,6 +88,10 @@ class NSATransformer(nn.Module):
         """With ``caches``, one a layer, tokens are those after what the caches have seen; for inference."""
         x = self.embed(tokens)
         if caches is not None:
+            if not all(isinstance(block.attn, NSAAttention) for block in self.blocks):
+                raise ValueError("caches: only attention='nsa' decodes with a KVCache")
+            if len(caches) != len(self.blocks):
+                raise ValueError(f"caches has {len(caches)} entries: must have {len(self.blocks)}, one a layer")
             for block, cache in zip(self.blocks, caches, strict=True):
                 x = block(x, cache)
             return self.head(self.norm(x))

@@ -12,6 +12,11 @@ import torch
 NUM_LOCAL = 2
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is summed in: float32 for the half types."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def num_compressed(seq_len: int, l: int, d: int) -> int:
     """How many whole compression blocks fit in ``seq_len`` tokens."""
     return max(0, (seq_len - l) // d + 1)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa.kernels import blocks
+from nsa.kernels.blocks import wide
 
 CMP_CHUNK = 256  # queries, whose scores stay in the cache
 TILE = 64  # queries of a window's tile; with the heads of a group, rows enough for torch's kernel
@@ -32,11 +33,6 @@ Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is summed in: float32 for the half types."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:

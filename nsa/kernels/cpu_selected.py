@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa.kernels.blocks import selected_visible
+from nsa.kernels.blocks import selected_visible, wide
 from nsa.kernels.cpu import (
     AT_ONCE,
     Tensors3,
@@ -23,7 +23,6 @@ from nsa.kernels.cpu import (
     _unrows,
     sliding_backward,
     sliding_forward,
-    wide,
 )  # fmt: skip
 
 QUERIES_AT_ONCE = 2048  # what is gathered and merged again and again shall stay in the cache

@@ -69,6 +69,12 @@ def why_not(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_
     return ""
 
 
+def check_backend(backend: str) -> None:
+    """Raises ValueError for a name that is no backend's."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
+
+
 def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
     """The backend that would serve a call, and why.
 
@@ -76,8 +82,7 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
     for to check against the equations. Raises ValueError for an unknown name, and for a backend that was asked for by name and
     cannot serve; the message says why.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
+    check_backend(backend)
     if backend != "auto":
         reason = why_not(backend, dtype, device, d_k, d_v)
         if reason:
@@ -123,6 +128,9 @@ def run_branches(
     ``cmp``, ``sel`` and ``win`` are (key, value) pairs, shaped as in `nsa_attention`. A branch that is not asked for
     is not computed and leaves no node in the autograd graph.
     """
+    if q.shape[0] == 0 or q.shape[1] == 0:  # nothing to attend; the inputs stay in the graph
+        empty = q.flatten(2).sum(-1)[..., None, None] + sel[1].new_zeros(1, 1, q.shape[2], sel[1].shape[-1])
+        return dict.fromkeys(branches, empty), None
     kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])
     out: dict[Branch, torch.Tensor] = {}
     chosen = None
@@ -142,7 +150,7 @@ def run_branches(
 def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor, backend: str) -> torch.Tensor:
     """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed, by the backend that made them."""
     o = out["cmp"]
-    return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1])].gated_sum(out, gates)
+    return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1])].gated_sum(out, gates.to(o.dtype))
 
 
 @torch.compiler.assume_constant_result
@@ -211,6 +219,8 @@ def nsa_attention(
             backend=backend,
         )
         parts.append(sum_branches(out, g, backend))
+    if not parts:  # a pack of empty sequences
+        return q.new_zeros(q.shape[0], 0, q.shape[2], v_sel.shape[-1])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

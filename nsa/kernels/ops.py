@@ -6,6 +6,8 @@ and dtypes alone) and a registered backward, which is an operator too. The log-s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,6 +17,17 @@ from nsa.kernels import blocks, cpu, cpu_selected, reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator's body, without the caller's autocast: what is computed in float32 shall stay so, in the backward too."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return function(*arguments)
+
+    return run
 
 
 def _module(backend: str, branch: str) -> Any:
@@ -41,6 +54,7 @@ def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("nsa::compressed", mutates_args=())
+@_plainly
 def compressed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,13 +66,14 @@ def compressed(
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
 ) -> Triple:
-    dtype = cpu.wide(q.dtype)
+    dtype = blocks.wide(q.dtype)
     n_blocks = blocks.num_selection(q.shape[1], l_sel)
     importance = q.new_empty(q.shape[0], q.shape[1], k.shape[2], n_blocks, dtype=dtype)
     return _output(q, v), q.new_empty(0 if backend == "cpu" else q.shape[:3], dtype=dtype), importance
 
 
 @torch.library.custom_op("nsa::compressed_backward", mutates_args=())
+@_plainly
 def compressed_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     l: int, d: int, scale: float, backend: str,
@@ -95,6 +110,7 @@ compressed.register_autograd(_compressed_backward, setup_context=_compressed_set
 
 
 @torch.library.custom_op("nsa::select", mutates_args=())
+@_plainly
 def select(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
     """`blocks.select` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape."""
     from nsa.kernels import triton_ops
@@ -111,6 +127,7 @@ def _(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("nsa::selected", mutates_args=())
+@_plainly
 def selected(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -136,10 +153,11 @@ def _(
     scale: float,
     backend: str,
 ) -> Pair:
-    return _output(q, v), q.new_empty(q.shape[:3], dtype=cpu.wide(q.dtype))
+    return _output(q, v), q.new_empty(q.shape[:3], dtype=blocks.wide(q.dtype))
 
 
 @torch.library.custom_op("nsa::selected_backward", mutates_args=())
+@_plainly
 def selected_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
@@ -177,6 +195,7 @@ selected.register_autograd(_selected_backward, setup_context=_selected_setup)
 
 
 @torch.library.custom_op("nsa::sliding", mutates_args=())
+@_plainly
 def sliding(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,10 +205,11 @@ def sliding(
 
 @sliding.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str) -> Pair:
-    return _output(q, v), q.new_empty(q.shape[:3], dtype=cpu.wide(q.dtype))
+    return _output(q, v), q.new_empty(q.shape[:3], dtype=blocks.wide(q.dtype))
 
 
 @torch.library.custom_op("nsa::sliding_backward", mutates_args=())
+@_plainly
 def sliding_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     w: int, scale: float, backend: str,
@@ -225,6 +245,7 @@ sliding.register_autograd(_sliding_backward, setup_context=_sliding_setup)
 
 
 @torch.library.custom_op("nsa::gated_sum", mutates_args=())
+@_plainly
 def gated_sum(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """Eq. 5 in one kernel: [B, S, H, Dv] from three of that shape and gates [B, S, H, 3]."""
     return cast(torch.Tensor, _module("triton", "gates").gated_sum(o_cmp, o_sel, o_win, gates))
@@ -236,6 +257,7 @@ def _(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torc
 
 
 @torch.library.custom_op("nsa::gated_sum_backward", mutates_args=())
+@_plainly
 def gated_sum_backward(
     grad: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -284,12 +306,12 @@ class Operators:
         scale: float,
     ) -> torch.Tensor:
         """As `reference.selected`."""
-        return selected(q, k, v, chosen, l_sel, n_sel, scale, self.backend)[0]
+        return selected(q, k, v, chosen, l_sel, min(n_sel, chosen.shape[3]), scale, self.backend)[0]
 
     def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
         """As `blocks.select`."""
         if self.backend == "triton":
-            return select(importance, l_sel, n_sel)
+            return select(importance, l_sel, min(n_sel, importance.shape[3]))
         return blocks.select(importance, l_sel, n_sel)
 
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:

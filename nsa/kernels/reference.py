@@ -9,20 +9,22 @@ import torch
 
 from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
-from nsa.kernels.blocks import select
+from nsa.kernels.blocks import select, wide
 
 __all__ = ["compressed", "gated_sum", "probabilities", "select", "selected", "sliding", "weighted"]
 
 
 def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
-    """Softmax over visible keys, zero (not NaN) for a query that sees none. [B, G, h, S, N].
+    """Softmax over visible keys, zero (not NaN) for a query that sees none. [B, G, h, S, N], float32 for the half types.
 
     q [B, S, H, Dk], k [B, N, G, Dk], visible bool broadcastable to [B, G, 1, S, N].
     """
+    q, k = q.to(wide(q.dtype)), k.to(wide(k.dtype))
     B, S, H, Dk = q.shape
     G = k.shape[2]
     grouped = q.reshape(B, S, G, H // G, Dk)
-    scores = torch.einsum("bsghd,bngd->bghsn", grouped, k) * scale
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("bsghd,bngd->bghsn", grouped, k) * scale
     if k.shape[1] == 0:
         return scores
     some = visible.any(-1, keepdim=True)
@@ -32,9 +34,10 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale
 
 
 def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """[B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv]."""
-    out = torch.einsum("bghsn,bngd->bsghd", p, v)
-    return out.flatten(2, 3)
+    """[B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv], in v's dtype."""
+    with torch.autocast(v.device.type, enabled=False):
+        out = torch.einsum("bghsn,bngd->bsghd", p, v.to(p.dtype))
+    return out.flatten(2, 3).to(v.dtype)
 
 
 def compressed(
@@ -58,7 +61,8 @@ def compressed(
     n_blocks = blocks.num_selection(S, l_sel)
     with torch.no_grad():
         shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, p.dtype)
-        importance = (p.sum(2) @ shared).transpose(1, 2)
+        with torch.autocast(q.device.type, enabled=False):
+            importance = (p.sum(2) @ shared).transpose(1, 2)
     return weighted(p, v), importance
 
 

@@ -9,6 +9,7 @@ import torch
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
+SHARED = 160 << 10  # bytes a block, less than an A100 has and more than the widest kernel takes
 
 
 def is_interpreted() -> bool:
@@ -33,4 +34,7 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
         return (
             f"the Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has {capability}"
         )
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)
+    if shared < SHARED and d_k + d_v > 320:  # sm_86 and sm_89 have 99 KiB, which the shape 192 and 128 fits
+        return f"the Triton kernels for head dims {d_k} and {d_v} need more shared memory than the {shared >> 10} KiB of this GPU"
     return ""

@@ -33,7 +33,8 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
     # To the bit what DDP does without a hook: it multiplies a gradient by 1/n as it copies it into the bucket, but
     # divides one that lives in the bucket already. These round differently when n is no power of two.
     buffer, n = bucket.buffer(), state.group.size()
-    buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
+    if n > 1:
+        buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
     work = dist.all_reduce(buffer, group=state.group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])

@@ -198,14 +198,16 @@ class Observer:
                 output = call(module, *args, **kwargs)
             except BaseException as error:
                 self._failed(error, known.name)
-                del calls[-1:]  # which is empty where a test has ended in here
+                if calls:  # a test that ended in here has emptied them
+                    calls.pop()
                 if is_root:
                     self._after_root(module, None, error)
                 raise
             number = next_number()
             if number >= nodes.due:
                 nodes.made(number, known.name)
-            del calls[-1:]
+            if calls:
+                calls.pop()
             if is_root:
                 self._after_root(module, output, None)
             return output

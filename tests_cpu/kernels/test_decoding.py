@@ -50,3 +50,14 @@ def test_gradients_are_refused() -> None:
     module = NSAAttention(32, 4, 2, 8, 8, **SIZES)
     with pytest.raises(RuntimeError, match=r"a KVCache keeps no gradients: decode under torch\.no_grad"):
         module(torch.randn(1, 4, 32), KVCache())
+
+
+def test_prefill_in_inference_mode_and_decode_under_no_grad() -> None:
+    module = NSAAttention(32, 4, 2, 8, 8, **SIZES).double()
+    x = torch.randn(1, 60, 32, dtype=torch.float64)
+    cache = KVCache()
+    with torch.inference_mode():
+        first = module(x[:, :50], cache)
+    with torch.no_grad():
+        found = torch.cat([first, *(module(part, cache) for part in x[:, 50:].split(1, 1))], 1)
+        torch.testing.assert_close(found, module(x), rtol=0, atol=1e-10)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAAttention, load_config
+from nsa.attention import Rotary
 from nsa.config import ModelConfig
 from nsa.kernels import blocks, ops
 from nsa.model import Block
@@ -116,3 +119,20 @@ def test_the_graph_is_small_at_any_length() -> None:
     print(sizes)
     assert len(sizes) == 1
     assert sizes.pop() < 60 + len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa", "reference"])
+@pytest.mark.parametrize("branch", ["cmp", "sel", "win", None])
+def test_backward_inside_autocast(backend: str, branch: Any) -> None:
+    torch.manual_seed(0)
+    module = NSAAttention(32, 4, 2, 8, 8, l=8, d=4, l_sel=16, n_sel=5, w=24, backend=backend, force_branch=branch)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(2, 100, 32)).float().square().sum().backward()
+    assert all(torch.isfinite(g).all() for g in gradients(module))
+
+
+def test_a_model_in_bfloat16_rotates_by_the_same_angles() -> None:
+    rotary = Rotary(64, 10000.0)
+    x, t = torch.randn(1, 8, 1, 64).bfloat16(), torch.arange(4096, 4104)
+    wanted = rotary(x.double(), t)
+    torch.testing.assert_close(torch.nn.Sequential(rotary).bfloat16()[0](x, t).double(), wanted, rtol=0, atol=0.1)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nsa import nsa_attention, reference_attention
 from nsa.kernels import blocks, cpu, cpu_selected, ops, reference
+from nsa.kernels.dispatch import BACKENDS
 
 # Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
 TOLERANCE = {
@@ -177,3 +178,25 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None
     assert torch.isfinite(out).all()
     for gradient in torch.autograd.grad(out.float().square().sum(), inputs, allow_unused=True, materialize_grads=True):
         assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "cpu"])
+@pytest.mark.parametrize(("B", "S"), [(1, 0), (0, 40)])
+def test_nothing_to_attend_is_no_crash(backend: str, B: int, S: int) -> None:
+    n = blocks.num_compressed(S, 8, 4)
+    inputs, _ = leaves(torch.float32, (B, S, 4, 16), *((B, m, 2, D) for m in (n, S, S) for D in (16, 8)), (B, S, 4, 3))
+    out = nsa_attention(*inputs, l=8, d=4, l_sel=16, n_sel=4, w=24, backend=backend)
+    assert out.shape == (B, S, 4, 8)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "cpu"])
+def test_half_types_select_what_float64_selects(backend: str) -> None:
+    """Scores and probabilities are float32 everywhere, under autocast too."""
+    torch.manual_seed(0)
+    n = blocks.num_compressed(1000, 32, 16)
+    (q, k, v), exact = leaves(torch.bfloat16, (1, 1000, 4, 32), (1, n, 2, 32), (1, n, 2, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = BACKENDS[backend].compressed(q, k, v, l=32, d=16, l_sel=64, scale=0.2)[1]
+    wanted = reference.compressed(*exact, l=32, d=16, l_sel=64, scale=0.2)[1]
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
