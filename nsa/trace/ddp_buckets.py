@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace import logger
@@ -23,6 +24,12 @@ class BucketHook:
     user_hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]] | None = None
     user_state: Any = None
     kept_views: bool = False
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model has a reducer of its own, without hooks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -45,7 +52,10 @@ def ensure_hook(ddp: DistributedDataParallel) -> BucketHook | None:
     state = getattr(ddp, "_nsa_bucket_hook", None)
     if state is None and not getattr(ddp, "_comm_hooks", None) and getattr(ddp, "mixed_precision", None) is None:
         state = BucketHook(ddp.process_group)
-        ddp.register_comm_hook(state, _reduce)
+        try:
+            ddp.register_comm_hook(state, _reduce)
+        except RuntimeError:  # one of torch's builtin hooks is there, which leaves no trace in Python
+            return None
         ddp._nsa_bucket_hook = state
     return state
 
@@ -61,7 +71,19 @@ def give_way_to_user_hooks() -> None:
         else:
             ours.user_state, ours.user_hook = state, hook
 
+    builtin = DistributedDataParallel._register_builtin_comm_hook
+
+    def register_builtin_comm_hook(self: DistributedDataParallel, hook_type: Any) -> None:
+        ours = getattr(self, "_nsa_bucket_hook", None)
+        if ours is None:
+            builtin(self, hook_type)
+        elif hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
+            ours.user_state, ours.user_hook = ours.group, fp16_compress_hook
+        else:
+            ours.user_state, ours.user_hook = None, None  # a plain all-reduce, as ours
+
     DistributedDataParallel.register_comm_hook = register_comm_hook
+    DistributedDataParallel._register_builtin_comm_hook = register_builtin_comm_hook
 
 
 def note_kept_gradients(root: torch.nn.Module) -> None:

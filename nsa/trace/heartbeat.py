@@ -82,7 +82,8 @@ class Heartbeat:
             f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}'
         )
         extra = f", {json.dumps(more)[1:-1]}" if more else ""
-        os.write(self._file, f"{line}{extra}}}\n".encode())
+        with contextlib.suppress(OSError):  # a full disk, say: the program that is traced goes on
+            os.write(self._file, f"{line}{extra}}}\n".encode())
 
     def _run(self) -> None:
         last_record = 0.0

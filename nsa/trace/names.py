@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+_WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
 
 def plain_name(name: str) -> str:
     """A parameter's or module's name without the prefixes that DDP, FSDP and checkpoint wrappers add."""
-    for wrapper in ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

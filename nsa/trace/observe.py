@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence import Checksums
@@ -36,7 +39,11 @@ def _is_finite(output: Any) -> bool:
     """Whether a model's output is of finite numbers; what is on a GPU, or large, counts as such: looking would cost."""
     if not isinstance(output, torch.Tensor) or output.device.type != "cpu" or output.numel() > MAX_LOOK:
         return True
-    return math.isfinite(output.detach().sum().item()) if output.is_floating_point() else True
+    try:  # a sum is quick, but one in float16 may overflow
+        finite = not output.is_floating_point() or math.isfinite(output.detach().sum(dtype=torch.float32).item())
+        return finite or bool(output.detach().isfinite().all())
+    except Exception:  # a tensor without numbers: under vmap, or fake
+        return True
 
 
 def _ignore(*_: Any, **__: Any) -> None:
@@ -61,6 +68,7 @@ class Known:
     name: str
     padded: bytes
     place: int
+    of: int = 0  # the number of modules of the root that it was named in
 
 
 _BACKWARD = Known(weakref.ref(nn.Identity()), "backward", b"", UNKNOWN)
@@ -83,11 +91,12 @@ class Observer:
     on_model: Callable[[str], None]
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
-    _model: weakref.ref[nn.Module] | None  # the root with the most trained parameters: its calls are steps
+    _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self._known = {}
+        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}  # by id of the parameter
         self._calls = []  # the modules whose call has not returned, or a backward that has not
         self._nodes = NodeCount(board)
         self.forget()
@@ -102,8 +111,9 @@ class Observer:
         self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
         self._is_finite = True
         self.parameter_names = []
+        self._remove_hooks()
         self._roots = WeakSet()
-        self._model = None
+        self._models = WeakSet()
 
     def install(self) -> None:
         """Register everything, once a process."""
@@ -148,8 +158,8 @@ class Observer:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, say
                 if not math.isfinite(loss.item()):
                     self.on_oddity("not_finite", step, value=str(loss.item()))
-        root = self._model() if self._model is not None else None
-        if isinstance(root, DistributedDataParallel) and not root.require_backward_grad_sync:
+        shared = [root for root in self._models if isinstance(root, DistributedDataParallel)]
+        if shared and not any(root.require_backward_grad_sync for root in shared):
             self.on_oddity("not_synchronised", step)
 
     def _end_step(self) -> None:
@@ -177,12 +187,16 @@ class Observer:
         self._end_step()
 
     def _wrap_calls(self) -> None:
-        call, is_compiling = nn.Module.__call__, torch.compiler.is_compiling
+        call, is_compiling, get_ident = nn.Module.__call__, torch.compiler.is_compiling, threading.get_ident
+        main = threading.main_thread().ident  # a fork of the main thread keeps it
         board, nodes, calls, known_modules = self.board, self._nodes, self._calls, self._known
 
         @functools.wraps(call)
         def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
+            # Other threads' calls are none of the main thread's, but for autograd's, while it is in a backward.
+            if get_ident() != main and not (calls and calls[0] is _BACKWARD):
+                return call(module, *args, **kwargs)
             if is_compiling():  # what is traced into a graph would be recorded once, for ever
                 return call(module, *args, **kwargs)
             is_root = not calls
@@ -216,7 +230,12 @@ class Observer:
 
     def _before_root(self, module: nn.Module) -> None:
         if module not in self._roots:
-            self._adopt(module)
+            try:
+                self._adopt(module)
+            except Exception as error:  # a model that is unlike all that we know shall run all the same
+                logger.warning(
+                    "the module %s is not traced: %s: %s", type(module).__name__, type(error).__name__, error
+                )
         if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
             if module.training and torch.is_grad_enabled():
                 self._end_step()
@@ -228,7 +247,11 @@ class Observer:
 
     def _failed(self, error: BaseException, name: str) -> None:
         if id(error) != self._failure[0]:
-            self._failure = (id(error), f"{type(error).__name__}: {error}"[:200], name)
+            try:
+                text = f"{type(error).__name__}: {error}"[:200]
+            except Exception:  # its own message cannot be made
+                text = type(error).__name__
+            self._failure = (id(error), text, name)
 
     def _after_root(self, module: nn.Module, output: Any, error: BaseException | None) -> None:
         if not self._is_model(module):
@@ -240,35 +263,57 @@ class Observer:
             self._is_finite = _is_finite(output)
 
     def _is_model(self, module: nn.Module) -> bool:
-        return self._model is not None and self._model() is module
+        return module in self._models
 
     def _adopt(self, root: nn.Module) -> None:
         """A module that is called from outside any other: learn its names, count its gradients."""
         self._roots.add(root)
         modules = list(root.named_modules())
         for place, (name, module) in enumerate(modules):
-            self._learn(module, plain_name(name) or type(module).__name__, place)
+            known = self._known.get(id(module))
+            # A part that is called by itself keeps the name that it has in the whole.
+            if known is None or known.module() is not module or known.of <= len(modules):
+                self._learn(module, plain_name(name) or type(module).__name__, place, len(modules))
         if isinstance(root, DistributedDataParallel):
             ensure_hook(root)
         self.on_model(_parallel_kind(root))
-        trained = [(plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad]
+        # Lazy parameters have no shape yet, and those of a functional call are no leaves.
+        trained = [
+            (plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad and p.is_leaf and not is_lazy(p)
+        ]
         if not trained or len(trained) < len(self.parameter_names):
             return
-        self._model = weakref.ref(root)
-        self.parameter_names = [n for n, _ in trained]
+        names = [n for n, _ in trained]
+        if len(trained) > len(self.parameter_names):
+            self._models.clear()
+            self._remove_hooks()
+        self._models.add(root)
+        # FSDP1 gathers gradients in a parameter of its own: those that have names get none that a hook would see.
+        if any(getattr(m, "_use_orig_params", False) for _, m in modules):
+            trained = []
         self.board.number("gradients_expected", len(trained))
-        self.on_names(self.parameter_names, [plain_name(n) for n, _ in modules])
+        if names != self.parameter_names:
+            self.parameter_names = names
+            self.on_names(names, [plain_name(n) for n, _ in modules])
         for index, (name, parameter) in enumerate(trained):
-            parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
+            hooked = self._hooks.get(id(parameter))
+            if hooked is None or hooked[0]() is not parameter:  # the model inside DDP, called by itself, has the same
+                handle = parameter.register_post_accumulate_grad_hook(self._arrival(index, name))
+                self._hooks[id(parameter)] = (weakref.ref(parameter), handle)
 
-    def _learn(self, module: nn.Module, name: str, place: int) -> Known:
+    def _remove_hooks(self) -> None:
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _learn(self, module: nn.Module, name: str, place: int, of: int = 0) -> Known:
         key, found = id(module), self._known
 
         def forget(gone: weakref.ref[nn.Module]) -> None:
             if key in found and found[key].module is gone:
                 del found[key]
 
-        known = Known(weakref.ref(module, forget), name, self.board.padded(name), min(place, UNKNOWN))
+        known = Known(weakref.ref(module, forget), name, self.board.padded(name), min(place, UNKNOWN), of)
         found[key] = known
         return known
 

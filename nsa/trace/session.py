@@ -26,6 +26,12 @@ class TraceSession:
         self.observer = Observer(self.board)
         self.recorder.install()
         self.observer.install()
+        os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        """A fork, such as a data loader's worker, writes on nobody's board; a rank begins on one of its own."""
+        self.observer.forget()
+        self.board.open(None, 0, 1)
 
     def begin(
         self,

@@ -1,0 +1,148 @@
+"""The observer in programs that it must not disturb, and whose steps it must count right."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.trace.names import plain_name
+from nsa.trace.session import TraceSession, installed
+from pytest_nsa.watch.board import BoardReader, BoardSnapshot
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[TraceSession]:
+    """The tracers, which once installed stay in a process, and are silent after `end`."""
+    session = installed()
+    session.begin(tmp_path, 0, 1)
+    yield session
+    session.end()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def board(folder: Path) -> BoardSnapshot:
+    found = BoardReader(folder / "board.bin").read()
+    assert found is not None
+    return found
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(4, 3)).sum().backward()
+
+
+def test_an_evaluation_of_the_inner_module_takes_nothing_over(
+    session: TraceSession, tmp_path: Path, alone: None
+) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    average = copy.deepcopy(model.module)
+    for _ in range(3):
+        step(model)
+        with torch.no_grad():
+            model.module(torch.randn(4, 3))
+            average(torch.randn(4, 3))
+    assert board(tmp_path).numbers["step"] == 3
+    assert board(tmp_path).numbers["gradients"] == board(tmp_path).numbers["gradients_expected"] == 4
+
+
+def test_a_part_called_by_itself_keeps_its_name(session: TraceSession, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 1))
+    step(model)
+    model[0](torch.randn(1, 3))
+    assert board(tmp_path).module == "0.1"
+
+
+def test_models_that_are_unlike_others_run(session: TraceSession) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    step(lazy)
+    model = nn.Linear(3, 1)
+    changed = {name: p * 2 for name, p in model.named_parameters()}  # no leaves
+    torch.func.functional_call(model, changed, torch.randn(4, 3)).sum().backward()
+    loss = lambda p, x: torch.func.functional_call(model, p, x).sum()  # noqa: E731
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.randn(5, 3))
+
+
+def test_a_shared_model_is_copied_and_saved_as_without_us(session: TraceSession, alone: None) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    step(model)
+    torch.save(model.state_dict(), io.BytesIO())
+    assert model._nsa_bucket_hook is not None
+    assert copy.deepcopy(model._nsa_bucket_hook) is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_builtin_hook_of_torch(session: TraceSession, alone: None, first: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    if not first:
+        step(model)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    step(model)
+
+
+def test_a_full_disk_ends_no_training(session: TraceSession) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    kept, session.heartbeat._file = session.heartbeat._file, os.open("/dev/full", os.O_WRONLY)
+    step(nn.Linear(3, 1))
+    os.close(session.heartbeat._file)
+    session.heartbeat._file = kept
+
+
+def test_another_thread_and_a_child_leave_the_board_alone(session: TraceSession, tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    step(model)
+    before = board(tmp_path).numbers["modules_entered"]
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self) -> None:
+            inside.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=Waits())
+    thread.start()
+    assert inside.wait(30)
+    child = os.fork()
+    if child == 0:
+        nn.Identity()(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert board(tmp_path).numbers["modules_entered"] == before
+    step(model)
+    done.set()
+    thread.join()
+    assert board(tmp_path).numbers["step"] == 2
+
+
+def test_an_exception_that_cannot_be_printed_stays_what_it_is(session: TraceSession) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    class Raises(nn.Module):
+        def forward(self) -> None:
+            raise Odd
+
+    with pytest.raises(Odd):
+        Raises()()
+
+
+def test_names_lose_wrappers_alone() -> None:
+    assert plain_name("module._orig_mod.vision_module.conv.weight") == "vision_module.conv.weight"
