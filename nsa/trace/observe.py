@@ -194,10 +194,12 @@ class Observer:
         @functools.wraps(call)
         def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
+            if (
+                is_compiling()
+            ):  # what is traced into a graph would be recorded once, for ever; nor can it ask what follows
+                return call(module, *args, **kwargs)
             # Other threads' calls are none of the main thread's, but for autograd's, while it is in a backward.
             if get_ident() != main and not (calls and calls[0] is _BACKWARD):
-                return call(module, *args, **kwargs)
-            if is_compiling():  # what is traced into a graph would be recorded once, for ever
                 return call(module, *args, **kwargs)
             is_root = not calls
             if is_root:

@@ -144,5 +144,12 @@ def test_an_exception_that_cannot_be_printed_stays_what_it_is(session: TraceSess
         Raises()()
 
 
+def test_a_compiled_model_keeps_one_graph(session: TraceSession) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 1)))
+    x = torch.randn(4, 3)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+
+
 def test_names_lose_wrappers_alone() -> None:
     assert plain_name("module._orig_mod.vision_module.conv.weight") == "vision_module.conv.weight"
