@@ -15,6 +15,7 @@ from pytest_nsa.watch.native import innermost_symbol
 from pytest_nsa.watch.stacks import ThreadStack, parse_children, parse_dump, telling_thread
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
+STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +141,18 @@ class Evidence:
     refused: str
     lost: str
     folder: Path
+
+    @property
+    def stood(self) -> bool:
+        """Whether the ranks stood still at the end. Where the host was killed that is not given: they may have been passing by."""
+        if self.stop != "host_died":
+            return True
+        boards = [r.board.numbers for r in self.ranks if not r.finished and r.board is not None]
+        if self.stood_still_s:  # the host saw it, then; whoever beat since must not have moved
+            boards = [n for n in boards if n["beat_time"] > self.stop_time]
+        elif not boards:
+            return False
+        return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     @property
     def parallel(self) -> str:

@@ -121,6 +121,7 @@ class Heartbeat:
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
             self._place, self._looks, self._moves = (0, 0), 0, 0
+            self.board.number("still_looks", 0)
             return
         main = frames.get(self._main or 0)
         if main is not None:

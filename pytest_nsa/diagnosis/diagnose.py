@@ -27,10 +27,11 @@ def refused(evidence: Evidence) -> Finding | None:
 def unknown(evidence: Evidence) -> Finding:
     """No rule fits; said with where each rank stands, and all the evidence."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
+    why = "no rule fits" if evidence.stood else "whoever ran the ranks was killed while they moved"
     return Finding(
         cause="unknown",
         ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
-        reason=f"no rule fits; {where or 'all the evidence is in the folder'}",
+        reason=f"{why}; {where or 'all the evidence is in the folder'}",
         confidence=0.0,
         facts=all_facts(evidence.ranks),
     )

@@ -167,7 +167,7 @@ def rank_exited(evidence: Evidence) -> Finding | None:
 def only_victims(evidence: Evidence) -> Finding | None:
     """All that is known are torch's complaints of lost connections; the earliest is the nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    if not errors:
+    if not errors or evidence.stop == "host_died":  # there, whoever killed the host may have killed a rank as well
         return None
     rank, error = min(errors, key=lambda pair: pair[1].time)
     complaint = error.message.strip().splitlines()[0][:200] if error.message.strip() else ""

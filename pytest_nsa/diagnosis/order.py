@@ -64,7 +64,7 @@ def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:
 
 def waiting_apart(evidence: Evidence) -> Finding | None:
     """Every rank waits, and not in the same collective: the one that is ahead went on without the one behind it."""
-    if evidence.stop not in STOPS:
+    if evidence.stop not in STOPS or not evidence.stood:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
     found = {r.rank: c for r in alive if (c := _awaited(r)) is not None}
@@ -360,7 +360,7 @@ def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankE
 
 def not_entered(evidence: Evidence) -> Finding | None:
     """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
-    if evidence.stop not in STOPS or (evidence.stop == "host_died" and not evidence.stood_still_s):
+    if evidence.stop not in STOPS or not evidence.stood:
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]
     absent = [r for r in evidence.ranks if not r.is_waiting]

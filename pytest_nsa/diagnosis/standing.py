@@ -42,7 +42,7 @@ class Why:
 
 def standing(evidence: Evidence) -> Finding | None:
     """The rank that is not where the others wait; with one rank, or none waiting, every rank that stands somewhere."""
-    if evidence.stop not in STOPS or evidence.moved_at_stop:
+    if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.stood:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
     absent = [r for r in alive if not r.is_waiting]

@@ -16,6 +16,7 @@ import pytest
 
 from pytest_nsa.artifacts import read_lines
 from pytest_nsa.testing import HEADER, read_result
+from pytest_nsa.watch.board import BoardReader
 
 SLEEPS = """
 @world_size(2)
@@ -26,6 +27,14 @@ def test_waits(group):
 """
 
 
+MOVES = """
+@world_size(2)
+def test_waits(group):
+    while True:
+        dist.all_reduce(torch.ones(1))
+"""
+
+
 def tree(pid: int) -> list[int]:
     """A process and all below it: host, zygote, ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -33,8 +42,8 @@ def tree(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    (tmp_path / "test_example.py").write_text(HEADER + SLEEPS)
+def session(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    (tmp_path / "test_example.py").write_text(HEADER + getattr(request, "param", SLEEPS))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     yield process
@@ -91,9 +100,26 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], mom
         os.kill(pid, signal.SIGKILL)
     session.wait(60)
     verdict = diagnosed(run)
-    known = moment == "standing"
-    assert verdict["cause"] == "sleeping" if known else verdict["cause"] in ("sleeping", "unknown")
+    assert verdict["cause"] in {"sleeping"} | ({"unknown"} if moment != "standing" else set()), verdict
     assert verdict["outcome"] != "PASS"
+
+
+@pytest.mark.parametrize("session", [MOVES], indirect=True)
+def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Popen[bytes]) -> None:
+    """Who is in the middle of a collective then is not stuck in it."""
+    run = tmp_path / "artifacts" / "latest"
+
+    def both_have_reduced() -> bool:
+        boards = [BoardReader(path).read() for path in run.glob("*test_waits*/rank*/board.bin")]
+        return len(boards) == 2 and all(b is not None and b.numbers["collectives_entered"] > 100 for b in boards)
+
+    wait_until(session, both_have_reduced)
+    for pid in tree(session.pid):
+        os.kill(pid, signal.SIGKILL)
+    session.wait(60)
+    verdict = diagnosed(run)
+    assert (verdict["outcome"], verdict["cause"]) == ("FAIL", "unknown")
+    assert "was killed while they moved; rank 0 at test_example.py:" in str(verdict["reason"])
 
 
 def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:
