@@ -5,6 +5,8 @@ Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from nsa.config import BRANCHES, Branch, ModelConfig
 from nsa.decoding import KVCache, attend
 from nsa.gate import Gate
-from nsa.kernels.dispatch import check_backend, check_sizes, choose, run_branches, sum_branches
+from nsa.kernels.dispatch import check_backend, check_sizes, choose, pack_ends, run_branches, sum_branches
 
 
 class Rotary(nn.Module):
@@ -145,29 +147,55 @@ class NSAAttention(nn.Module):
             stop_gate_gradient=m.stop_gate_gradient, rope_theta=m.rope_theta, backend=m.backend,
         )  # fmt: skip
 
-    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        """With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled."""
+    def forward(
+        self, x: torch.Tensor, cache: KVCache | None = None, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [B, S, dim] -> [B, S, dim].
+
+        With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled. With
+        ``cu_seqlens`` (int [n + 1], B = 1) x are packed sequences, of which none sees another; ValueError if they do not fit.
+        """
         B, S, _ = x.shape
         start = 0 if cache is None else cache.length
         if cache is not None and torch.is_grad_enabled():
             raise RuntimeError("a KVCache keeps no gradients: decode under torch.no_grad() or torch.inference_mode()")
-        flat = x.flatten(
-            0, 1
-        )  # once: a Linear of three dimensions does it for itself, with two nodes of the graph each
+        # Once: a Linear of three dimensions does it for itself, with two nodes of the graph each.
+        flat = x.flatten(0, 1)
 
         def projected(linear: nn.Module, heads: int) -> torch.Tensor:
             found: torch.Tensor = linear(flat)
-            return found.view(B, S, heads, found.shape[-1] // heads) if found.dim() == 2 else found.unflatten(0, (B, S))
+            return found.view(B, S, heads, math.prod(found.shape[1:]) // heads)
 
         t = torch.arange(start, start + S, device=x.device)
         q = self.rotary(projected(self.w_q, self.n_heads), t)
         k_sel, k_win, k_cmp = (projected(p, self.n_kv_heads) for p in (self.k_sel, self.k_win, self.k_cmp))
         v_sel, v_win, v_cmp = (projected(p, self.n_kv_heads) for p in (self.v_sel, self.v_win, self.v_cmp))
-        k_sel, k_win = self.rotary(k_sel, t), self.rotary(k_win, t)
+        tensors = (q, k_cmp, v_cmp, self.rotary(k_sel, t), v_sel, self.rotary(k_win, t), v_win)
+        gates = projected(self.gate, self.n_heads)
+        if cu_seqlens is None:
+            y = self._attend(*tensors, gates, start=start, cache=cache)
+        else:
+            if cache is not None:
+                raise ValueError("cu_seqlens: a KVCache is of sequences that are not packed")
+            ends = pack_ends(cu_seqlens, B, S)
+            parts = [
+                self._attend(*(one[:, a:b] for one in (*tensors, gates)), start=a, cache=None)
+                for a, b in itertools.pairwise(ends)
+                if b > a
+            ]
+            y = torch.cat(parts, dim=1) if parts else q.new_zeros(B, 0, self.n_heads, self.d_v)
+        return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
+
+    def _attend(
+        self, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
+        k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor, *, start: int, cache: KVCache | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """One sequence each, the first of whose tokens stands at ``start``; k_cmp, v_cmp [B, S, G, D] not compressed yet."""
+        S = q.shape[1]
         tail = (k_cmp, v_cmp) if cache is None else cache.tail((k_cmp, v_cmp))
         k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
-        ends = torch.arange(k_cmp.shape[1], device=x.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
+        ends = torch.arange(k_cmp.shape[1], device=q.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
         k_cmp = self.rotary(k_cmp, ends)
         cmp, sel, win = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
         if cache is not None:
@@ -177,22 +205,19 @@ class NSAAttention(nn.Module):
                 cache.add_window(win, self.w),
             )
             cache.length += S
-        gates = projected(self.gate, self.n_heads)
         forced = self.force_branch
         branches: tuple[Branch, ...] = (forced,) if forced else BRANCHES
         sizes = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
         scale = self.d_k**-0.5
-        if start:
+        if cache is not None and start:
             out, chosen = attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=branches)
         else:
             out, chosen = run_branches(q, cmp, sel, win, **sizes, scale=scale, backend=self.backend, branches=branches)
         if chosen is not None and self.selection_listener is not None:
             self.selection_listener(chosen)
         if forced:
-            y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-        else:
-            y = sum_branches(out, gates, self.backend)
-        return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
+            return out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+        return sum_branches(out, gates, self.backend)
 
 
 class DenseAttention(nn.Module):
@@ -207,12 +232,21 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(m.n_heads * m.d_v, m.dim, bias=False)
         self.rotary = Rotary(m.d_k, m.rope_theta)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1], B = 1) packed sequences."""
         S = x.shape[1]
         t = torch.arange(S, device=x.device)
         q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, -1)), t)
         k = self.rotary(self.w_k(x).unflatten(-1, (self.n_kv_heads, -1)), t)
         v = self.w_v(x).unflatten(-1, (self.n_kv_heads, -1))
         kernels = choose(self.backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
-        y = kernels.sliding(q, k, v, w=S, scale=q.shape[-1] ** -0.5)  # a window of S tokens is causal attention
+        ends = [0, S] if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
+        parts = [
+            kernels.sliding(
+                q[:, a:b], k[:, a:b], v[:, a:b], w=b - a, scale=q.shape[-1] ** -0.5
+            )  # a window of all tokens
+            for a, b in itertools.pairwise(ends)
+            if b > a
+        ]
+        y = torch.cat(parts, dim=1) if parts else q.new_zeros(x.shape[0], 0, self.n_heads, v.shape[-1])
         return self.out(y.flatten(-2))

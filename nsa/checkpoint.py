@@ -1,98 +1,266 @@
-"""Checkpoints: everything a run needs to go on, written beside and renamed, loaded with ``weights_only=True``."""
+"""Checkpoints: everything a run needs to go on, by torch.distributed.checkpoint: each rank writes its share.
+
+``checkpoints/step_00000003/`` is written as ``step_00000003.partial`` and renamed when whole, then ``latest`` is made to name
+it: whoever is killed at whatever moment leaves a whole one behind. Its ``checkpoint.json`` says what is in it, with the size
+and CRC-32 of each file. It can be loaded by another number of ranks, and under another way to share the model.
+"""
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import json
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from nsa.config import ConfigError
+from nsa.config import Config, ConfigError
+from nsa.data.packing import Position
+from nsa.safe_reader import SafePlanner, SafeReader
+from nsa.writing import write_whole
 
-KEEP = 3
-FIELDS = {"step", "batches", "model", "optimizer", "rng"}
+SCHEMA = 1
+DESCRIPTION = "checkpoint.json"
+_CHUNK = 1 << 24  # bytes
 
 
-def save(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, batches: int, rank: int
-) -> Path | None:
-    """Write ``step_{N}.pt`` and point ``latest`` at it; every rank calls this, rank 0 writes.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """What ``checkpoint.json`` says. ``files`` has (bytes, CRC-32) by name."""
 
-    Under FSDP the full state is gathered (a collective). The oldest beyond KEEP are removed.
+    step: int
+    position: Position
+    world_size: int
+    parallel: str
+    model: dict[str, Any]
+    torch: str
+    files: dict[str, tuple[int, int]]
+
+
+class Checkpointer:
+    """Saves into ``folder``; made by all ranks together, and each call is a collective of theirs.
+
+    ``asynchronous``: `save` returns once the state is copied to host memory, and `poll` says when it is on disk.
+    ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank; a failed save leaves the others as they were.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
-    if rank != 0:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        "step": step,
-        "batches": batches,
-        "model": weights,
-        "optimizer": moments,
-        "rng": torch.get_rng_state(),
-    }
-    target = folder / f"step_{step:08d}.pt"
-    partial = target.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(target)
-    pointer = folder / "latest.partial"
-    pointer.write_text(target.name + "\n", encoding="utf-8")
-    pointer.rename(folder / "latest")
-    for old in sorted(folder.glob("step_*.pt"))[:-KEEP]:
-        old.unlink()
-    return target
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        rank: int,
+        world_size: int,
+        on_saved: Callable[[Path], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        self.folder, self.config, self.rank, self.world_size = folder, config, rank, world_size
+        self.on_saved, self.on_failed = on_saved, on_failed
+        self._running: tuple[Future[Any], Path, Description] | None = None
+        # Its own group: the writing thread's collectives must not mix with those of the training; and on CPU, as dcp's are.
+        is_apart = dist.is_initialized() and (config.checkpoint.asynchronous or dist.get_backend() != "gloo")
+        self._group = dist.new_group(backend="gloo") if is_apart else None
+        if rank == 0:
+            for left in (*folder.glob("step_*.partial"), *folder.glob("step_*.removed")):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
+        """Write the state after ``step``. A save that still runs is waited for first."""
+        self.poll(wait=True)
+        partial = self.folder / f"step_{step:08d}.partial"
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "random": _random_state(self.rank)}
+        be_quiet_about_one_process()
+        description = Description(
+            step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
+            torch.__version__, {},
+        )  # fmt: skip
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            writer = dcp.FileSystemWriter(partial)
+            if self.config.checkpoint.asynchronous:
+                running = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+                assert isinstance(running, Future)
+                self._running = running, partial, description
+                return
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+            self._finish(partial, description)
+        except (OSError, CheckpointException) as error:
+            self._failed(partial, error)
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Whether a save that runs has come to its end: then it is named, or its failure told."""
+        if self._running is None or not (wait or self._running[0].done()):
+            return
+        running, partial, description = self._running
+        self._running = None
+        try:
+            running.result()
+            self._finish(partial, description)
+        except (OSError, CheckpointException) as error:
+            self._failed(partial, error)
+
+    def _finish(self, partial: Path, description: Description) -> None:
+        """Rank 0: all ranks have written, says dcp. Name it, then remove the oldest."""
+        if self.rank != 0:
+            return
+        files = {path.name: _size_and_crc(path) for path in sorted(partial.iterdir())}
+        described = dataclasses.asdict(dataclasses.replace(description, files=files))
+        write_whole(partial / DESCRIPTION, json.dumps({"schema": SCHEMA, **described}, indent=1) + "\n")
+        target = partial.with_suffix("")
+        if target.exists():  # a run that went on from an earlier step comes here again
+            _remove(target)
+        partial.rename(target)
+        write_whole(self.folder / "latest", target.name + "\n")
+        for old in _saved(self.folder)[: -self.config.checkpoint.keep]:
+            _remove(old)
+        self.on_saved(target)
+
+    def _failed(self, partial: Path, error: BaseException) -> None:
+        causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
+        reason = "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error)
+        if self.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.on_failed(f"{partial.with_suffix('').name} could not be saved: {' '.join(reason.split())[:200]}")
 
 
-def find(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named."""
+def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
+    """The checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named.
+
+    ``verify`` reads it all. Raises ConfigError for one that is damaged, naming it and the whole one before it.
+    """
     if resume == "none":
         return None
     if resume != "auto":
         path = Path(resume)
-        if not path.is_file():
-            raise ConfigError(f"--resume {resume!r}: no such file; give auto, none or a checkpoint (step_*.pt)")
-        return path
-    pointer = folder / "latest"
-    if not pointer.is_file():
-        return None
-    path = folder / pointer.read_text(encoding="utf-8").strip()
-    if not path.is_file():
-        raise ConfigError(f"--resume auto: {pointer} names {path.name}, which is not there; give --resume PATH")
+        if not path.is_dir():
+            raise ConfigError(f"--resume {resume!r}: no such folder; give auto, none or a checkpoint (step_*)")
+    else:
+        saved = _saved(folder)
+        named = (
+            folder / (folder / "latest").read_text(encoding="utf-8").strip() if (folder / "latest").exists() else None
+        )
+        found = named if named in saved else saved[-1] if saved else None
+        if found is None:
+            return None
+        path = found
+    wrong = damage(path) if verify else ""
+    if wrong:
+        before = next((p for p in reversed(_saved(path.parent)) if p < path and not damage(p)), None)
+        advice = f"give --resume {before}, which is whole" if before else "no whole one is before it"
+        raise ConfigError(f"checkpoint {str(path)!r}: {wrong}; {advice}")
     return path
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Restore model, optimizer and RNG; returns (step, batches taken). ConfigError for a file that is no checkpoint."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint's files, '' when nothing is. Reads all of them."""
+    try:
+        described = describe(path)
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
+    for name, (size, crc) in described.files.items():
+        try:
+            found = _size_and_crc(path / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != (size, crc):
+            return (
+                f"{name} is damaged ({found[0]} bytes, {size} were written)"
+                if found[0] != size
+                else f"{name} is damaged"
+            )
+    return ""
 
+
+def describe(path: Path) -> Description:
+    """What is in a checkpoint. ConfigError for a folder that is none."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:120]
+        fields = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        if fields.pop("schema") != SCHEMA:
+            raise ValueError
+        files = {name: tuple(entry) for name, entry in fields.pop("files").items()}
+        position = Position.from_json(fields.pop("position"))
+        return Description(**fields, position=position, files=files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
-            f"checkpoint {str(path)!r}: cannot be read ({reason}); give --resume with another one"
+            f"checkpoint {str(path)!r}: is no checkpoint of this program; give a step_* folder that --save-every wrote"
         ) from None
-    if not isinstance(state, dict) or set(state) != FIELDS:
-        raise ConfigError(
-            f"checkpoint {str(path)!r}: is no checkpoint of this program; give a step_*.pt that --save-every wrote"
-        )
-    options = StateDictOptions(full_state_dict=True)
+
+
+def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Restore model, optimizer and this rank's random state; a collective. ConfigError for a model of another shape."""
+    described = describe(path)
+    _refuse_another_model(path, described, config)
+    be_quiet_about_one_process()
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    reader = SafeReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}
+    if random:  # ranks beyond those that saved have none
+        state["random"] = random
     try:
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-        )
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        dcp.load(state, storage_reader=reader, planner=SafePlanner())
+    except CheckpointException as error:
+        causes = "; ".join(sorted({str(cause[0]) for cause in error.failures.values()}))
         raise ConfigError(
-            f"checkpoint {str(path)!r}: does not fit this model ({reason}); use its configuration"
+            f"checkpoint {str(path)!r}: cannot be loaded ({' '.join(causes.split())[:200]}); give --resume with another one"
         ) from None
-    torch.set_rng_state(state["rng"])
-    return int(state["step"]), int(state["batches"])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    _restore_random_state(rank, state.get("random", {}))
+
+
+def _refuse_another_model(path: Path, described: Description, config: Config) -> None:
+    mine = dataclasses.asdict(config.model)
+    free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not what it is
+    other = {name: value for name, value in described.model.items() if name not in free and mine.get(name) != value}
+    if other:
+        shown = ", ".join(f"model.{name}={value!r} (here {mine.get(name)!r})" for name, value in other.items())
+        raise ConfigError(f"checkpoint {str(path)!r}: is of another model: {shown}; use its configuration")
+
+
+def be_quiet_about_one_process() -> None:
+    """Torch warns of every save and load of a process that is alone."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _random_state(rank: int) -> dict[str, torch.Tensor]:
+    state = {f"cpu_{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state[f"cuda_{rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(rank: int, state: dict[str, torch.Tensor]) -> None:
+    if f"cpu_{rank}" in state:
+        torch.set_rng_state(state[f"cpu_{rank}"])
+    if f"cuda_{rank}" in state:
+        torch.cuda.set_rng_state(state[f"cuda_{rank}"])
+
+
+def _saved(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if path.suffix == "" and path.is_dir())
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first: half of a checkpoint must not look like one."""
+    doomed = folder.with_suffix(".removed")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa.config import Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRange:
-    """Layers start <= i < end recompute. ``reentrant`` is torch's older form; only a named scenario wants it."""
+    """Layers start <= i < end recompute. ``reentrant`` is torch's older form; only a named scenario wants it.
+
+    ``keep_selection``: which blocks a layer selected is kept (bool [B, S, G, Ns] or the indices, whatever the kernels make
+    of it), so that nothing is selected twice.
+    """
 
     start: int
     end: int
     reentrant: bool = False
+    keep_selection: bool = False
 
     def __contains__(self, layer: int) -> bool:
         return self.start <= layer < self.end
@@ -28,9 +35,19 @@ class CheckpointRange:
         if not config.train.gradient_checkpointing:
             return None
         start, end = config.train.gc_range or (0, config.model.n_layers)
-        return cls(start=start, end=end, reentrant=config.train.gc_reentrant)
+        train = config.train
+        return cls(start=start, end=end, reentrant=train.gc_reentrant, keep_selection=train.gc_keep_selection)
 
 
-def run_block(block: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
-    """``block(x)``, its inner activations dropped and recomputed in backward. x: [B, S, dim]."""
-    return checkpoint(block, x, use_reentrant=reentrant)
+def run_block(block: Callable[..., torch.Tensor], *inputs: Any, recompute: CheckpointRange) -> torch.Tensor:
+    """``block(*inputs)``, its inner activations dropped and recomputed in backward. The first input and the output: [B, S, dim]."""
+    if recompute.keep_selection:
+        keep = functools.partial(create_selective_checkpoint_contexts, _keep_selection)
+        return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep)
+    return checkpoint(block, *inputs, use_reentrant=recompute.reentrant)
+
+
+def _keep_selection(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if getattr(operator, "_name", "").startswith("nsa::select."):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -6,22 +6,18 @@ Nothing here imports torch, so that a bad value is refused before anything expen
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range
+
+__all__ = ["Config", "ConfigError", "load_config", "parse_layer_range", "validate"]
+
 Branch = Literal["cmp", "sel", "win"]
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used. The message is one line: what, its value, and the right form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +50,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward."""
+    """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward; with
+    ``gc_keep_selection`` they keep which blocks they selected. Figures are read from the device, which waits for it, and
+    written every ``log_every`` steps. ``compile``: each block by torch.compile.
+    """
 
     steps: int = 100
     batch_size: int = 1
@@ -72,24 +71,37 @@ class TrainConfig:
     gradient_checkpointing: bool = True
     gc_range: tuple[int, int] | None = None
     gc_reentrant: bool = False
+    gc_keep_selection: bool = False
+    log_every: int = 1
     watchdog_s: float = 120.0
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder)."""
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
+    there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
+    ``boundaries``: no token attends to another document. ``workers`` processes a rank read ahead (0: none).
+    """
 
     dataset: str = "synthetic"
     path: str | None = None
-    tokenizer: Literal["byte"] = "byte"
+    hub: str | None = None
+    tokenizer: str = "byte"
+    boundaries: bool = False
+    workers: int = 1
     prefetch: int = 4
+    max_bad_rows: int = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How ranks share the work; the DDP options keep DDP's own names."""
+    """How ranks share the work; the DDP options keep DDP's own names. ``average``: no wrapper, gradients are averaged by hand
+    after backward. ``no_sync``: accumulation reduces in its last micro-step only. ``safe``: every known mitigation at once
+    (`SAFE`), for a run that has to go on tonight.
+    """
 
-    mode: Literal["none", "ddp", "fsdp"] = "none"
+    mode: Literal["none", "ddp", "fsdp", "average"] = "none"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     static_graph: bool = False
     find_unused_parameters: bool = False
@@ -97,6 +109,9 @@ class ParallelConfig:
     gradient_as_bucket_view: bool = True
     bucket_cap_mb: float = 25.0
     fsdp_version: Literal[1, 2] = 2
+    no_sync: bool = True
+    barrier_after_backward: bool = False
+    safe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +123,19 @@ class TraceConfig:
     ddp_buckets: bool = False
     mem_dump_every: int = 0
     stats_every: int = 10
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """``every`` steps (0: never) all that a run needs to go on is written, and the newest ``keep`` stay. ``asynchronous``:
+    written while the next steps run. ``on_error``: what a full disk, say, means for the run.
+    """
+
+    every: int = 0
+    keep: int = 3
+    asynchronous: bool = False
+    on_error: Literal["stop", "continue"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +147,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     source: str = ""
 
 
@@ -128,7 +157,19 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "parallel": ParallelConfig,
     "trace": TraceConfig,
+    "checkpoint": CheckpointConfig,
 }
+
+# What safe mode sets: conservative kernels, no gradient through the gates, and DDP in its plainest form.
+SAFE: dict[str, dict[str, Any]] = {
+    "model": {"backend": "sdpa", "stop_gate_gradient": True},
+    "train": {"gc_reentrant": False, "compile": False},
+    "parallel": {
+        "find_unused_parameters": True, "static_graph": False, "broadcast_buffers": False, "gradient_as_bucket_view": False,
+        "bucket_cap_mb": 2.0, "barrier_after_backward": True,
+    },
+}  # fmt: skip
+SAFE_ENVIRONMENT = {"NCCL_P2P_DISABLE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +193,6 @@ VARIABLES: dict[str, Variable] = {
     "TORCH_BACKEND": Variable("parallel.backend", "nccl|gloo", "the process group's backend"),
     "CONFIG": Variable("", "path", "the YAML file, as --config"),
 }
-
-
-def parse_layer_range(text: str, n_layers: int | None = None) -> tuple[int, int]:
-    """Parse ``'start:end'`` (half open, in layers). Raises ConfigError with the right form."""
-    start_text, colon, end_text = text.partition(":")
-    if not colon or not start_text.strip().isdecimal() or not end_text.strip().isdecimal():
-        raise ConfigError(f"{text!r}: must be start:end in whole layers, as in '0:6' (layers 0 to 5)")
-    start, end = int(start_text), int(end_text)
-    if start >= end:
-        raise ConfigError(f"{text!r}: the range must go up, as in '0:6' (layers 0 to 5)")
-    if n_layers is not None and end > n_layers:
-        raise ConfigError(f"{text!r}: the model has {n_layers} layers; the largest range is '0:{n_layers}'")
-    return start, end
 
 
 def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
@@ -222,20 +250,20 @@ def config_path_from_environment() -> str | None:
 def unknown_variables() -> list[str]:
     """A warning for each ``NSA_*`` variable that nobody reads: usually a typing error."""
     unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES)
-    return [f"{name} is not a variable of this program{_did_you_mean(name, VARIABLES)}" for name in unknown]
+    return [f"{name} is not a variable of this program{did_you_mean(name, VARIABLES)}" for name in unknown]
 
 
 def _merge_tree(values: dict[str, dict[str, Any]], tree: Mapping[str, Any], where: str) -> None:
     for section, entries in tree.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{where}: unknown section {section!r}{_did_you_mean(str(section), SECTIONS)}")
+            raise ConfigError(f"{where}: unknown section {section!r}{did_you_mean(str(section), SECTIONS)}")
         if not isinstance(entries, Mapping):
             raise ConfigError(f"{where}: section {section!r} must hold key: value pairs, got {entries!r}")
-        names = _field_names(SECTIONS[section])
+        names = field_names(SECTIONS[section])
         for key, value in entries.items():
             if key not in names:
-                raise ConfigError(f"{where}: unknown key {section}.{key}{_did_you_mean(str(key), names)}")
-            values[section][key] = _convert(SECTIONS[section], key, value, f"{where}: {section}.{key}")
+                raise ConfigError(f"{where}: unknown key {section}.{key}{did_you_mean(str(key), names)}")
+            values[section][key] = convert(SECTIONS[section], key, value, f"{where}: {section}.{key}")
 
 
 def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, str]) -> None:
@@ -249,7 +277,7 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
         if not variable.target:
             continue
         section, key = variable.target.split(".")
-        values[section][key] = _convert(SECTIONS[section], key, text, f"{name}={text!r}", from_text=True)
+        values[section][key] = convert(SECTIONS[section], key, text, f"{name}={text!r}", from_text=True)
         if name == "NSA_GC_RANGE":
             values["train"]["gradient_checkpointing"] = True
 
@@ -267,80 +295,22 @@ def _use_flash(text: str) -> dict[str, Any]:
 
 
 def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, Any]) -> None:
-    owners = {key: section for section, cls in SECTIONS.items() for key in _field_names(cls)}
+    owners = {key: section for section, cls in SECTIONS.items() for key in field_names(cls)}
     for name, value in overrides.items():
         if name in SECTIONS:
             _merge_tree(values, {name: value}, "override")
             continue
         section, _, key = name.rpartition(".")
         section = section or owners.get(key, "")
-        if section not in SECTIONS or key not in _field_names(SECTIONS[section]):
-            raise ConfigError(f"override: unknown key {name!r}{_did_you_mean(key, owners)}")
-        values[section][key] = _convert(SECTIONS[section], key, value, f"override {name}={value!r}")
-
-
-def _field_names(cls: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(cls)]
-
-
-def _did_you_mean(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-
-
-def _convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = False) -> Any:
-    """Value as the field's type, or ConfigError. ``from_text``: environment variables are strings."""
-    kind = typing.get_type_hints(cls)[key]
-    optional = typing.get_origin(kind) in (types.UnionType, typing.Union) and type(None) in typing.get_args(kind)
-    if optional:
-        if value is None:
-            return None
-        kind = next(k for k in typing.get_args(kind) if k is not type(None))
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            raise ConfigError(f"{where}: must be one of {', '.join(map(str, choices))}, got {value!r}")
-        return value
-    if typing.get_origin(kind) is tuple:
-        return _convert_range(value, where)
-    if kind is bool:
-        if from_text and value in ("0", "1"):
-            return value == "1"
-        if isinstance(value, bool):
-            return value
-        raise ConfigError(f"{where}: must be {'0 or 1' if from_text else 'true or false'}, got {value!r}")
-    if kind in (int, float):
-        return _convert_number(kind, value, where, from_text)
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: must be text, got {value!r}")
-    return value
-
-
-def _convert_range(value: Any, where: str) -> tuple[int, int]:
-    if isinstance(value, str):
-        try:
-            return parse_layer_range(value)
-        except ConfigError as error:
-            message = str(error).partition(": ")[2]
-            raise ConfigError(f"{where}: {message}" if repr(value) in where else f"{where}: {error}") from None
-    if isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value):
-        return parse_layer_range(f"{value[0]}:{value[1]}")
-    raise ConfigError(f"{where}: must be start:end in whole layers, as in '0:6', got {value!r}")
-
-
-def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int | float:
-    # YAML 1.1 reads 1e-4 as text, so text that is a number is one for a float field.
-    if isinstance(value, str) and (from_text or kind is float):
-        try:
-            value = kind(value)
-        except ValueError:
-            raise ConfigError(f"{where}: must be a number, got {value!r}") from None
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
-    return kind(value)
+        if section not in SECTIONS or key not in field_names(SECTIONS[section]):
+            raise ConfigError(f"override: unknown key {name!r}{did_you_mean(key, owners)}")
+        values[section][key] = convert(SECTIONS[section], key, value, f"override {name}={value!r}")
 
 
 def _build(values: dict[str, dict[str, Any]], source: str) -> Config:
+    if values["parallel"].get("safe"):
+        for section, fields in SAFE.items():
+            values[section].update(fields)
     config = Config(source=source, **{name: cls(**values[name]) for name, cls in SECTIONS.items()})
     validate(config)
     return config
@@ -370,11 +340,18 @@ def validate(config: Config) -> None:
         raise ConfigError(f"model.n_heads={m.n_heads}: must be a multiple of n_kv_heads={m.n_kv_heads}")
     if m.vocab_size < 256:
         raise ConfigError(f"model.vocab_size={m.vocab_size}: must be at least 256 (the tokenizer's tokens are bytes)")
-    if t.threads < 0 or t.warmup_steps < 0 or config.data.prefetch < 1:
-        raise ConfigError(
-            f"train.threads={t.threads}, train.warmup_steps={t.warmup_steps}: must be 0 or more; "
-            f"data.prefetch={config.data.prefetch}: must be at least 1"
-        )
+    data, kept = config.data, config.checkpoint
+    limits = (
+        ("train.threads", t.threads, 0), ("train.warmup_steps", t.warmup_steps, 0), ("train.steps", t.steps, 1),
+        ("train.batch_size", t.batch_size, 1), ("train.accumulation", t.accumulation, 1), ("train.log_every", t.log_every, 1),
+        ("data.prefetch", data.prefetch, 1), ("data.workers", data.workers, 0), ("data.max_bad_rows", data.max_bad_rows, 0),
+        ("checkpoint.every", kept.every, 0), ("checkpoint.keep", kept.keep, 1),
+    )  # fmt: skip
+    for name, value, least in limits:
+        if value < least:
+            raise ConfigError(f"{name}={value}: must be {'0 or more' if least == 0 else f'at least {least}'}")
+    if t.gc_reentrant and t.gc_keep_selection:
+        raise ConfigError("train.gc_keep_selection: needs non-reentrant checkpointing; set train.gc_reentrant: false")
     if m.d_k % 2:
         raise ConfigError(f"model.d_k={m.d_k}: must be even (rotary position embedding)")
     for name in ("l", "l_sel"):
@@ -383,10 +360,6 @@ def validate(config: Config) -> None:
     if m.n_sel < 3:
         raise ConfigError(
             f"model.n_sel={m.n_sel}: must be at least 3 (1 initial and 2 local blocks are always selected)"
-        )
-    if t.steps < 1 or t.batch_size < 1 or t.accumulation < 1:
-        raise ConfigError(
-            f"train.steps={t.steps}, batch_size={t.batch_size}, accumulation={t.accumulation}: must be at least 1"
         )
     if t.seq_len < m.l:
         raise ConfigError(

@@ -55,9 +55,12 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(m.dim, m.norm_eps)
         self.mlp = MLP(m.dim, m.mlp_hidden, m.mlp)
 
-    def forward(self, x: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        # Without a cache as any module is called: DenseAttention, say, has none.
-        x = x + (self.attn(self.norm1(x)) if cache is None else self.attn(self.norm1(x), cache))
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        # Only what is there is handed on: DenseAttention, say, knows neither.
+        given = {"cu_seqlens": cu_seqlens, "cache": cache}
+        x = x + self.attn(self.norm1(x), **{name: value for name, value in given.items() if value is not None})
         return x + self.mlp(self.norm2(x))
 
 
@@ -84,8 +87,16 @@ class NSATransformer(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: torch.Tensor, caches: Sequence[KVCache] | None = None) -> torch.Tensor:
-        """With ``caches``, one a layer, tokens are those after what the caches have seen; for inference."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        caches: Sequence[KVCache] | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """With ``caches``, one a layer, tokens are those after what the caches have seen; for inference.
+
+        With ``cu_seqlens`` (int32 [n + 1], B = 1) tokens are packed documents, of which none sees another.
+        """
         x = self.embed(tokens)
         if caches is not None:
             if not all(isinstance(block.attn, NSAAttention) for block in self.blocks):
@@ -93,14 +104,15 @@ class NSATransformer(nn.Module):
             if len(caches) != len(self.blocks):
                 raise ValueError(f"caches has {len(caches)} entries: must have {len(self.blocks)}, one a layer")
             for block, cache in zip(self.blocks, caches, strict=True):
-                x = block(x, cache)
+                x = block(x, cache=cache)
             return self.head(self.norm(x))
+        packed = () if cu_seqlens is None else (cu_seqlens,)
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):
             if recompute is not None and index in recompute:
-                x = run_block(block, x, reentrant=recompute.reentrant)
+                x = run_block(block, x, *packed, recompute=recompute)
             else:
-                x = block(x)
+                x = block(x, *packed)
         return self.head(self.norm(x))
 
 

@@ -1,8 +1,10 @@
-"""How ranks share a model: the process group, DDP, FSDP."""
+"""How ranks share a model: the process group, DDP, FSDP, or gradients averaged by hand."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -61,6 +63,48 @@ def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
 def join_group(backend: str, timeout_s: float = 1800.0) -> None:
     """Join the group that the launcher's variables describe. Waits ``timeout_s`` at most for the other ranks."""
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
+    """``module`` on all ranks as ``options.mode`` says; every rank calls this. bf16: FSDP's mixed precision."""
+    if options.mode == "ddp":
+        return wrap_ddp(module, options, device)
+    if options.mode == "fsdp":
+        return wrap_fsdp(module, options, device, bf16=bf16)
+    if options.mode == "average":
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor, src=0)
+    return module
+
+
+def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> AbstractContextManager[None]:
+    """The context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on."""
+    if not options.no_sync:
+        return nullcontext()
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+    no_sync = getattr(model, "no_sync", None)  # DDP and FSDP1
+    return nullcontext() if last or no_sync is None else no_sync()
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], cap_mb: float) -> None:
+    """Every gradient becomes its mean over all ranks, reduced in buckets of at most ``cap_mb`` MB (or one parameter)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    bucket: list[torch.Tensor] = []
+    for index, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        upcoming = gradients[index + 1] if index + 1 < len(gradients) else None
+        size = sum(g.nbytes for g in bucket)
+        if upcoming is not None and upcoming.dtype == gradient.dtype and size + upcoming.nbytes <= cap_mb * 1e6:
+            continue
+        flat = torch.cat([g.flatten() for g in bucket])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for target, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            target.copy_(mean.view_as(target))
+        bucket = []
 
 
 def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) -> nn.Module:

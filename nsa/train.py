@@ -1,13 +1,12 @@
 """``python -m nsa.train``: train a configuration, alone or under torchrun.
 
-Exit codes: 0 done, 2 a setting or file that cannot be used (one line says which), 130 interrupted.
+Exit codes: 0 done, 2 a setting or file that cannot be used (one line says which), 75 stopped by SIGTERM with a checkpoint
+(start it again with --resume auto), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.config import (
+    SAFE_ENVIRONMENT,
     Config,
     ConfigError,
     config_path_from_environment,
@@ -63,7 +63,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="how many steps, instead of train.steps")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: --parallel ddp; 0: --parallel none")
-    parser.add_argument("--parallel", choices=("none", "ddp", "fsdp"), help="how ranks share the work")
+    parser.add_argument("--parallel", choices=("none", "ddp", "fsdp", "average"), help="how ranks share the work")
+    parser.add_argument("--safe", action="store_true", help="every known mitigation at once, for a run that must go on")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: train.device")
     parser.add_argument(
         "--out",
@@ -71,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where metrics, checkpoints and traces go (default: artifacts/train_TIME)",
     )
     parser.add_argument(
-        "--save-every", type=int, default=0, metavar="K", help="checkpoint every K steps (default: 0, never)"
+        "--save-every", type=int, metavar="K", help="checkpoint every K steps (default: checkpoint.every; 0: never)"
     )
     parser.add_argument(
         "--resume", default="none", metavar="auto|none|PATH", help="go on from a checkpoint (default: none)"
@@ -79,7 +80,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: must be at least 1")
-    if arguments.save_every < 0:
+    if arguments.save_every is not None and arguments.save_every < 0:
         parser.error(f"--save-every {arguments.save_every}: must be 0 or more")
     if arguments.ddp and arguments.parallel and (arguments.ddp == "1") != (arguments.parallel == "ddp"):
         parser.error(f"--ddp {arguments.ddp} and --parallel {arguments.parallel} contradict each other; give one")
@@ -92,6 +93,10 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides["data.dataset"] = arguments.dataset
     if arguments.steps:
         overrides["train.steps"] = arguments.steps
+    if arguments.save_every is not None:
+        overrides["checkpoint.every"] = arguments.save_every
+    if arguments.safe:
+        overrides["parallel.safe"] = True
     if arguments.device:
         overrides["train.device"] = arguments.device
     if arguments.parallel or arguments.ddp:
@@ -100,8 +105,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(config: Config, arguments: argparse.Namespace) -> int:
-    from nsa import checkpoint
-    from nsa.data import open_source
+    from nsa.data import Position, open_source
     from nsa.parallel import choose_backend, choose_device, launched_ranks
 
     rank, world_size, local_rank = launched_ranks()
@@ -111,27 +115,43 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         )
     device = choose_device(config.train.device, local_rank)
     backend = choose_backend(config.parallel.backend, device, world_size)
-    source = open_source(config, rank, world_size)  # before any group starts: a bad file is refused here
-    if arguments.resume not in ("none", "auto"):
-        checkpoint.find(Path(), arguments.resume)
+    source = open_source(config)  # before any group starts: a bad file is refused here
+    _boot_lines(config, arguments, rank)
+
+    from nsa import checkpoint, loop
+    from nsa.data import Loader
+    from nsa.parallel import RankInfo
+
+    resumed = checkpoint.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
+    if resumed is None and arguments.resume == "auto" and rank == 0:
+        _say(f"[train] resume=auto: no checkpoint in {_checkpoints(arguments)}, starting at step 1")
+    position = Position() if resumed is None else checkpoint.describe(resumed).position
+    loader = Loader(config, source, position, rank, world_size)
 
     import torch
 
-    from nsa.parallel import RankInfo
-
-    if config.train.threads and device.type == "cpu":
-        torch.set_num_threads(config.train.threads)
+    if config.parallel.safe:
+        os.environ.update(SAFE_ENVIRONMENT)
+    loop.set_threads(config, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     info = RankInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
-    _boot_lines(config, arguments, rank)
     if config.parallel.mode != "none":
         _join(backend, world_size)
     try:
-        return _loop(config, arguments, info, source, _folder(arguments.out, info))
+        return loop.run(config, info, loader, _folder(arguments.out, info), resumed)
     finally:
+        loader.close()
         if config.parallel.mode != "none":
             torch.distributed.destroy_process_group()
+
+
+def _checkpoints(arguments: argparse.Namespace) -> Path:
+    if arguments.resume == "auto" and not arguments.out:
+        raise ConfigError(
+            "--resume auto: which run? give its folder with --out DIR, or a checkpoint with --resume PATH"
+        )
+    return Path(arguments.out or "") / "checkpoints"
 
 
 def _join(backend: str, world_size: int) -> None:
@@ -188,80 +208,6 @@ def checkpointing_text(config: Config) -> str:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _listen_to_traces(folder: Path, rank: int) -> None:
-    """`nsa.trace` speaks on stdout and in traces.log; on ranks above 0 only of what belongs to a rank."""
-    trace_log = logging.getLogger("nsa.trace")
-    trace_log.setLevel(logging.INFO)
-    trace_log.propagate = False
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    handlers.append(
-        logging.FileHandler(folder / ("traces.log" if rank == 0 else f"traces_rank{rank}.log"), encoding="utf-8")
-    )
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        if rank != 0:
-            handler.addFilter(lambda record: record.getMessage().startswith("[DDP]"))
-        trace_log.addHandler(handler)
-
-
-def _loop(config: Config, arguments: argparse.Namespace, info: RankInfo, source: Any, folder: Path) -> int:
-    from nsa import checkpoint
-    from nsa.data import Prefetcher
-    from nsa.trace.training import trace_training
-    from nsa.trace.watchdog import Watchdog
-    from nsa.trainer import Trainer
-
-    _listen_to_traces(folder, info.rank)
-    traces = trace_training(folder, info.rank, info.world_size, config.parallel.mode.upper())
-    trainer = Trainer(config, info, folder)
-    batches = 0
-    resumed = checkpoint.find(folder / "checkpoints", arguments.resume)
-    if resumed is not None:
-        trainer.steps_done, batches = checkpoint.load(resumed, trainer.model, trainer.optimizer)
-        if info.rank == 0:
-            _say(f"[train] resumed from {resumed} after step {trainer.steps_done}")
-    elif arguments.resume == "auto" and info.rank == 0:
-        _say(f"[train] resume=auto: no checkpoint in {folder / 'checkpoints'}, starting at step 1")
-    prefetcher = Prefetcher(source, config.data.prefetch, skip=batches)
-    watchdog = Watchdog(folder, info.rank, config.train.watchdog_s)
-    metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8") if info.rank == 0 else None
-    try:
-        while trainer.steps_done < config.train.steps:
-            watchdog.feed()
-            traces.board.phase("data")
-            micro = [prefetcher.take() for _ in range(config.train.accumulation)]
-            batches += len(micro)
-            result = trainer.step(micro)
-            rate = result.tokens / result.seconds
-            if metrics is not None:
-                line = {
-                    "step": result.step, "loss": result.loss, "lr": result.lr, "tokens": result.tokens,
-                    "tokens_per_s": rate, "peak_mib": result.peak_mib, "gates": result.gates, "time": time.time(),
-                }  # fmt: skip
-                metrics.write(json.dumps(line) + "\n")
-                metrics.flush()
-                gates = " ".join(f"{name} {mean:.2f}" for name, mean in result.gates.items())
-                _say(
-                    f"[train] step {result.step}/{config.train.steps} loss {result.loss:.4f} lr {result.lr:.2e} "
-                    f"tokens/s {rate:.0f} peak {result.peak_mib:.0f} MiB gates {gates or '-'}"
-                )
-            if arguments.save_every and result.step % arguments.save_every == 0:
-                saved = checkpoint.save(
-                    folder / "checkpoints", result.step, trainer.model, trainer.optimizer, batches, info.rank
-                )
-                if saved is not None:
-                    _say(f"[train] saved {saved}")
-        if info.rank == 0:
-            _say(f"[train] done after step {trainer.steps_done}; everything is in {folder}{os.sep}")
-        return 0
-    finally:
-        watchdog.close()
-        prefetcher.close()
-        traces.end(sys.exception())
-        if metrics is not None:
-            metrics.close()
 
 
 if __name__ == "__main__":

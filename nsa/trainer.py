@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import Config
+from nsa.data.packing import Batch
 from nsa.model import build_model
-from nsa.parallel import RankInfo, wrap_ddp, wrap_fsdp
+from nsa.parallel import RankInfo, accumulating, average_gradients, share
 from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
@@ -26,7 +26,10 @@ from nsa.trace.statistics import GateStatistics, SelectionStatistics, write_dtyp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did. ``loss`` is the mean over ranks, in nats a token; ``tokens`` counts all ranks."""
+    """What a step did. ``loss`` is the mean over ranks, in nats a token; ``tokens`` counts all ranks.
+
+    ``stop_votes``: how many ranks wanted to stop (`Trainer.step`). ``seconds`` are a mean where several steps were read at once.
+    """
 
     step: int
     loss: float
@@ -35,6 +38,17 @@ class StepResult:
     seconds: float
     peak_mib: float
     gates: dict[str, float] = field(default_factory=dict)
+    stop_votes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step whose figures are still on the device."""
+
+    step: int
+    figures: torch.Tensor  # float32 [2]: loss, votes to stop
+    lr: float
+    tokens: int
 
 
 class Trainer:
@@ -50,7 +64,13 @@ class Trainer:
         self.module = (model or build_model(config)).to(ranks.device)
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
-        self.model = self._parallel(self.module)  # FSDP replaces the parameters: hooks come after it
+        if config.train.compile:
+            for block in getattr(self.module, "blocks", ()):
+                block.compile()
+        bf16 = config.train.dtype == "bf16"
+        self.model = share(
+            self.module, config.parallel, ranks.device, bf16=bf16
+        )  # FSDP replaces parameters: hooks later
         self.gradients = GradientTrace(self.module) if config.trace.grads else None
         if self.gradients:
             logger.info("[trace] grad-arrival hooks registered")
@@ -67,17 +87,11 @@ class Trainer:
             {"params": plain, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95))
+        self._unread: list[_Unread] = []
+        self._began = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
             write_dtypes(folder / "dtypes_report.txt", self.module)
-
-    def _parallel(self, module: nn.Module) -> nn.Module:
-        options, train = self.config.parallel, self.config.train
-        if options.mode == "ddp":
-            return wrap_ddp(module, options, self.ranks.device)
-        if options.mode == "fsdp":
-            return wrap_fsdp(module, options, self.ranks.device, bf16=train.dtype == "bf16")
-        return module
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine from lr to min_lr over the planned steps. ``step`` counts from 1."""
@@ -87,9 +101,13 @@ class Trainer:
         done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
         return train.min_lr + (train.lr - train.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def step(self, batches: list[torch.Tensor]) -> StepResult:
-        """Train on ``batches``, one a micro-step, each int64 [B, S + 1] on CPU; gradients are averaged over all."""
-        started = time.monotonic()
+    def step(self, batches: list[Batch], *, wants_to_stop: bool = False) -> None:
+        """Train on ``batches``, one a micro-step; gradients are averaged over all. What it came to: `read`.
+
+        Nothing waits for the device, but in steps whose statistics are written. ``wants_to_stop`` is this rank's vote.
+        """
+        if not self._unread:
+            self._began = time.monotonic()
         number = self.steps_done + 1
         wants_statistics = number == 1 or number % max(1, self.config.trace.stats_every) == 0
         self.selection.listen(wants_statistics)
@@ -101,54 +119,65 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.ranks.device)
+        figures = torch.tensor([0.0, float(wants_to_stop)], device=self.ranks.device)
         for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with self._synchronise(last):
-                loss = self.loss(batch.to(self.ranks.device, non_blocking=True))
+            with accumulating(self.model, self.config.parallel, last=index == len(batches) - 1):
+                loss = self.loss(batch)
                 (loss / len(batches)).backward()
-            total += loss.detach() / len(batches)
-        self._report_traces(number)
+            figures[0] += loss.detach() / len(batches)
+        self._after_backward(number)
         if self.config.train.grad_clip > 0:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.config.train.grad_clip)
         self.optimizer.step()
-        mean = self.mean_over_ranks(total)
+        self.sum_over_ranks(figures)
         self.steps_done = number
         self._write_statistics(number, wants_statistics)
-        tokens = sum(b.shape[0] * (b.shape[1] - 1) for b in batches) * self.ranks.world_size
-        return StepResult(
-            step=number, loss=mean, lr=lr, tokens=tokens, seconds=time.monotonic() - started,
-            peak_mib=memory.peak_mib(), gates=self.gates.means(),
-        )  # fmt: skip
+        tokens = sum(b.tokens.shape[0] * (b.tokens.shape[1] - 1) for b in batches) * self.ranks.world_size
+        self._unread.append(_Unread(number, figures, lr, tokens))
 
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats of batch[:, 1:] given batch[:, :-1]; batch int64 [B, S + 1] on the device."""
-        inputs, targets = batch[:, :-1], batch[:, 1:]
+    def read(self) -> list[StepResult]:
+        """The steps since it was last called; waits for the device."""
+        found = [unread.figures.tolist() for unread in self._unread]
+        seconds = (time.monotonic() - self._began) / max(1, len(found))
+        gates, peak, n = self.gates.means(), memory.peak_mib(), self.ranks.world_size
+        results = [
+            StepResult(
+                step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
+                gates=gates, stop_votes=round(votes),
+            )
+            for unread, (loss, votes) in zip(self._unread, found, strict=True)
+        ]  # fmt: skip
+        self._unread = []
+        return results
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Mean cross-entropy in nats of the targets, tokens[:, 1:], given the inputs, tokens[:, :-1]."""
+        tokens = batch.tokens.to(self.ranks.device, non_blocking=True)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        packed = {}
+        if self.config.data.boundaries:
+            inputs, packed = inputs.reshape(1, -1), {"cu_seqlens": batch.cu_seqlens}
         if self.steps_done == 0 and self.ranks.rank == 0:
-            logger.info("[debug] step 1: input shape %s, seq_len %d", inputs.shape, inputs.shape[1])
+            logger.info("[debug] step 1: input shape %s, seq_len %d", inputs.shape, targets.shape[1])
         bf16 = self.config.train.dtype == "bf16" and self.config.parallel.mode != "fsdp"
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=bf16):
-            logits = self.model(inputs)
+            logits = self.model(inputs, **packed)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """The mean of a scalar over all ranks; a collective when there are several."""
+    def sum_over_ranks(self, figures: torch.Tensor) -> None:
+        """Add up in place; a collective when there are several ranks."""
         if self.ranks.world_size > 1:
-            dist.all_reduce(value)
-            value = value / self.ranks.world_size
-        return value.item()
+            dist.all_reduce(figures)
 
-    def _synchronise(self, last: bool) -> AbstractContextManager[None]:
-        # DDP reduces in the last micro-step only; what came before is summed locally.
-        if not last and isinstance(self.model, DistributedDataParallel):
-            return self.model.no_sync()
-        return nullcontext()
-
-    def _report_traces(self, step: int) -> None:
+    def _after_backward(self, step: int) -> None:
         if self.gradients:
             self.gradients.report(step, self.folder / "all_missing_params.txt")
         if self.modules:
             self.modules.report(step)
+        if self.config.parallel.mode == "average":
+            average_gradients(self.module.parameters(), self.config.parallel.bucket_cap_mb)
+        if self.config.parallel.barrier_after_backward and dist.is_initialized():
+            dist.barrier()
 
     def _write_statistics(self, step: int, wanted: bool) -> None:
         every = self.config.trace.mem_dump_every

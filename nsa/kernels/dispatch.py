@@ -241,18 +241,23 @@ def reference_attention(
 
 def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:
     """(first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
-    ends = [int(v) for v in cu_seqlens.tolist()]
-    if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs batch 1, got {q.shape[0]}")
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != q.shape[1] or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens={ends}: must start at 0, never fall, and end at S={q.shape[1]}")
     spans, at = [], 0
-    for start, end in pairwise(ends):
+    for start, end in pairwise(pack_ends(cu_seqlens, q.shape[0], q.shape[1])):
         count = blocks.num_compressed(end - start, l, d)
         if end > start:
             spans.append((start, end, at, at + count))
         at += count
     return spans
+
+
+def pack_ends(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:
+    """``cu_seqlens`` as numbers. Raises ValueError where they are no packing of ``tokens`` tokens."""
+    ends = [int(v) for v in cu_seqlens.tolist()]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs batch 1, got {batch}")
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in pairwise(ends)):
+        raise ValueError(f"cu_seqlens={ends}: must start at 0, never fall, and end at S={tokens}")
+    return ends
 
 
 def _check(

@@ -111,15 +111,20 @@ compressed.register_autograd(_compressed_backward, setup_context=_compressed_set
 
 @torch.library.custom_op("nsa::select", mutates_args=())
 @_plainly
-def select(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
-    """`blocks.select` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape."""
+def select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
+    """`blocks.select`, on ``triton`` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape.
+
+    An operator on every backend, so that selective checkpointing can keep what it returns.
+    """
+    if backend != "triton":
+        return blocks.select(importance, l_sel, n_sel)
     from nsa.kernels import triton_ops
 
     return triton_ops.select(importance, l_sel, n_sel)
 
 
 @select.register_fake
-def _(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+def _(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
     return importance.new_empty(importance.shape, dtype=torch.bool)
 
 
@@ -310,9 +315,7 @@ class Operators:
 
     def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
         """As `blocks.select`."""
-        if self.backend == "triton":
-            return select(importance, l_sel, min(n_sel, importance.shape[3]))
-        return blocks.select(importance, l_sel, n_sel)
+        return select(importance, l_sel, min(n_sel, importance.shape[3]), self.backend)
 
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
         """As `reference.sliding`."""

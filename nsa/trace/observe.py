@@ -62,13 +62,23 @@ def _parallel_kind(root: nn.Module) -> str:
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A module that has been called: by ``id``, as a hook of every call can afford no more."""
+    """A module that has been called: by ``id``, as a hook of every call can afford no more.
+
+    ``of`` is the number of modules of the root that it was named in; ``is_leaf``: one of torch's own, which calls no other
+    and makes a few autograd nodes, so that nobody needs to know when it returns.
+    """
 
     module: weakref.ref[nn.Module]
     name: str
     padded: bytes
     place: int
-    of: int = 0  # the number of modules of the root that it was named in
+    of: int = 0
+    is_leaf: bool = False
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    is_torch_s = type(module).__module__.startswith("torch.nn.modules.")
+    return is_torch_s and not isinstance(module, nn.RNNBase) and next(module.children(), None) is None
 
 
 _BACKWARD = Known(weakref.ref(nn.Identity()), "backward", b"", UNKNOWN)
@@ -187,7 +197,9 @@ class Observer:
         self._end_step()
 
     def _wrap_calls(self) -> None:
-        call, is_compiling, get_ident = nn.Module.__call__, torch.compiler.is_compiling, threading.get_ident
+        call, is_compiling, get_ident = nn.Module.__call__, torch.compiler.is_dynamo_compiling, threading.get_ident
+        # What torch's __call__ does is done here at once, as each frame of Python costs; not what somebody has put in its place.
+        is_torch_s = call is getattr(nn.Module, "_wrapped_call_impl", None)
         main = threading.main_thread().ident  # a fork of the main thread keeps it
         board, nodes, calls, known_modules = self.board, self._nodes, self._calls, self._known
 
@@ -201,17 +213,27 @@ class Observer:
             # Other threads' calls are none of the main thread's, but for autograd's, while it is in a backward.
             if get_ident() != main and not (calls and calls[0] is _BACKWARD):
                 return call(module, *args, **kwargs)
+            run = (module._compiled_call_impl or module._call_impl) if is_torch_s else functools.partial(call, module)
+            known = known_modules.get(id(module))
+            if known is not None and known.is_leaf and calls:
+                board.called(known.place, known.padded)
+                try:
+                    return run(*args, **kwargs)
+                except BaseException as error:
+                    self._failed(error, known.name)
+                    raise
             is_root = not calls
             if is_root:
                 self._before_root(module)
-            known = known_modules.get(id(module)) or self._learn(module, type(module).__name__, UNKNOWN)
+                known = known_modules.get(id(module))
+            known = known or self._learn(module, type(module).__name__, UNKNOWN)
             number = next_number()
             if number >= nodes.due and calls:
                 nodes.made(number, calls[-1].name)
             calls.append(known)
             board.called(known.place, known.padded)
             try:
-                output = call(module, *args, **kwargs)
+                output = run(*args, **kwargs)
             except BaseException as error:
                 self._failed(error, known.name)
                 if calls:  # a test that ended in here has emptied them
@@ -315,7 +337,9 @@ class Observer:
             if key in found and found[key].module is gone:
                 del found[key]
 
-        known = Known(weakref.ref(module, forget), name, self.board.padded(name), min(place, UNKNOWN), of)
+        known = Known(
+            weakref.ref(module, forget), name, self.board.padded(name), min(place, UNKNOWN), of, _is_leaf(module)
+        )
         found[key] = known
         return known
 

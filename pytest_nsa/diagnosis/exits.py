@@ -22,6 +22,7 @@ VICTIM_TEXTS = (
 _ASSERTIONS = ("AssertionError", "Failed")
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 _MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
+_LOADER_TEXTS = ("DataLoader worker (pid",)  # "... is killed by signal", "... exited unexpectedly"
 _LEAVES = ("SystemExit", "Exit")
 
 
@@ -109,6 +110,8 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "rank_exited"
     elif error.type in _MEMORY or any(text in error.message.lower() for text in _MEMORY_TEXTS):
         cause = "oom"
+    elif any(text in error.message for text in _LOADER_TEXTS):
+        cause = "dataloader_stuck"
     elif error.type in _ASSERTIONS and not waited:
         cause = "assertion"
     else:

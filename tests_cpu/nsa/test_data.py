@@ -1,17 +1,28 @@
-"""The real data path on small files of FineWeb-Edu's schema."""
+"""The real data path on small files of FineWeb-Edu's schema: order, packing, who gets what, going on, and bad files."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nsa.config import Config, ConfigError, load_config
-from nsa.data import ParquetSource, Prefetcher, SyntheticSource, check_parquet
+from nsa.data import Batch, Loader, Position, batches, open_source
+from nsa.data.documents import HubDocuments, ParquetDocuments, Place, check_parquet
+from nsa.data.packing import PackedSource
+from nsa.data.tokens import ByteTokenizer, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -20,12 +31,22 @@ SCHEMA = ["text", "id", "dump", "url", "file_path", "language", "language_score"
 
 
 def config(**overrides: object) -> Config:
-    return load_config(TINY, **overrides)
+    return load_config(TINY, **{"data.dataset": str(SHIPPED), **overrides})
 
 
-def write(path: Path, texts: list[str], column: str = "text") -> Path:
-    pq.write_table(pa.table({column: pa.array(texts, pa.string())}), path, row_group_size=2)
+def write(path: Path, texts: list[str | None], column: str = "text", group: int = 2) -> Path:
+    pq.write_table(pa.table({column: pa.array(texts, pa.string())}), path, row_group_size=group)
     return path
+
+
+def source(path: Path, seq_len: int = 16, max_bad_rows: int = 0) -> PackedSource:
+    return PackedSource(ParquetDocuments(str(path)), ByteTokenizer(), seq_len, max_bad_rows)
+
+
+def stream(texts: list[str], count: int) -> bytes:
+    """The first ``count`` bytes of the texts, again and again, a zero byte behind each."""
+    once = b"".join(text.encode() + b"\0" for text in texts if text)
+    return (once * (count // len(once) + 1))[:count]
 
 
 def test_the_shipped_file_has_the_public_schema_and_a_megabyte_of_text() -> None:
@@ -34,27 +55,89 @@ def test_the_shipped_file_has_the_public_schema_and_a_megabyte_of_text() -> None
     assert sum(len(t.encode()) for t in table["text"].to_pylist()) >= 1 << 20
 
 
-def test_every_document_reaches_exactly_one_rank(tmp_path: Path) -> None:
-    texts = [f"document {i}" for i in range(7)]
-    path = write(tmp_path / "a.parquet", texts)
-    shards = [list(ParquetSource(config(), str(path), rank, 3).documents()) for rank in range(3)]
-    assert sorted(text for shard in shards for text in shard) == sorted(texts)
-    assert [len(s) for s in shards] == [3, 2, 2]
+def test_samples_are_the_stream_and_each_token_is_a_target_once(tmp_path: Path) -> None:
+    texts = ["abc", "", "dé" * 40, "x", "y" * 100]
+    path = write(tmp_path / "a.parquet", list(texts))
+    samples = list(islice(source(path).samples(Position(), lambda number: True), 40))
+    assert [s.number for s in samples] == list(range(40))
+    targets = np.concatenate([s.tokens[1:] for s in samples])
+    assert targets.tobytes() == stream(texts, 40 * 16 + 1)[1:]
+    assert all(s.tokens[0] == stream(texts, 40 * 16)[16 * s.number] for s in samples)
+    # Documents begin where the byte before is a separator.
+    for s in samples:
+        assert list(s.starts) == [i for i in range(1, 16) if s.tokens[i - 1] == 0]
 
 
-def test_bytes_are_packed_in_order_with_a_separator(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", ["abc", "", "dé" * 200])
-    source = ParquetSource(config(batch_size=2, seq_len=64), str(path), 0, 1)
-    first = next(iter(source))
-    assert first.shape == (2, 65)
-    assert first.dtype == torch.int64
-    assert bytes(first.flatten().tolist()).startswith(b"abc\0" + "dédé".encode())
+@settings(deadline=None, max_examples=40)
+@given(
+    first=st.integers(0, 30), ranks=st.integers(1, 4), size=st.integers(1, 3), readers=st.integers(1, 3),
+    cut=st.integers(0, 4), then=st.integers(1, 4),
+)  # fmt: skip
+def test_no_sample_is_lost_or_taken_twice_when_a_run_goes_on_with_other_ranks(
+    tmp_path_factory: pytest.TempPathFactory, first: int, ranks: int, size: int, readers: int, cut: int, then: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "prose.parquet"
+    if not path.exists():
+        write(path, [f"document {i} " * (i % 7) for i in range(50)])
+
+    def taken(position: Position, world_size: int, micro_steps: int) -> tuple[list[bytes], Position]:
+        rows, after = [], position
+        for rank in range(world_size):
+            parts = [batches(source(path), position, size, rank, world_size, part, readers) for part in range(readers)]
+            for step in range(micro_steps):
+                batch = next(parts[step % readers])
+                rows += [row.numpy().astype(np.uint8).tobytes() for row in batch.tokens]
+                if rank == 0:
+                    after = batch.position
+        return rows, after
+
+    def numbered(low: int, high: int) -> list[bytes]:
+        samples = source(path).samples(Position(), lambda number: number >= low)
+        return [s.tokens.tobytes() for s in islice(samples, high - low)]
+
+    start = Position(samples=first)
+    before, at = taken(start, ranks, cut)
+    assert at.samples == first + cut * ranks * size
+    after, end = taken(Position.from_json(json.loads(json.dumps(at.to_json()))), then, 2)
+    assert end.samples == at.samples + 2 * then * size
+    assert sorted(before + after) == sorted(numbered(first, end.samples))
 
 
-def test_a_folder_of_files_is_read_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "2.parquet", ["second"])
-    write(tmp_path / "1.parquet", ["first"])
-    assert list(ParquetSource(config(), str(tmp_path), 0, 1).documents()) == ["first", "second"]
+def test_a_folder_of_files_is_read_by_name_and_from_the_middle(tmp_path: Path) -> None:
+    write(tmp_path / "2.parquet", ["four"])
+    write(tmp_path / "1.parquet", ["one", "two", "three"])
+    documents = ParquetDocuments(str(tmp_path))
+    everything = list(documents.read(Place()))
+    assert everything == [
+        (Place(0, 0, 0), [b"one", b"two"]), (Place(0, 0, 1), [b"three"]), (Place(0, 1, 0), [b"four"]),
+    ]  # fmt: skip
+    assert list(documents.read(Place(3, 0, 1))) == [(Place(3, 0, 1), [b"three"]), (Place(3, 1, 0), [b"four"])]
+
+
+def test_rows_that_cannot_be_read_are_counted_skipped_and_limited(tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array([b"good", None, b"\xff\xfe", b"fine"], pa.binary()).view(pa.binary())})
+    text = table["text"].combine_chunks()
+    broken = pa.StringArray.from_buffers(len(text), text.buffers()[1], text.buffers()[2], text.buffers()[0])
+    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
+    sample = next(source(tmp_path / "a.parquet", 8, max_bad_rows=10).samples(Position(), lambda number: number == 1))
+    assert sample.tokens.tobytes() == b"e\0good\0fi"
+    with pytest.raises(ConfigError, match=r"2 rows cannot be read, the last in part 0 of file 0; data.max_bad_rows=1"):
+        list(islice(source(tmp_path / "a.parquet", 8, max_bad_rows=1).samples(Position(), lambda number: True), 9))
+
+
+def test_a_file_damaged_in_the_middle_loses_a_part(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.parquet"
+    pq.write_table(
+        pa.table({"text": ["some words " * 500] * 40}), path, row_group_size=1, compression="none", use_dictionary=False
+    )
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle - 9000 : middle] = bytes(9000)
+    path.write_bytes(data)
+    check_parquet(path)  # the footer and the last rows are whole
+    parts = [texts for _, texts in ParquetDocuments(str(path)).read(Place())]
+    assert len(parts) == 40
+    assert 1 <= sum(texts == [None] for texts in parts) <= 3
 
 
 def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -77,36 +160,99 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
         assert message in str(error.value)
         assert f"{name}.parquet" in str(error.value)
         assert "\n" not in str(error.value)
+    write(tmp_path / "empty_texts.parquet", ["", ""])
+    with pytest.raises(ConfigError, match="all its documents are empty"):
+        next(source(tmp_path / "empty_texts.parquet").samples(Position(), lambda number: True))
 
 
-def test_a_file_damaged_in_the_middle_ends_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "damaged.parquet"
-    pq.write_table(
-        pa.table({"text": ["some words " * 500] * 40}), path, row_group_size=1, compression="none", use_dictionary=False
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_reading_ahead_keeps_the_order_and_goes_on_where_it_was(workers: int) -> None:
+    settings_ = config(workers=workers)
+    expected = list(islice(batches(open_source(settings_), Position(), 4, 1, 2), 6))
+    loader = Loader(settings_, open_source(settings_), Position(), 1, 2)
+    found = [loader.take() for _ in range(4)]
+    loader.close()
+    again = Loader(settings_, open_source(settings_), found[-1].position, 1, 2)
+    found += [again.take() for _ in range(2)]
+    again.close()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.cu_seqlens, other.cu_seqlens)
+        assert one.position.samples == other.position.samples
+
+
+def test_what_a_reader_raises_reaches_the_training(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [None] * 5 + ["x"])
+    settings_ = config(**{"data.dataset": str(path), "data.max_bad_rows": 1})
+    loader = Loader(settings_, open_source(settings_), Position(), 0, 1)
+    with pytest.raises(ConfigError, match="rows cannot be read"):
+        loader.take()
+    loader.close()
+
+
+def test_made_sequences_are_the_same_for_any_number_of_ranks() -> None:
+    def rows(dataset: str, ranks: int) -> list[list[int]]:
+        settings_ = config(**{"data.dataset": dataset})
+        found = [next(batches(open_source(settings_), Position(), 4, r, ranks)).tokens for r in range(ranks)]
+        return sorted(torch.cat(found).tolist()[: 4 * ranks])
+
+    for dataset in ("synthetic", "copy"):
+        assert rows(dataset, 2)[0] != rows(dataset, 2)[1]
+        one, two = rows(dataset, 1), rows(dataset, 2)
+        assert all(row in two for row in one)
+    copied = rows("copy", 1)[0]
+    assert copied[:64] == copied[65 : 65 + 64]
+
+
+def test_boundaries_of_documents_over_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ["abcd", "efghijklmnop", "q"])
+    batch: Batch = next(batches(source(path, 8), Position(), 2, 0, 1))
+    # abcd0efg | hijklmno, each with a target more: documents begin at 0 and 5, and the second row at 8.
+    assert batch.tokens.shape == (2, 9)
+    assert batch.cu_seqlens.tolist() == [0, 5, 8, 16]
+
+
+def test_a_tokenizer_of_the_library(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "in": 2, "the": 3}, unk_token="[UNK]")
     )
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle - 9000 : middle] = bytes(9000)
-    path.write_bytes(data)
-    check_parquet(path)  # the footer and the last rows are whole
-    prefetcher = Prefetcher(ParquetSource(config(), str(path), 0, 1), depth=1)
-    with pytest.raises(ConfigError, match=r"cannot be read any further .*; copy it again"):
-        list(iter(prefetcher.take, None))
-    prefetcher.close()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert [t.tolist() for t in tokenizer.encode([b"in the beginning", b"the"])] == [[2, 3, 0, 1], [3, 1]]
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a tokenizer"):
+        open_tokenizer(str(tmp_path / "broken.json"))
+    with pytest.raises(ConfigError, match="no such file; give byte, or the path of a tokenizer"):
+        open_tokenizer("nowhere.json")
 
 
-def test_prefetching_keeps_order_skips_and_passes_errors_on(tmp_path: Path) -> None:
-    batches = list(islice(SyntheticSource(config(), 0), 5))
-    prefetcher = Prefetcher(SyntheticSource(config(), 0), depth=2, skip=2)
-    assert [torch.equal(prefetcher.take(), b) for b in batches[2:]] == [True] * 3
-    prefetcher.close()
-    path = write(tmp_path / "empty_texts.parquet", ["", ""])
-    failing = Prefetcher(ParquetSource(config(), str(path), 0, 1), depth=1)
-    with pytest.raises(ConfigError, match="rank 0 has only empty documents"):
-        failing.take()
-    failing.close()
+def test_the_hub_s_library_streams_the_same_documents() -> None:
+    pytest.importorskip("datasets")
+    hub = HubDocuments("parquet", data_files=str(SHIPPED))
+    local = [text for _, texts in ParquetDocuments(str(SHIPPED)).read(Place()) for text in texts]
+    streamed = [texts[0] for _, texts in islice(hub.read(Place()), 8)]
+    assert streamed == local[:8]
+    assert next(iter(hub.read(Place(0, 0, 5)))) == (Place(0, 0, 5), [local[5]])
 
 
-def test_ranks_see_different_synthetic_data() -> None:
-    first, second = (next(iter(SyntheticSource(config(), rank))) for rank in (0, 1))
-    assert not torch.equal(first, second)
+def test_a_reader_that_is_killed_ends_the_training_with_its_name(tmp_path: Path) -> None:
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "nsa.train", "--config", str(TINY), "--dataset", str(SHIPPED), "--out", str(tmp_path)],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        if "step 1/" in line:
+            break
+    (reader,) = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    os.kill(int(reader), signal.SIGKILL)
+    _, errors = killed.communicate(timeout=60)
+    assert killed.returncode == 1
+    assert f"DataLoader worker (pid {reader}) is killed by signal: Killed" in errors
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", "diagnose", str(tmp_path), "--json"], text=True, capture_output=True, check=False
+    )  # fmt: skip
+    verdict = json.loads(done.stdout)
+    assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("FAIL", "dataloader_stuck", [0])

@@ -109,7 +109,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     import torch
 
     from nsa.config import load_config
-    from nsa.data import SyntheticSource
+    from nsa.data import Position, batches, open_source
     from nsa.parallel import RankInfo
     from nsa.trainer import Trainer
     from tests_cpu.plan import faults
@@ -125,9 +125,10 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     )
     trainer = Trainer(config, ranks, folder)
     faults.plant(fault, trainer)
-    batches = iter(SyntheticSource(config, group.rank))
+    data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
     for _ in range(row.steps):
-        result = trainer.step([next(batches)])
+        trainer.step([next(data)])
+        (result,) = trainer.read()
         print(f"step {result.step} loss {result.loss:.4f} {result.seconds:.2f} s", flush=True)
         assert math.isfinite(result.loss)
         assert trainer.gradients is not None

@@ -1,0 +1,87 @@
+"""Values from YAML, variables and options as the types of a dataclass's fields, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message is one line: what, its value, and the right form."""
+
+
+def parse_layer_range(text: str, n_layers: int | None = None) -> tuple[int, int]:
+    """Parse ``'start:end'`` (half open, in layers). Raises ConfigError with the right form."""
+    start_text, colon, end_text = text.partition(":")
+    if not colon or not start_text.strip().isdecimal() or not end_text.strip().isdecimal():
+        raise ConfigError(f"{text!r}: must be start:end in whole layers, as in '0:6' (layers 0 to 5)")
+    start, end = int(start_text), int(end_text)
+    if start >= end:
+        raise ConfigError(f"{text!r}: the range must go up, as in '0:6' (layers 0 to 5)")
+    if n_layers is not None and end > n_layers:
+        raise ConfigError(f"{text!r}: the model has {n_layers} layers; the largest range is '0:{n_layers}'")
+    return start, end
+
+
+def field_names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = False) -> Any:
+    """Value as the field's type, or ConfigError. ``from_text``: environment variables are strings."""
+    kind = typing.get_type_hints(cls)[key]
+    optional = typing.get_origin(kind) in (types.UnionType, typing.Union) and type(None) in typing.get_args(kind)
+    if optional:
+        if value is None:
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not type(None))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{where}: must be one of {', '.join(map(str, choices))}, got {value!r}")
+        return value
+    if typing.get_origin(kind) is tuple:
+        return _convert_range(value, where)
+    if kind is bool:
+        if from_text and value in ("0", "1"):
+            return value == "1"
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{where}: must be {'0 or 1' if from_text else 'true or false'}, got {value!r}")
+    if kind in (int, float):
+        return _convert_number(kind, value, where, from_text)
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: must be text, got {value!r}")
+    return value
+
+
+def _convert_range(value: Any, where: str) -> tuple[int, int]:
+    if isinstance(value, str):
+        try:
+            return parse_layer_range(value)
+        except ConfigError as error:
+            message = str(error).partition(": ")[2]
+            raise ConfigError(f"{where}: {message}" if repr(value) in where else f"{where}: {error}") from None
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value):
+        return parse_layer_range(f"{value[0]}:{value[1]}")
+    raise ConfigError(f"{where}: must be start:end in whole layers, as in '0:6', got {value!r}")
+
+
+def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int | float:
+    # YAML 1.1 reads 1e-4 as text, so text that is a number is one for a float field.
+    if isinstance(value, str) and (from_text or kind is float):
+        try:
+            value = kind(value)
+        except ValueError:
+            raise ConfigError(f"{where}: must be a number, got {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
+    return kind(value)

@@ -1,0 +1,11 @@
+"""Token batches for training: where documents come from, how they become samples, and who gets which.
+
+`documents` yields texts from parquet files or from the hub, `tokens` turns them into numbers, `packing` cuts the stream of
+tokens into numbered samples, `loader` reads them ahead in processes of its own.
+"""
+
+from nsa.data.loader import Loader
+from nsa.data.packing import Batch, Position, Source, batches
+from nsa.data.sources import open_source
+
+__all__ = ["Batch", "Loader", "Position", "Source", "batches", "open_source"]

@@ -1,0 +1,145 @@
+"""Documents, in the same order for everybody: from parquet files of FineWeb-Edu's schema, or streamed from the hub.
+
+Schema: text, id, dump, url, file_path, language, language_score, token_count, score, int_score; only ``text`` is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nsa.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Somewhere in the documents where reading can begin: the ``epoch``-th pass over them, a file, and a part of it.
+
+    A part is a row group of a parquet file, or a row of a stream (whose file is 0).
+    """
+
+    epoch: int = 0
+    file: int = 0
+    part: int = 0
+
+
+class Documents(Protocol):
+    """What a source of texts can do."""
+
+    def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
+        """Once from ``place`` to the end: the texts of each part in UTF-8, None for a row that cannot be read."""
+        ...
+
+
+class ParquetDocuments:
+    """The rows of parquet files, file by file in the order of their names.
+
+    Raises ConfigError, when made, for a file that is missing, truncated, empty or has no ``text`` column.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.files = parquet_files(path)
+        self.rows = sum(check_parquet(file) for file in self.files)
+
+    def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
+        """Row group by row group; one whose pages are damaged is as many rows that cannot be read."""
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        for number, path in enumerate(self.files[place.file :], place.file):
+            with parquet.ParquetFile(path) as file:
+                for part in range(place.part if number == place.file else 0, file.num_row_groups):
+                    here = Place(place.epoch, number, part)
+                    try:
+                        column = file.read_row_group(part, columns=["text"], use_threads=False).column(0)
+                    except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
+                        yield here, [None] * file.metadata.row_group(part).num_rows
+                        continue
+                    yield here, _checked(column.cast(pa.large_binary()).to_pylist())
+
+
+class HubDocuments:
+    """A dataset of the Hugging Face hub, streamed row by row; needs ``datasets``. ``name`` may be followed by ``:config``."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f"data.hub={name!r}: needs datasets; pip install 'pytest-nsa[hub]'") from None
+        self.name, _, self.config = name.partition(":")
+        self.options = options
+        self._load = datasets.load_dataset
+
+    def read(self, place: Place) -> Iterator[tuple[Place, list[bytes | None]]]:
+        """Rows from ``place.part`` on; ConfigError where the dataset cannot be had."""
+        try:
+            stream = self._load(self.name, self.config or None, split="train", streaming=True, **self.options)
+            for row, entry in enumerate(stream.skip(place.part), place.part):
+                text = entry.get("text")
+                yield (
+                    Place(place.epoch, 0, row),
+                    _checked([text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None]),
+                )
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"data.hub={self.name!r}: cannot be streamed ({reason})") from None
+
+
+def _checked(texts: list[bytes | None]) -> list[bytes | None]:
+    """None in place of what is no UTF-8."""
+    return [text if text is None or text.isascii() or _is_utf8(text) else None for text in texts]
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def parquet_files(path: str) -> list[Path]:
+    """The file, or the folder's ``*.parquet`` sorted by name. Raises ConfigError when there is none."""
+    root = Path(path)
+    if root.is_dir():
+        files = sorted(root.rglob("*.parquet"))
+        if not files:
+            raise ConfigError(f"dataset {path!r}: no *.parquet in this folder")
+        return files
+    if not root.is_file():
+        raise ConfigError(f"dataset {path!r}: no such file or folder; give synthetic, fineweb_edu or a parquet path")
+    return [root]
+
+
+def check_parquet(file: Path) -> int:
+    """Number of rows of a readable parquet file with a ``text`` column; ConfigError in one line otherwise."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ConfigError(
+            f"dataset {str(file)!r}: reading parquet needs pyarrow; pip install 'pytest-nsa[data]'"
+        ) from None
+    if file.stat().st_size == 0:
+        raise ConfigError(f"dataset {str(file)!r}: the file is empty (0 bytes); give a parquet file with rows")
+    try:
+        reader = parquet.ParquetFile(file)
+        columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
+        kind = reader.schema_arrow.field("text").type if "text" in columns else None
+        # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
+        if "text" in columns and rows:
+            reader.read_row_group(reader.num_row_groups - 1, columns=["text"])
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
+    if "text" not in columns:
+        raise ConfigError(
+            f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
+        )
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")
+    if rows == 0:
+        raise ConfigError(f"dataset {str(file)!r}: 0 rows; give a parquet file with documents")
+    return int(rows)

@@ -1,0 +1,136 @@
+"""The steps of a training run, one after the other: data, step, figures, checkpoint, until it is done or told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nsa.checkpoint import Checkpointer, describe, load
+from nsa.config import Config, ConfigError
+from nsa.data import Loader
+from nsa.metrics import Metrics
+from nsa.parallel import RankInfo
+from nsa.trace.environment import write_environment
+from nsa.trace.training import trace_training
+from nsa.trace.watchdog import Watchdog
+from nsa.trainer import Trainer
+
+DONE, PREEMPTED = 0, 75  # EX_TEMPFAIL of sysexits.h: start it again, and it goes on
+
+
+class Run:
+    """A training on this rank, from the loader's position, or from the checkpoint ``resumed``."""
+
+    def __init__(self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None) -> None:
+        self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
+        _listen_to_traces(folder, ranks.rank)
+        if ranks.rank == 0:
+            write_environment(folder / "env.json")
+        self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
+        self.trainer = Trainer(config, ranks, folder)
+        if resumed is not None:
+            load(resumed, config, self.trainer.model, self.trainer.optimizer, ranks.rank)
+            self.trainer.steps_done = describe(resumed).step
+            self.say(f"resumed from {resumed} after step {self.trainer.steps_done}")
+        self.metrics = Metrics(folder, config, ranks, self.trainer.module) if ranks.rank == 0 else None
+        self.checkpoints = Checkpointer(
+            folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.say(f"saved {path}"), self._not_saved
+        )  # fmt: skip
+        self.watchdog = Watchdog(folder, ranks.rank, config.train.watchdog_s, self.traces.board)
+        self.bad_rows = 0
+        self._asked_to_stop = False
+
+    def say(self, line: str) -> None:
+        """A line on the terminal, from rank 0."""
+        if self.ranks.rank == 0:
+            print(f"[train] {line}", flush=True)
+
+    def steps(self) -> int:
+        """All of them; returns DONE, or PREEMPTED where SIGTERM came: then a checkpoint is written first."""
+        before = signal.signal(signal.SIGTERM, self._terminated)
+        try:
+            return self._steps()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            self.watchdog.close()
+            self.loader.close()
+            self.traces.end(sys.exception())
+            if self.metrics is not None:
+                self.metrics.close()
+
+    def _steps(self) -> int:
+        train, every = self.config.train, self.config.checkpoint.every
+        while self.trainer.steps_done < train.steps:
+            self.watchdog.feed()
+            self.traces.board.phase("data")
+            batches = [self.loader.take() for _ in range(train.accumulation)]
+            self._note_bad_rows(batches[-1].position.bad_rows)
+            self.trainer.step(batches, wants_to_stop=self._asked_to_stop)
+            step = self.trainer.steps_done
+            due = bool(every) and step % every == 0
+            votes = self._report() if due or step % train.log_every == 0 or step == train.steps else 0
+            if due or votes:
+                self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, batches[-1].position)
+            self.checkpoints.poll(wait=bool(votes))
+            if votes:
+                self.say(f"stopped after step {step}, as SIGTERM asked: go on with --resume auto --out {self.folder}")
+                return PREEMPTED
+        self.checkpoints.poll(wait=True)
+        self.say(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
+        return DONE
+
+    def _report(self) -> int:
+        """Read and tell what the last steps came to; returns how many ranks want to stop."""
+        votes = 0
+        for result in self.trainer.read():
+            votes = max(votes, result.stop_votes)
+            if self.metrics is not None:
+                self.say(self.metrics.add(result))
+        return votes
+
+    def _note_bad_rows(self, count: int) -> None:
+        if count > self.bad_rows:
+            self.say(f"{count} rows of the data could not be read so far, of {self.config.data.max_bad_rows} allowed")
+        self.bad_rows = count
+
+    def _not_saved(self, reason: str) -> None:
+        if self.config.checkpoint.on_error == "stop":
+            raise ConfigError(f"{reason}; make room and use --resume auto, or set checkpoint.on_error: continue")
+        self.say(f"warning: {reason}; the checkpoints before it are kept, and training goes on")
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        self._asked_to_stop = True
+
+
+def _listen_to_traces(folder: Path, rank: int) -> None:
+    """`nsa.trace` speaks on stdout and in traces.log; on ranks above 0 only of what belongs to a rank."""
+    trace_log = logging.getLogger("nsa.trace")
+    trace_log.setLevel(logging.INFO)
+    trace_log.propagate = False
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers.append(
+        logging.FileHandler(folder / ("traces.log" if rank == 0 else f"traces_rank{rank}.log"), encoding="utf-8")
+    )
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        if rank != 0:
+            handler.addFilter(lambda record: record.getMessage().startswith("[DDP]"))
+        trace_log.addHandler(handler)
+
+
+def set_threads(config: Config, device: torch.device) -> None:
+    """As the configuration says, on CPU."""
+    if config.train.threads and device.type == "cpu":
+        torch.set_num_threads(config.train.threads)
+
+
+def run(config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Any) -> int:
+    """Train; returns the program's exit code."""
+    return Run(config, ranks, loader, folder, resumed).steps()

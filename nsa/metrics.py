@@ -1,0 +1,61 @@
+"""What a training says of its steps: a line a step in ``metrics.jsonl``, on the terminal, and on TensorBoard if asked."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nsa.config import Config, ConfigError
+from nsa.flops import flops_per_token, peak_flops
+from nsa.parallel import RankInfo
+from nsa.trainer import StepResult
+
+
+class Metrics:
+    """Of rank 0. Every line is flushed, so that a run that is killed loses at most the one in hand."""
+
+    def __init__(self, folder: Path, config: Config, ranks: RankInfo, module: nn.Module) -> None:
+        self.config = config
+        self._flops = flops_per_token(module, config.model, config.train.seq_len)
+        peak = peak_flops(ranks.device)
+        self._peak = None if peak is None else peak * ranks.world_size
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._board = _open_tensorboard(folder / "tensorboard") if config.trace.tensorboard else None
+
+    def add(self, result: StepResult) -> str:
+        """Write a step; returns the line for the terminal."""
+        rate = result.tokens / max(result.seconds, 1e-9)
+        mfu = None if self._peak is None else rate * self._flops / self._peak
+        fields = {
+            "step": result.step, "loss": result.loss, "lr": result.lr, "tokens": result.tokens, "tokens_per_s": rate,
+            "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates, "time": time.time(),
+        }  # fmt: skip
+        self._file.write(json.dumps(fields) + "\n")
+        if self._board is not None:
+            named = {"loss": result.loss, "lr": result.lr, "tokens_per_s": rate, "peak_mib": result.peak_mib}
+            for name, value in (*named.items(), *((f"gate/{b}", mean) for b, mean in result.gates.items())):
+                self._board.add_scalar(name, value, result.step)
+        gates = " ".join(f"{name} {mean:.2f}" for name, mean in result.gates.items())
+        return (
+            f"step {result.step}/{self.config.train.steps} loss {result.loss:.4f} lr {result.lr:.2e} "
+            f"tokens/s {rate:.0f} {'' if mfu is None else f'MFU {100 * mfu:.1f}% '}peak {result.peak_mib:.0f} MiB "
+            f"gates {gates or '-'}"
+        )
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("trace.tensorboard: needs tensorboard; pip install 'pytest-nsa[tensorboard]'") from None
+    return SummaryWriter(str(folder))

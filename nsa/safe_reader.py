@@ -1,0 +1,46 @@
+"""torch.distributed.checkpoint reads pickles; these read only those that hold what a checkpoint consists of."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+_MODULES = ("torch.distributed.checkpoint.",)
+_NAMES = {
+    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"), ("builtins", "set"),
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not (module.startswith(_MODULES) or (module, name) in _NAMES or is_dtype):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+class SafeReader(FileSystemReader):
+    """Reads ``.metadata`` by an unpickler that knows the classes of torch.distributed.checkpoint and no others."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises pickle.UnpicklingError for what is no plain metadata."""
+        with self.fs.create_stream(self.path / ".metadata", "rb") as file:
+            _MetadataUnpickler(io.BytesIO(file.read())).load()
+        return super().read_metadata(*args, **kwargs)
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads what is no tensor, an optimizer's numbers, as ``torch.load(weights_only=True)`` does."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Raises pickle.UnpicklingError for any other object."""
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)

@@ -1,0 +1,59 @@
+"""``env.json`` of a training: versions, devices, variables and the revision of the code; secrets are masked."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("pytest-nsa", "torch", "triton", "numpy", "pyarrow", "flash-attn")
+_PREFIXES = ("NSA_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "OMP_", "SLURM_", "TRITON_", "HF_")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONFIG")
+_SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def variables(environ: dict[str, str]) -> dict[str, str]:
+    """Those that shape a run; the value of one whose name speaks of a secret is ``***``."""
+    shown = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES) or name in _NAMES}
+    return {name: "***" if _SECRET.search(name) else value for name, value in shown.items()}
+
+
+def revision() -> str:
+    """The git revision of the code that runs, with ``+`` where it was changed; '' where there is none."""
+    here = Path(__file__).parent
+    try:
+        asked = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def environment() -> dict[str, Any]:
+    """What a run's figures depend on."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    return {
+        "python": platform.python_version(), "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": os.cpu_count(), "gpus": gpus, "versions": versions, "revision": revision(),
+        "command": sys.argv, "variables": variables(dict(os.environ)),
+    }  # fmt: skip
+
+
+def write_environment(path: Path) -> None:
+    """As JSON."""
+    path.write_text(json.dumps(environment(), indent=1) + "\n", encoding="utf-8")

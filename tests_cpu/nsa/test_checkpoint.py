@@ -1,0 +1,318 @@
+"""Checkpoints: whole whatever happens, loadable by other ranks and other ways to share, refused by name when damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa import checkpoint, export, train
+from nsa.config import Config, ConfigError, ModelConfig, load_config
+from nsa.data import Position, batches, open_source
+from nsa.parallel import RankInfo
+from nsa.trainer import Trainer
+from pytest_nsa import world_size
+from pytest_nsa.fixtures import Group
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
+SMALL = """
+model:
+  {dim: 16, n_layers: 2, n_heads: 2, n_kv_heads: 1, d_k: 8, d_v: 8, l: 8, d: 4, l_sel: 16, n_sel: 3, w: 16, mlp_hidden: 16,
+   gate_hidden: 8}
+train: {steps: 160, batch_size: 2, seq_len: 32, lr: 1.0e-2, dtype: fp32, threads: 1}
+data: {workers: 0}
+"""
+STEPS = 160
+
+
+def small(tmp_path: Path, **overrides: Any) -> Config:
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return load_config(tmp_path / "small.yaml", **overrides)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step; of a step that was done twice, the later one."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+from nsa import train
+import nsa.loop
+
+config, out, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+choose, kills, in_save = random.Random(seed), 0, 0
+while True:
+    pid = os.fork()
+    if pid == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os._exit(train.main(["--config", config, "--out", out, "--save-every", "1", "--resume", "auto"]))
+    if kills < 50:
+        deadline = time.monotonic() + choose.uniform(0.0, 0.35)
+        while time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGKILL)
+        kills += 1
+        in_save += any(name.endswith((".partial", ".removed")) for name in os.listdir(out + "/checkpoints")) \\
+            if os.path.isdir(out + "/checkpoints") else 0
+    _, status = os.waitpid(pid, 0)
+    if os.waitstatus_to_exitcode(status) != -9:
+        print("code", os.waitstatus_to_exitcode(status), "kills", kills, "in_save", in_save)
+        break
+"""
+
+
+def test_fifty_kills_at_random_moments_cost_nothing(tmp_path: Path) -> None:
+    small(tmp_path)
+    config = str(tmp_path / "small.yaml")
+    assert train.main(["--config", config, "--out", str(tmp_path / "whole"), "--steps", str(STEPS)]) == 0
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, config, str(tmp_path / "killed"), "1"], text=True, capture_output=True, timeout=280,
+        cwd=ROOT, check=False,
+    )  # fmt: skip
+    print(done.stderr[-3000:])
+    words = done.stdout.split()
+    assert words[:4] == ["code", "0", "kills", "50"]
+    assert int(words[5]) >= 5  # in the middle of a save, or of a removal
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    saved = sorted(p.name for p in (tmp_path / "killed" / "checkpoints").iterdir())
+    assert saved == ["latest", *(f"step_{n:08d}" for n in (STEPS - 2, STEPS - 1, STEPS))]
+
+
+def trained(config: Config, ranks: RankInfo, folder: Path, steps: int) -> tuple[Trainer, Position]:
+    trainer = Trainer(config, ranks, folder)
+    data = batches(open_source(config), Position(), config.train.batch_size, ranks.rank, ranks.world_size)
+    position = Position()
+    for _ in range(steps):
+        batch = next(data)
+        trainer.step([batch])
+        position = batch.position
+    trainer.read()
+    return trainer, position
+
+
+def save(
+    config: Config, ranks: RankInfo, folder: Path, trainer: Trainer, position: Position
+) -> tuple[list[Path], list[str]]:
+    """What was saved, and what was told instead."""
+    saved: list[Path] = []
+    failed: list[str] = []
+    writer = checkpoint.Checkpointer(folder, config, ranks.rank, ranks.world_size, saved.append, failed.append)
+    writer.save(trainer.steps_done, trainer.model, trainer.optimizer, position)
+    writer.poll(wait=True)
+    return saved, failed
+
+
+def full(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights and moments as one rank would have them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    weights, moments = get_state_dict(
+        trainer.model,
+        trainer.optimizer,
+        options=StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True),
+    )
+    return {name: v.detach().clone() for name, v in {**weights, **moments}.items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize("saved_by", ["fsdp", "ddp"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_another_parallelism_and_another_number_of_ranks(
+    group: Group, artifacts: Path, saved_by: str, asynchronous: bool
+) -> None:
+    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    folder = artifacts / "checkpoints"
+    config = small(artifacts, **{"parallel.mode": saved_by, "checkpoint.asynchronous": asynchronous})
+    trainer, position = trained(config, ranks, artifacts, 3)
+    expected = full(trainer)
+    saved, failed = save(config, ranks, folder, trainer, position)
+    assert (len(saved), failed) == (1 if group.rank == 0 else 0, [])
+    torch.distributed.barrier()
+    found = checkpoint.find(folder, "auto")
+    assert found is not None
+    assert checkpoint.describe(found).position.samples == 3 * 2 * 2
+    random = torch.get_rng_state()
+    other = {"fsdp": "ddp", "ddp": "fsdp"}[saved_by]
+    for mode, ranks_then in ((saved_by, ranks), (other, ranks), ("none", RankInfo())):
+        again = Trainer(small(artifacts, **{"parallel.mode": mode}), ranks_then, artifacts)
+        torch.manual_seed(group.rank)
+        checkpoint.load(found, again.config, again.model, again.optimizer, group.rank)
+        assert torch.equal(torch.get_rng_state(), random)
+        now = full(again)
+        assert now.keys() == expected.keys()
+        assert all(torch.equal(now[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_on_two_ranks_that_is_killed_and_resumed_continues_to_the_bit(tmp_path: Path, parallel: str) -> None:
+    small(tmp_path)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "nsa.train"]
+    dataset = str(ROOT / "examples" / "data" / "kjv.parquet")
+    command = [
+        sys.executable,
+        *launcher,
+        "--config",
+        str(tmp_path / "small.yaml"),
+        "--parallel",
+        parallel,
+        "--dataset",
+        dataset,
+    ]
+    command += ["--steps", "30", "--save-every", "5"]
+    whole = [*command, "--out", str(tmp_path / "whole")]
+    subprocess.run(whole, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = [*command, "--out", str(tmp_path / "killed"), "--resume", "auto"]
+    run = subprocess.Popen(killed, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "step 12/" in line:
+            break
+    rank = json.loads((tmp_path / "killed" / "rank1" / "events.jsonl").read_text().splitlines()[0])["pid"]
+    os.kill(rank, signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert run.returncode == 1
+    done = subprocess.run(killed, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    assert re.search(r"resumed from .*step_000000(10|15|20)", done.stdout)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_what_is_damaged_is_refused_by_name_and_the_one_before_is_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path)
+    command = ["--config", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "run"), "--save-every", "1"]
+    assert train.main([*command, "--steps", "3"]) == 0
+    folder = tmp_path / "run" / "checkpoints"
+    shard = folder / "step_00000003" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    capsys.readouterr()
+    assert train.main([*command, "--steps", "4", "--resume", "auto"]) == 2
+    first = capsys.readouterr().err
+    assert first == (
+        f"error: checkpoint '{folder / 'step_00000003'}': __0_0.distcp is damaged; "
+        f"give --resume {folder / 'step_00000002'}, which is whole\n"
+    )
+    shard.unlink()
+    assert "__0_0.distcp cannot be read (No such file or directory)" in checkpoint.damage(folder / "step_00000003")
+    (folder / "latest").unlink()  # a pointer that is gone: the newest is meant
+    with pytest.raises(ConfigError, match=r"step_00000003.* cannot be read"):
+        checkpoint.find(folder, "auto")
+    assert train.main([*command, "--steps", "4", "--resume", str(folder / "step_00000002")]) == 0
+    other = load_config(tmp_path / "small.yaml", dim=32)
+    trainer = Trainer(other, RankInfo(), tmp_path)
+    with pytest.raises(ConfigError, match=r"is of another model: model.dim=16 \(here 32\); use its configuration"):
+        checkpoint.load(folder / "step_00000002", other, trainer.model, trainer.optimizer, 0)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path: Path, on_error: str) -> None:
+    """The kernel refuses to let a file grow beyond a limit, as it does when there is no room."""
+    (tmp_path / "small.yaml").write_text(SMALL + f"checkpoint: {{on_error: {on_error}}}\n")
+    command = [
+        sys.executable,
+        "-m",
+        "nsa.train",
+        "--config",
+        str(tmp_path / "small.yaml"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert subprocess.run([*command, "--steps", "2", "--save-every", "2"], cwd=ROOT, check=False).returncode == 0
+    limit = 200_000  # bytes: more than the board, less than a checkpoint
+    done = subprocess.run(
+        [*command, "--steps", "4", "--save-every", "1", "--resume", "auto"], cwd=ROOT, text=True, capture_output=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000002"]
+    assert checkpoint.damage(folder / "step_00000002") == ""
+    if on_error == "continue":
+        assert done.returncode == 0
+        assert done.stdout.count("could not be saved: ") == 2
+        assert "File too large; the checkpoints before it are kept, and training goes on" in done.stdout
+        assert losses(tmp_path / "run").keys() == {1, 2, 3, 4}
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: step_00000003 could not be saved: ")
+        assert "make room and use --resume auto" in done.stderr
+        assert losses(tmp_path / "run").keys() == {1, 2, 3}
+
+
+def test_a_checkpoint_that_would_run_code_is_not_unpickled(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    trainer, position = trained(config, RankInfo(), tmp_path, 1)
+    ((saved,), _) = save(config, RankInfo(), tmp_path, trainer, position)
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    (saved / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint's metadata"):
+        checkpoint.load(saved, config, trainer.model, trainer.optimizer, 0)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_sigterm_saves_and_says_so_by_the_exit_code(tmp_path: Path) -> None:
+    small(tmp_path)
+    command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = subprocess.Popen(
+        [sys.executable, *launcher, *command, "--out", str(tmp_path / "run")],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "step 3/" in line:
+            break
+    run.send_signal(signal.SIGTERM)  # torchrun passes it on
+    out, _ = run.communicate(timeout=60)
+    (stopped,) = (line for line in out.splitlines() if "stopped after step" in line)
+    step = int(stopped.split("step ")[1].split(",")[0])
+    described = checkpoint.describe(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
+    assert (described.step, described.world_size, described.position.samples) == (step, 2, 4 * step)
+    alone = subprocess.Popen(
+        [sys.executable, *command[:-2], "--resume", "auto", "--out", str(tmp_path / "run")],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert alone.stdout is not None
+    first = next(line for line in alone.stdout if "] step " in line)
+    assert first.startswith(f"[train] step {step + 1}/")
+    alone.terminate()
+    alone.communicate(timeout=60)
+    assert alone.returncode == 75
+
+
+def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    config = small(tmp_path)
+    trainer, position = trained(config, RankInfo(), tmp_path, 1)
+    ((saved,), _) = save(config, RankInfo(), tmp_path, trainer, position)
+    assert export.main([str(saved), str(tmp_path / "weights.safetensors")]) == 0
+    with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        assert ModelConfig(**json.loads(file.metadata()["model"])) == config.model
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+    assert weights.keys() == dict(trainer.module.named_parameters()).keys()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in trainer.module.named_parameters())
+    (saved / "checkpoint.json").write_text("{}")
+    assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
+    assert "is no checkpoint of this program" in capsys.readouterr().err
