@@ -48,6 +48,6 @@ def run_block(block: Callable[..., torch.Tensor], *inputs: Any, recompute: Check
 
 
 def _keep_selection(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if getattr(operator, "_name", "").startswith("nsa::select."):
+    if getattr(operator, "_name", "").partition(".")[0] == "nsa::select":
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -79,8 +79,11 @@ def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, b
 
 
 def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> AbstractContextManager[None]:
-    """The context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on."""
-    if not options.no_sync:
+    """The context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on.
+
+    Under a static graph each one is reduced: DDP records the graph in its first backward, and asserts that it reduced.
+    """
+    if not options.no_sync or options.static_graph:
         return nullcontext()
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(last)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
+from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence import Evidence
 from pytest_nsa.hosting import make_host_values
@@ -83,6 +84,11 @@ class RankedFunction(pytest.Function):
             pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
             pytest.skip(verdict.reason)
+        foreseen = marks.value(self, "fails_as")
+        if foreseen is not None and verdict.cause == foreseen:
+            pytest.xfail(f"{foreseen}, as foreseen: {verdict.reason}")
+        if foreseen is not None and not verdict.failed:
+            pytest.fail(f"was to fail as {foreseen}, and passed", pytrace=False)
         if verdict.failed:
             failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)
             del evidence, failing  # the traceback keeps this frame

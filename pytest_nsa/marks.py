@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from pytest_nsa.diagnosis.causes import ADVICE
+
 BRANCHES = ("cmp", "sel", "win")
 BACKENDS = ("gloo", "nccl")
 TRACES = ("grads", "module_bwd", "ddp_buckets")
@@ -67,6 +69,11 @@ def trace(*kinds: str) -> pytest.MarkDecorator:
 def scenario(name: str) -> pytest.MarkDecorator:
     """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md."""
     return pytest.mark.scenario(name)
+
+
+def fails_as(cause: str) -> pytest.MarkDecorator:
+    """The test must fail, with this cause (docs/causes): that is an expected failure; passing, or another cause, fails it."""
+    return pytest.mark.fails_as(cause)
 
 
 def cores(n: int) -> pytest.MarkDecorator:
@@ -197,6 +204,7 @@ _RULES = (
         "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these.",
     ),
     _taking_arguments(scenario, _check_scenario),
+    _taking_arguments(fails_as, lambda m: _one_of(m, tuple(ADVICE), "fails_as('lock_deadlock')", single=True)),
 )
 RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
 

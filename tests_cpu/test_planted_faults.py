@@ -21,7 +21,8 @@ DDP = {
 
 def run_plan(fault: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     """SUMMARY.md and the verdicts by scenario of a run of the plan with a fault."""
-    arguments = ["tests_cpu/plan", "--fault", fault, "--artifacts", str(folder), "-o", "ranks_hang_after=2.5"]
+    phases = [f"tests_cpu/plan/test_phase{number}.py" for number in range(1, 6)]
+    arguments = [*phases, "--fault", fault, "--artifacts", str(folder), "-o", "ranks_hang_after=2.5"]
     done = testing.run_pytest(ROOT, [*arguments, "-p", "no:cacheprovider", "-p", "no:randomly"], 170)
     assert done.ret == 1
     run = folder / "latest"

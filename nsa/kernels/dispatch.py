@@ -101,7 +101,6 @@ def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v
     return BACKENDS[_counted(backend, dtype, device, d_k, d_v)]
 
 
-@torch.compiler.assume_constant_result
 def _counted(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     name, why = explain(backend, dtype, device, d_k, d_v)
     counters[backend, name, why] += 1
@@ -153,9 +152,13 @@ def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor, backend: 
     return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1])].gated_sum(out, gates.to(o.dtype))
 
 
-@torch.compiler.assume_constant_result
 def _named(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> str:
     return explain(backend, dtype, device, width, width)[0]
+
+
+# What torch.compiler.assume_constant_result does, but for the second that it takes to import the compiler.
+for _chooser in (_counted, _named):
+    _chooser._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def nsa_attention(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_nsa import check_divergence, gpu, scenario, world_size
+from pytest_nsa import check_divergence, fails_as, gpu, scenario, world_size
 
 if TYPE_CHECKING:
     from pytest_nsa.fixtures import Group
@@ -28,6 +29,10 @@ class Scenario:
     parallel: str = "ddp"
     steps: int = 2
     overrides: dict[str, Any] = field(default_factory=dict)
+    on_cpu: dict[str, Any] = field(default_factory=dict)  # what makes it affordable there
+    fails_as: str = ""
+    uses: int = 1  # of each block in a forward
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -55,7 +60,7 @@ ALL_TRACES = {
 }
 TWO_TRACES = {"trace.grads": True, "trace.module_bwd": True}
 
-TABLE: tuple[Scenario, ...] = (
+SEEDS: tuple[Scenario, ...] = (
     Scenario(
         phase=1, name="ddp_onestep_trace", id="onestep", steps=1, overrides=ALL_TRACES,
         reads_as="which parameters are missing, which buckets were reduced",
@@ -90,6 +95,95 @@ TABLE: tuple[Scenario, ...] = (
 )  # fmt: skip
 
 
+ONE = {"trace.grads": True}
+REENTRANT = {"train.gc_reentrant": True}
+UNUSED = {"parallel.find_unused_parameters": True}
+STATIC = {"parallel.static_graph": True}
+
+
+def _with_ddp(uses: int, reentrant: bool, ddp: str, fails_as: str = "") -> Scenario:
+    """A cell of the table DDP x checkpointing."""
+    options = {"plain": {}, "find_unused": UNUSED, "static": STATIC}[ddp]
+    kind = "reentrant" if reentrant else "nonreentrant"
+    return Scenario(
+        phase=6, name=f"gc_{kind}_{ddp}_{'once' if uses == 1 else 'twice'}", id=f"{kind}-{ddp}-{uses}", uses=uses,
+        overrides={**ONE, **options, **(REENTRANT if reentrant else {})}, fails_as=fails_as,
+        reads_as="the gradients are those of one process; reentrant checkpointing is what breaks DDP",
+    )  # fmt: skip
+
+
+# What each does to the gradients: research of torch 2.13, and a row of the README of every mitigation that was ever tried.
+CHECKPOINTING = (
+    *(_with_ddp(uses, False, ddp) for uses in (1, 2) for ddp in ("plain", "find_unused", "static")),
+    _with_ddp(1, True, "plain"), _with_ddp(1, True, "static"), _with_ddp(2, True, "static"),
+    _with_ddp(1, True, "find_unused", "ready_twice"), _with_ddp(2, True, "find_unused", "ready_twice"),
+    _with_ddp(2, True, "plain", "silent_divergence"),
+)  # fmt: skip
+
+
+def _mitigation(name: str, reads_as: str, parallel: str = "ddp", **rest: Any) -> Scenario:
+    overrides = {name.replace("__", "."): value for name, value in rest.pop("overrides", {}).items()}
+    return Scenario(
+        phase=7, name=name, id=name, parallel=parallel, reads_as=reads_as, overrides={**ONE, **overrides}, **rest
+    )
+
+
+MITIGATIONS = (
+    _mitigation("find_unused_parameters", "passes: some parameter gets no gradient", overrides=UNUSED),
+    _mitigation("nccl_p2p_disabled", "passes: the link between GPUs", environment={"NCCL_P2P_DISABLE": "1"}),
+    _mitigation("conservative_kernels", "passes: a kernel", overrides={"model.backend": "sdpa"}),
+    _mitigation("stop_gate_gradient", "passes: the gates' backward", overrides={"model.stop_gate_gradient": True}),
+    _mitigation("buckets_2mb", "passes: the size of a reduction", overrides={"parallel.bucket_cap_mb": 2.0}),
+    _mitigation("no_buffer_broadcast", "passes: buffers", overrides={"parallel.broadcast_buffers": False}),
+    _mitigation("no_bucket_view", "passes: gradients that live in buckets", overrides={"parallel.gradient_as_bucket_view": False}),
+    _mitigation("safe_mode", "passes: one of the mitigations, taken alone above", overrides={"parallel.safe": True}),
+    _mitigation("manual_averaging", "passes: DDP's reducer", parallel="average"),
+    _mitigation("barrier_after_backward", "passes: ranks that drift", overrides={"parallel.barrier_after_backward": True}),
+    _mitigation("vanilla_attention", "passes where NSA fails: NSA is at fault", overrides={"model.attention": "dense"}),
+    _mitigation("accumulation", "fails: no_sync", overrides={"train.accumulation": 2}),
+    _mitigation("fsdp_blocks", "passes where DDP fails: DDP's reducer", parallel="fsdp"),
+    _mitigation(
+        "fsdp_bf16", "as above, in production's dtypes", parallel="fsdp", overrides={"train.dtype": "bf16", "train.lr": 1e-4},
+    ),
+    _mitigation(
+        "gc_reentrant_no_sync", "fails as without no_sync: it is no workaround", fails_as="ready_twice",
+        overrides={**REENTRANT, **UNUSED, "train.accumulation": 2},
+    ),
+    _mitigation("gc_keep_selection", "recomputation selects nothing twice", overrides={"train.gc_keep_selection": True}),
+)  # fmt: skip
+
+
+def _alone(layers: int, seq_len: int, checkpointing: bool) -> Scenario:
+    name = f"one_process_{layers}x{seq_len}_{'gc' if checkpointing else 'no_gc'}"
+    sizes = {"model.n_layers": layers, "train.seq_len": seq_len, "train.gradient_checkpointing": checkpointing}
+    return Scenario(
+        phase=8, name=name, id=name, parallel="none", overrides={**TWO_TRACES, **sizes}, on_cpu={"train.seq_len": seq_len // 16},
+        reads_as="fails: backward, without any other rank",
+    )  # fmt: skip
+
+
+def _long(name: str, steps: int, parallel: str, reads_as: str, **overrides: Any) -> Scenario:
+    return Scenario(
+        phase=9, name=name, id=name, steps=steps, parallel=parallel, reads_as=reads_as, overrides=overrides,
+        on_cpu={"model.n_layers": 2, "train.seq_len": 64, "trace.mem_dump_every": 5},
+    )  # fmt: skip
+
+
+STABILITY = (
+    _long("stability_100", 100, "ddp", "fails: what a hundred steps bring out", **{"trace.mem_dump_every": 5}),
+    _long("synthetic_200", 200, "none", "fails: memory grows, a loss is no number, a gate dies", **{"trace.mem_dump_every": 10}),
+    _long(
+        "fineweb_300", 300, "ddp", "fails: the data", **{"data.dataset": "fineweb_edu", "trace.mem_dump_every": 10},
+    ),
+)  # fmt: skip
+
+TABLE = (
+    *SEEDS, *CHECKPOINTING, *MITIGATIONS,
+    *(_alone(layers, seq_len, gc) for layers, seq_len in ((2, 512), (12, 2048)) for gc in (True, False)),
+    *STABILITY,
+)  # fmt: skip
+
+
 def rows(phase: int, size: Size) -> list[Any]:
     """The scenarios of a phase as parameters of a test, with their marks."""
     found = []
@@ -98,6 +192,8 @@ def rows(phase: int, size: Size) -> list[Any]:
             marks = [scenario(row.name), world_size(row.num_ranks), pytest.mark.timeout(size.timeout)]
             if row.parallel == "ddp":
                 marks.append(check_divergence)
+            if row.fails_as:
+                marks.append(fails_as(row.fails_as))
             if row.phase == 2:
                 marks.append(pytest.mark.backend("gloo"))
             found.append(pytest.param(row, id=row.id, marks=[*marks, gpu] if size.on_gpu else marks))
@@ -105,36 +201,69 @@ def rows(phase: int, size: Size) -> list[Any]:
 
 
 def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
-    """Train ``row.steps`` steps as the row says; assert that every gradient arrived and that the ranks agree."""
+    """Train ``row.steps`` steps as the row says; assert that every gradient arrived and is right, and that the ranks agree."""
     import torch
 
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
+    from nsa.model import build_model
     from nsa.parallel import RankInfo
     from nsa.trainer import Trainer
-    from tests_cpu.plan import faults
+    from tests_cpu.plan import faults, health
 
+    os.environ.update(row.environment)
     overrides = {
         "parallel.mode": row.parallel, "parallel.bucket_cap_mb": 0.25, "train.steps": row.steps,
-        "train.batch_size": 1, "data.dataset": "synthetic", **row.overrides,
+        "train.batch_size": 1, "data.dataset": "synthetic", **row.overrides, **({} if size.on_gpu else row.on_cpu),
     }  # fmt: skip
     changed = faults.settings(fault, row.parallel, static_graph=bool(row.overrides.get("parallel.static_graph")))
     config = load_config(ROOT / "configs" / size.config, **{**overrides, **changed})
     ranks = RankInfo(
         rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device)
     )
-    trainer = Trainer(config, ranks, folder)
+    torch.manual_seed(config.train.seed)
+    model = build_model(config)
+    if row.uses > 1:
+        use_again(model, row.uses)
+    trainer = Trainer(config, ranks, folder, model)
     faults.plant(fault, trainer)
     data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
+    seconds: list[float] = []
+    is_silent = row.fails_as == "silent_divergence"  # for the plugin to find, not for what is asserted here
+    trained = sum(p.requires_grad for p in trainer.module.parameters())
     for _ in range(row.steps):
-        trainer.step([next(data)])
+        taken = [next(data) for _ in range(config.train.accumulation)]
+        if row.phase == 6 and not is_silent:
+            expected = health.mean_gradients(trainer, taken)
+        trainer.step(taken)
+        if row.phase == 6 and not is_silent:
+            health.assert_gradients(trainer.module, expected)
         (result,) = trainer.read()
-        print(f"step {result.step} loss {result.loss:.4f} {result.seconds:.2f} s", flush=True)
+        seconds.append(result.seconds)
+        if row.steps <= 2 or result.step % 50 == 0:
+            print(f"step {result.step} loss {result.loss:.4f} {result.seconds:.2f} s", flush=True)
         assert math.isfinite(result.loss)
-        assert trainer.gradients is not None
-        assert trainer.gradients.missing() == []
-        assert len(trainer.gradients.arrived) == 195
-    assert_ranks_agree(trainer.module, group)
+        if trainer.gradients is not None:
+            assert trainer.gradients.missing() == []
+            assert len(trainer.gradients.arrived) == trained
+            assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
+    if row.phase == 9:
+        health.assert_stable(folder, group.rank, result.gates)
+        health.plan_ahead(seconds)
+    if row.parallel != "fsdp" and not is_silent:  # whose ranks hold different shares
+        assert_ranks_agree(trainer.module, group)
+
+
+def use_again(model: Any, uses: int) -> None:
+    """The first block in the place of all, ``uses`` times, and an embedding that is not trained.
+
+    So a backward through one use has made every parameter ready, and what the others add comes after DDP has reduced.
+    """
+    import torch
+
+    model.blocks = torch.nn.ModuleList([model.blocks[0]] * uses)
+    model.embed.requires_grad_(False)
+    model.embed.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 def assert_ranks_agree(module: Any, group: Group) -> None:

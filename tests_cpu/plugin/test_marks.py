@@ -12,10 +12,10 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
         "world_size(n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name)",
-        "static_graph", "gpu(count=None, share=False)", "reuse", "cores(n)",
+        "static_graph", "gpu(count=None, share=False)", "reuse", "cores(n)", "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 11
+    assert len(RULES) == 12
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,46 @@ def test_a(ddp, x, request):
 def test_layer_range_refuses_what_is_no_range() -> None:
     with pytest.raises(ValueError, match="the range must go up"):
         LayerRange("6:6")
+
+
+def test_a_test_that_must_fail_by_a_cause(pytester: pytest.Pytester) -> None:
+    source = """
+from pytest_nsa import fails_as
+
+def leaves(group):
+    if group.rank == 1:
+        raise RuntimeError("gone")
+    dist.barrier()
+
+@fails_as("rank_exception")
+@world_size(2)
+def test_as_foreseen(group): leaves(group)
+
+@fails_as("rank_exited")
+@world_size(2)
+def test_by_another_cause(group): leaves(group)
+
+@fails_as("rank_exception")
+@world_size(2)
+def test_that_passes(group): pass
+"""
+    result = run_example(pytester, source, "-rA")
+    text = result.stdout
+    assert result.outcomes == {"xfailed": 1, "failed": 2}
+    assert "rank_exception, as foreseen: RuntimeError: gone" in text
+    assert "was to fail as rank_exception, and passed" in text
+    assert result.verdicts["test_as_foreseen"].expected
+    assert result.verdicts["test_by_another_cause"].failed
+
+
+def test_a_cause_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
+    source = """
+from pytest_nsa import fails_as
+
+@fails_as("cosmic_ray")
+@world_size(2)
+def test_x(group): pass
+"""
+    result = run_example(pytester, source)
+    text = result.stdout + result.stderr
+    assert "fails_as('cosmic_ray'): 'cosmic_ray' must be one of skipped_collective, " in text

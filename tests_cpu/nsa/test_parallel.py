@@ -1,0 +1,146 @@
+"""The same training, shared in every way: losses and gradients are those of one process, and the same twice to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa.checkpoint import Checkpointer, find, load
+from nsa.config import Config, ConfigError, load_config
+from nsa.data import Position, batches, open_source
+from nsa.parallel import RankInfo
+from nsa.trainer import Trainer
+from pytest_nsa import world_size
+from pytest_nsa.fixtures import Group
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+STEPS, SAMPLES = 20, 8  # a step's samples, however they are divided
+TOLERANCE = 1e-5  # relative, in float32: sums in another order
+SIZES = {"n_layers": 2, "seq_len": 48, "steps": STEPS, "lr": 1e-3}
+
+
+def configured(**overrides: Any) -> Config:
+    return load_config(TINY, **{**SIZES, "data.dataset": "fineweb_edu", **overrides})
+
+
+def train(
+    config: Config, ranks: RankInfo, folder: Path, steps: int = STEPS, trainer: Trainer | None = None, first: int = 0
+) -> tuple[list[float], Trainer]:
+    trainer = trainer or Trainer(config, ranks, folder)
+    data = batches(open_source(config), Position(samples=first), config.train.batch_size, ranks.rank, ranks.world_size)
+    for _ in range(steps):
+        trainer.step([next(data) for _ in range(config.train.accumulation)])
+    return [result.loss for result in trainer.read()], trainer
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in trainer.module.named_parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def divided(world_size: int, accumulation: int) -> dict[str, Any]:
+    return {"train.batch_size": SAMPLES // world_size // accumulation, "train.accumulation": accumulation}
+
+
+@world_size(2)
+@pytest.mark.timeout(100)
+def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path) -> None:
+    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    truth, alone = train(configured(**divided(1, 1)), RankInfo(), artifacts)
+    expected = gradients(alone)
+    assert truth[-1] < truth[0] - 0.2
+    every = ((1, True), (4, True), (1, False))
+    ways: list[dict[str, Any]] = [
+        {"parallel.mode": mode, **divided(2, accumulation), "train.gradient_checkpointing": checkpointing, **more}
+        for mode, combinations, more in (
+            ("ddp", every, {}), ("fsdp", every, {}), ("average", every[:2], {}),
+            ("ddp", every[1:2], {"parallel.static_graph": True}), ("ddp", every[1:2], {"parallel.no_sync": False}),
+            ("ddp", every[:1], {"parallel.gradient_as_bucket_view": False}), ("ddp", every[:1], {"train.gc_keep_selection": True}),
+        )
+        for accumulation, checkpointing in combinations
+    ]  # fmt: skip
+    for way in ways:
+        losses, trainer = train(configured(**way), ranks, artifacts)
+        assert losses == pytest.approx(truth, rel=TOLERANCE), way
+        for name, gradient in gradients(trainer).items():
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "average"])
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path, mode: str) -> None:
+    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    config = configured(**{"parallel.mode": mode, **divided(2, 2)})
+    once, _ = train(config, ranks, artifacts)
+    twice, _ = train(config, ranks, artifacts)
+    assert twice == once
+    begun, trainer = train(config, ranks, artifacts, steps=7)
+    writer = Checkpointer(artifacts / "checkpoints", config, group.rank, 2, lambda path: None, pytest.fail)
+    writer.save(7, trainer.model, trainer.optimizer, Position(samples=7 * SAMPLES))
+    dist.barrier()
+    again = Trainer(config, ranks, artifacts)
+    found = find(artifacts / "checkpoints", "auto")
+    assert found is not None
+    load(found, config, again.model, again.optimizer, group.rank)
+    again.steps_done = 7
+    rest, _ = train(config, ranks, artifacts, STEPS - 7, again, 7 * SAMPLES)
+    assert begun + rest == once
+
+
+def test_nothing_is_selected_twice_where_the_selection_is_kept(
+    artifacts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa.kernels import blocks
+
+    select, calls = blocks.select, []
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return select(*args, **kwargs)
+
+    monkeypatch.setattr(blocks, "select", counted)
+    found = {}
+    for keep in (False, True):
+        calls.clear()
+        losses, _ = train(
+            configured(**divided(1, 1), **{"train.gc_keep_selection": keep}), RankInfo(), artifacts, steps=2
+        )
+        found[keep] = (len(calls), losses)
+    layers, steps = SIZES["n_layers"], 2
+    assert found[False][0] == 2 * layers * steps
+    assert found[True] == (layers * steps, found[False][1])
+
+
+def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
+    config = configured(**{"data.boundaries": True, "train.batch_size": 2, "data.dataset": "synthetic"})
+    rows, _ = train(config, RankInfo(), artifacts, steps=3)
+    plain, _ = train(configured(**{"train.batch_size": 2, "data.dataset": "synthetic"}), RankInfo(), artifacts, steps=3)
+    assert rows == pytest.approx(plain, rel=TOLERANCE)  # one document a row: the same in another shape
+    model = Trainer(config, RankInfo(), artifacts).module
+    tokens = torch.randint(0, 256, (1, 60))
+    cu_seqlens = torch.tensor([0, 13, 13, 41, 60], dtype=torch.int32)
+    packed = model(tokens, cu_seqlens=cu_seqlens)
+    apart = [model(tokens[:, a:b]) for a, b in ((0, 13), (13, 41), (41, 60))]
+    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="must start at 0, never fall, and end at S=60"):
+        model(tokens, cu_seqlens=torch.tensor([0, 70]))
+
+
+def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
+    config = load_config(TINY, **{"parallel.safe": True, "parallel.static_graph": True})
+    parallel = config.parallel
+    assert (parallel.static_graph, parallel.find_unused_parameters, parallel.bucket_cap_mb) == (False, True, 2.0)
+    assert (config.model.backend, config.model.stop_gate_gradient) == ("sdpa", True)
+    with pytest.raises(ConfigError, match="gc_keep_selection: needs non-reentrant checkpointing"):
+        load_config(TINY, gc_keep_selection=True, gc_reentrant=True)

@@ -1,0 +1,75 @@
+"""What a scenario asserts beyond its losses: gradients that are right, memory that is flat, gates that are alive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from nsa.data import Batch
+    from nsa.trainer import Trainer
+
+TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
+MAX_GROWTH_MIB = 4.0  # a hundred steps
+ALIVE = 0.02  # of a gate's mean
+PLANNED_STEPS = 50_000
+
+
+def mean_gradients(trainer: Trainer, batches: list[Batch]) -> list[torch.Tensor]:
+    """What this step's gradients must be: without checkpointing and without DDP, averaged over all ranks."""
+    module = trainer.module
+    recompute, module.checkpoint = module.checkpoint, None
+    wrapped, trainer.model = trainer.model, module
+    loss = sum(trainer.loss(batch) for batch in batches) / len(batches)
+    gradients = list(torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad]))
+    module.checkpoint, trainer.model = recompute, wrapped
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return _clipped(trainer, gradients)
+
+
+def _clipped(trainer: Trainer, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    return [g * min(1.0, trainer.config.train.grad_clip / (float(norm) + 1e-6)) for g in gradients]
+
+
+def assert_gradients(module: torch.nn.Module, expected: list[torch.Tensor]) -> None:
+    """Each gradient is what it must be, to `TOLERANCE`."""
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    for (name, parameter), gradient in zip(trained, expected, strict=True):
+        assert parameter.grad is not None
+        error = (parameter.grad - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)
+        assert error < TOLERANCE or gradient.abs().max() < 1e-9, f"{name}: off by {error:.1e} of its largest gradient"
+
+
+def growth_mib(folder: Path, rank: int) -> float:
+    """MiB that a hundred steps add, by the slope of the memory dumps of the second half (least squares)."""
+    dumps = [json.loads(path.read_text()) for path in folder.glob(f"mem_step*_rank{rank}.json")]
+    points = sorted((d["step"], d.get("cuda_allocated_mib", d["rss_mib"])) for d in dumps)
+    steps, sizes = (torch.tensor(v, dtype=torch.float64) for v in zip(*points[len(points) // 2 :], strict=True))
+    centred = steps - steps.mean()
+    return float((centred * sizes).sum() / centred.square().sum()) * 100
+
+
+def assert_stable(folder: Path, rank: int, gates: dict[str, float]) -> None:
+    """Flat memory, and no branch whose gate has died."""
+    growth = growth_mib(folder, rank)
+    assert growth < MAX_GROWTH_MIB, f"memory grows by {growth:.1f} MiB in a hundred steps"
+    assert all(mean > ALIVE for mean in gates.values()), f"a gate has died: {gates}"
+
+
+def plan_ahead(seconds: list[float]) -> None:
+    """Print what `PLANNED_STEPS` would take by the median of the second half, and the spread of ten parts of it."""
+    later = torch.tensor(seconds[len(seconds) // 2 :])
+    parts = [part.median().item() for part in later.chunk(10)]
+    hours = PLANNED_STEPS / 3600
+    print(
+        f"{PLANNED_STEPS:,} steps would take {later.median().item() * hours:.2f} h "
+        f"({min(parts) * hours:.2f} to {max(parts) * hours:.2f}, by the tenths of {len(later)} steps)",
+        flush=True,
+    )
