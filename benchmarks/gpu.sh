@@ -12,6 +12,7 @@ python -c 'import importlib.metadata as m; m.distribution("pytest-nsa")' 2>/dev/
 python -m pytest "${plugin[@]}" tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts"
 status=$?
 timeout 400 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$?
+timeout 420 python benchmarks/train.py --gpu --rounds 1 --json "$out/train_gpu.json" || status=$?
 python - "$out" "$status" <<'PY'
 import json, platform, sys, time
 from pathlib import Path

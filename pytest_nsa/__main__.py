@@ -12,8 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.evidence import find_test_folders, load
+from pytest_nsa.report import html
+from pytest_nsa.report.summary import Entry, decision_of
 from pytest_nsa.report.text import lines
 from pytest_nsa.watching import folder_of, watch
 
@@ -30,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="as in artifacts/latest or artifacts/latest/SCENARIO; of a training on several nodes, the folder of each",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
+    command.add_argument(
+        "--html", action="store_true", help="write DIR/report.html anew: of a training with its curves"
+    )
     command = commands.add_parser(
         "watch", help="follow a training whose ranks have NSA_TRACE_DIR set, or trace_training called"
     )
@@ -55,16 +61,22 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         )
         return 2
     failed = False
+    entries = []
     for folder in folders:
         evidence = load(folder, *others)
         verdict = diagnose(evidence)
         failed = failed or verdict.failed
+        name = str(folder.relative_to(first))
+        entries.append(Entry(folder=name, verdict=verdict))
         if arguments.json:
             print(json.dumps(verdict.to_json()))
         elif verdict.failed:
             print(f"{verdict.scenario or verdict.nodeid}\n" + "\n".join(lines(verdict, evidence)) + "\n")
         else:
             print(f"{verdict.scenario or verdict.nodeid}\n{verdict.outcome}\n")
+    if arguments.html:
+        write_atomically(first / "report.html", html.render(first, entries, decision_of(entries), interrupted=False))
+        print(first / "report.html", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -73,7 +73,7 @@ def test_a_skipped_all_reduce(tmp_path: Path) -> None:
         verdict = verdicts[name]
         assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "skipped_collective", [1])
         assert verdict["certain"]
-        assert source_line(verdict["where"]) == "dist.all_reduce(value)"
+        assert source_line(verdict["where"]) == "dist.all_reduce(figures)"
     first = summary.splitlines()[0]
     for words in ("ddp_onestep_trace", "skipped_collective", "rank 1", "nsa/trainer.py:"):
         assert words in first

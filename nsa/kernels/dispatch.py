@@ -158,7 +158,7 @@ def _named(backend: str, dtype: torch.dtype, device: torch.device, width: int) -
 
 # What torch.compiler.assume_constant_result does, but for the second that it takes to import the compiler.
 for _chooser in (_counted, _named):
-    _chooser._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    vars(_chooser)["_dynamo_marked_constant"] = True
 
 
 def nsa_attention(

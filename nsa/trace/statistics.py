@@ -15,18 +15,21 @@ from nsa.attention import NSAAttention
 from nsa.config import BRANCHES
 from nsa.gate import Gate
 from nsa.kernels.dispatch import counters
+from nsa.trace import logger
 from nsa.trace.names import plain_name
 
 # A branch whose mean gate lies below this in every layer has died out.
 COLLAPSED = 0.02
-SELECTION_FIELDS = ("step", "layer", "blocks_mean", "distance_mean", "share_initial", "share_local")
+SATURATED = 0.01  # as near to 0 or 1 as this, a gate gets next to no gradient
+SELECTION_FIELDS = ("step", "layer", "blocks_mean", "distance_mean", "entropy", "share_initial", "share_local")
 
 
 class GateStatistics:
     """Keeps each gate's mean over batch, tokens and heads, from the last forward. Reading it syncs with the device."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._last: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._last: dict[str, torch.Tensor] = {}  # [3, 3]: mean, spread and saturated share, a column a branch
+        self._died: set[tuple[str, str]] = set()
         for name, module in model.named_modules():
             if isinstance(module, Gate):
                 module.register_forward_hook(self._hook(plain_name(name)))
@@ -34,7 +37,8 @@ class GateStatistics:
     def _hook(self, name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
         def saw(module: nn.Module, args: Any, gates: torch.Tensor) -> None:
             flat = gates.detach().float().flatten(0, -2)
-            self._last[name] = (flat.mean(0), flat.std(0))
+            saturated = (flat.sub(0.5).abs() > 0.5 - SATURATED).float()
+            self._last[name] = torch.stack([flat.mean(0), flat.std(0), saturated.mean(0)])
 
         return saw
 
@@ -42,14 +46,26 @@ class GateStatistics:
         """Mean gate of each branch over all layers; empty for a model without gates."""
         if not self._last:
             return {}
-        mean = torch.stack([mean for mean, _ in self._last.values()]).mean(0).tolist()
+        mean = torch.stack([figures[0] for figures in self._last.values()]).mean(0).tolist()
         return dict(zip(BRANCHES, mean, strict=True))
 
     def write(self, path: Path, step: int) -> None:
-        """Append a line to ``gate_health.jsonl``: mean and spread a layer, and whether a branch has died out."""
-        layers = {name: {"mean": mean.tolist(), "std": std.tolist()} for name, (mean, std) in self._last.items()}
+        """Append a line to ``gate_health.jsonl``: mean, spread and saturated share a layer; warn, once, of one that has died."""
+        layers = {
+            name: dict(zip(("mean", "std", "saturated"), figures.tolist(), strict=True))
+            for name, figures in self._last.items()
+        }
         means = self.means()
         collapsed = [branch for branch, mean in means.items() if mean < COLLAPSED]
+        died = {
+            (n, b)
+            for n, found in layers.items()
+            for b, mean in zip(BRANCHES, found["mean"], strict=True)
+            if mean < COLLAPSED
+        }
+        for name, branch in sorted(died - self._died):
+            logger.warning("[gates] step %d: the gate of branch %s has died out in %s", step, branch, name)
+        self._died |= died
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "means": means, "collapsed": collapsed, "layers": layers}) + "\n")
 
@@ -73,9 +89,12 @@ class SelectionStatistics:
             j = torch.arange(n_blocks, device=chosen.device)
             weights = chosen.float()
             total = weights.sum().clamp(min=1)
+            distance = (own - j).clamp(min=0).expand(chosen.shape[1:]).flatten()
+            by_distance = weights.new_zeros(n_blocks).index_add(0, distance, weights.sum(0).flatten()) / total
             self._rows[name] = {
                 "blocks_mean": weights.sum() / weights[..., 0].numel(),
                 "distance_mean": ((own - j) * weights).sum().div(total),
+                "entropy": torch.special.entr(by_distance).sum(),  # in nats, of how far back the selected blocks lie
                 "share_initial": weights[..., 0].sum().div(total),
                 "share_local": ((own - j <= 1) * weights).sum().div(total),
             }

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.evidence import Evidence, RankEvidence, load
+from pytest_nsa.report.curves import curves
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, write_trace
 from pytest_nsa.report.summary import Entry
@@ -82,7 +83,7 @@ def _scenario(run: Path, entry: Entry) -> str:
         f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)} '
         f'<span class="quiet">{v.duration_s:.1f} s</span></h3>'
         f"<p>{escape(short_place(who))}</p>"
-        f'<div class="scroll">{_lanes(evidence, v.ranks if v.failed else ())}</div>{stacks}{trace}'
+        f'<div class="scroll">{_lanes(evidence, v.ranks if v.failed else ())}</div>{stacks}{curves(run / entry.folder)}{trace}'
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass, field
@@ -206,6 +207,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
 
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
+    from nsa.metrics import Metrics
     from nsa.model import build_model
     from nsa.parallel import RankInfo
     from nsa.trainer import Trainer
@@ -231,22 +233,26 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     seconds: list[float] = []
     is_silent = row.fails_as == "silent_divergence"  # for the plugin to find, not for what is asserted here
     trained = sum(p.requires_grad for p in trainer.module.parameters())
-    for _ in range(row.steps):
-        taken = [next(data) for _ in range(config.train.accumulation)]
-        if row.phase == 6 and not is_silent:
-            expected = health.mean_gradients(trainer, taken)
-        trainer.step(taken)
-        if row.phase == 6 and not is_silent:
-            health.assert_gradients(trainer.module, expected)
-        (result,) = trainer.read()
-        seconds.append(result.seconds)
-        if row.steps <= 2 or result.step % 50 == 0:
-            print(f"step {result.step} loss {result.loss:.4f} {result.seconds:.2f} s", flush=True)
-        assert math.isfinite(result.loss)
-        if trainer.gradients is not None:
-            assert trainer.gradients.missing() == []
-            assert len(trainer.gradients.arrived) == trained
-            assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
+    told = Metrics(folder, config, ranks, trainer.module) if group.rank == 0 else None
+    with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
+        for _ in range(row.steps):
+            taken = [next(data) for _ in range(config.train.accumulation)]
+            if row.phase == 6 and not is_silent:
+                expected = health.mean_gradients(trainer, taken)
+            trainer.step(taken)
+            if row.phase == 6 and not is_silent:
+                health.assert_gradients(trainer.module, expected)
+            (result,) = trainer.read()
+            seconds.append(result.seconds)
+            if metrics is not None:
+                metrics.add(result)
+            if row.steps <= 2 or result.step % 50 == 0:
+                print(f"step {result.step} loss {result.loss:.4f} {result.seconds:.2f} s", flush=True)
+            assert math.isfinite(result.loss)
+            if trainer.gradients is not None:
+                assert trainer.gradients.missing() == []
+                assert len(trainer.gradients.arrived) == trained
+                assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
     if row.phase == 9:
         health.assert_stable(folder, group.rank, result.gates)
         health.plan_ahead(seconds)

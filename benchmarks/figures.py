@@ -1,0 +1,29 @@
+"""What every benchmark does with its figures: say where they come from, print them, keep them where it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """The machine and versions that figures belong to."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "device": gpu or platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def keep(figures: dict[str, Any], path: Path | None) -> None:
+    """Print ``figures`` and the environment as JSON; write them to ``path``, if any."""
+    text = json.dumps({**figures, **environment()}, indent=1)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n", encoding="utf-8")

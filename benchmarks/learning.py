@@ -1,0 +1,150 @@
+"""Does it learn? The NSA model beside the same model with dense attention on prose, and beside its window alone on copying.
+
+    python benchmarks/learning.py --json benchmarks/results/learning.json --svg docs/learning.svg
+
+Prose: the shipped text, `--steps` steps of configs/tiny_cpu.yaml, three seeds; compared is the mean loss of the last tenth.
+Copying: a random sequence and the same again, half a sequence (64 tokens) back, where a window of 16 tokens in two layers
+cannot reach; compared is the loss on the second half. Each training is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import keep
+
+ROOT = Path(__file__).resolve().parents[1]
+COPY = {
+    "model.n_layers": 2, "model.w": 16, "model.l": 8, "model.d": 4, "model.l_sel": 8, "model.n_sel": 4, "train.seq_len": 127,
+    "train.batch_size": 16, "train.lr": 3e-3, "model.vocab_size": 256,
+}  # fmt: skip
+TRAININGS: dict[str, dict[str, dict[str, Any]]] = {
+    "prose": {"nsa": {}, "dense": {"model.attention": "dense"}},
+    "copy": {"nsa": COPY, "window": {**COPY, "model.force_branch": "win"}},
+}
+
+
+def train(task: str, way: str, seed: int, steps: int) -> list[float]:
+    """The loss of each step; of copying, that of the second half."""
+    from nsa.config import load_config
+    from nsa.data import Position, batches, open_source
+    from nsa.parallel import RankInfo
+    from nsa.trainer import Trainer
+
+    torch.set_num_threads(1)
+    dataset = "fineweb_edu" if task == "prose" else "copy"
+    overrides = {
+        "data.dataset": dataset, "train.steps": steps, "train.seed": seed, "train.gradient_checkpointing": False,
+        "trace.stats_every": steps, **TRAININGS[task][way],
+    }  # fmt: skip
+    config = load_config(ROOT / "configs" / "tiny_cpu.yaml", **overrides)
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, RankInfo(), Path(folder))
+        if task == "copy":
+            trainer.loss = lambda batch: _second_half(trainer, batch)  # type: ignore[method-assign]
+        data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
+        for _ in range(steps):
+            trainer.step([next(data)])
+            losses += [result.loss for result in trainer.read()]
+    return losses
+
+
+def _second_half(trainer: Any, batch: Any) -> torch.Tensor:
+    """Cross-entropy of what can be known: the second half."""
+    half = batch.tokens.shape[1] // 2
+    logits = trainer.model(batch.tokens[:, :-1])[:, half - 1 :]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tokens[:, half:].flatten())
+
+
+def apart(task: str, way: str, seed: int, steps: int) -> list[float]:
+    """`train` in a process of its own."""
+    command = [sys.executable, __file__, "--one", task, way, str(seed), str(steps)]
+    return list(json.loads(subprocess.run(command, text=True, capture_output=True, check=True, cwd=ROOT).stdout))
+
+
+def draw(curves: dict[str, dict[str, list[list[float]]]], titles: dict[str, str]) -> str:
+    """Two pictures side by side: a line a training, smoothed over 10 steps."""
+    width, height, colours = 420, 260, ("#0969da", "#cf7000")
+    parts = []
+    for index, (task, ways) in enumerate(curves.items()):
+        top = max(max(losses[:10]) for runs in ways.values() for losses in runs)
+        lines = [f'<text x="40" y="18">{titles[task]}</text><text x="36" y="36" text-anchor="end">{top:.1f}</text>']
+        lines.append(
+            f'<text x="36" y="{height - 26}" text-anchor="end">0</text>'
+            f'<path d="M40 28V{height - 30}H410" stroke="#888" fill="none"/>'
+        )
+        for (way, runs), colour in zip(ways.items(), colours, strict=True):
+            for losses in runs:
+                smooth = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+                every = max(1, len(smooth) // 200)
+                points = " ".join(
+                    f"{40 + 370 * i / len(smooth):.1f},{height - 30 - (height - 62) * loss / top:.1f}"
+                    for i, loss in list(enumerate(smooth))[::every]
+                )
+                lines.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
+            place = 60 + 16 * list(ways).index(way)
+            lines.append(f'<text x="400" y="{place}" text-anchor="end" style="fill:{colour}">{way}</text>')
+        lines.append(f'<text x="410" y="{height - 12}" text-anchor="end">{len(losses)} steps</text>')
+        parts.append(f'<g transform="translate({index * width},0)">{"".join(lines)}</g>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height}" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def main() -> None:
+    """Train, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="of prose (default: 400)")
+    parser.add_argument("--copy-steps", type=int, default=1500, help="of copying (default: 1500)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default: 2)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--svg", type=Path, help="draw the losses here")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        task, way, seed, steps = arguments.one
+        print(json.dumps(train(task, way, int(seed), int(steps))))
+        return
+    steps = {"prose": arguments.steps, "copy": arguments.copy_steps}
+    jobs = [
+        (t, way, seed, steps[t]) for t, ways in TRAININGS.items() for seed in range(arguments.seeds) for way in ways
+    ]
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        found = dict(zip(jobs, pool.map(lambda job: apart(*job), jobs), strict=True))
+    curves = {
+        t: {way: [found[t, way, seed, steps[t]] for seed in range(arguments.seeds)] for way in ways}
+        for t, ways in TRAININGS.items()
+    }
+    last = {
+        t: {way: [statistics.fmean(losses[-len(losses) // 10 :]) for losses in runs] for way, runs in ways.items()}
+        for t, ways in curves.items()
+    }
+    prose, copied = last["prose"], last["copy"]
+    ratios = [a / b for a, b in zip(prose["nsa"], prose["dense"], strict=True)]
+    keep(
+        {
+            "prose": {"steps": steps["prose"], "last_tenth": prose, "nsa_over_dense": ratios},
+            "copy": {"steps": steps["copy"], "last_tenth": copied, "chance": math.log(256)},
+        },
+        arguments.json,
+    )
+    if arguments.svg:
+        titles = {"prose": "prose: loss, nats a byte", "copy": "copying from 64 tokens back: loss, nats a token"}
+        arguments.svg.write_text(draw(curves, titles), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Training as a whole: tokens a second and peak memory of the model with NSA beside the same model with dense attention.
+
+    python benchmarks/train.py --json benchmarks/results/train.json         # a CPU's size: 4 layers, 1,024 and 4,096 tokens
+    python benchmarks/train.py --gpu --json benchmarks/results/train_gpu.json    # the 125M model, bf16, 2k and 16k tokens
+
+Each way (attention, checkpointing, torch.compile, parallelism) runs in processes of its own, rank by rank, in rounds that take
+turns; a figure is the median over rounds of a process's median step after `WARM` steps. Parallel ways have two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import keep
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM, STEPS = 2, 5
+CPU: dict[str, Any] = {
+    "config": "m7c_125m_2k_test.yaml", "lengths": (1024, 4096),
+    "sizes": {"model.n_layers": 4, "train.dtype": "fp32", "train.device": "cpu", "train.threads": 1, "train.batch_size": 1},
+}  # fmt: skip
+GPU: dict[str, Any] = {
+    "config": "m7c_125m_2xa100_production.yaml", "lengths": (2048, 16384), "sizes": {"train.batch_size": 4},
+}  # fmt: skip
+# Label: (ranks, overrides). Each is run with NSA and with dense attention.
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (1, {"train.gradient_checkpointing": False}),
+    "checkpointing": (1, {"train.gradient_checkpointing": True}),
+    "checkpointing, selection kept": (1, {"train.gradient_checkpointing": True, "train.gc_keep_selection": True}),
+    "compiled": (1, {"train.gradient_checkpointing": False, "train.compile": True}),
+    "ddp, 2 ranks": (2, {"train.gradient_checkpointing": False, "parallel.mode": "ddp"}),
+    "fsdp, 2 ranks": (2, {"train.gradient_checkpointing": False, "parallel.mode": "fsdp"}),
+    "averaged by hand, 2 ranks": (2, {"train.gradient_checkpointing": False, "parallel.mode": "average"}),
+}  # fmt: skip
+
+
+def one_rank(settings: dict[str, Any]) -> dict[str, float]:
+    """In a process of its own, one of ``settings['ranks']``: seconds of a step, tokens of a step, peak MiB."""
+    import torch.distributed as dist
+
+    from nsa.config import load_config
+    from nsa.data import Position, batches, open_source
+    from nsa.parallel import RankInfo, choose_device
+    from nsa.trainer import Trainer
+
+    rank, ranks = int(os.environ.get("RANK", "0")), settings["ranks"]
+    config = load_config(ROOT / "configs" / settings["config"], **settings["overrides"])
+    device = choose_device(config.train.device, rank)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    if ranks > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(settings["store"], ranks), rank=rank, world_size=ranks)
+    info = RankInfo(rank=rank, world_size=ranks, local_rank=rank, device=device)
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, info, Path(folder))
+        data = batches(open_source(config), Position(), config.train.batch_size, rank, ranks)
+        for _ in range(WARM + STEPS):
+            batch = [next(data)]
+            began = time.perf_counter()
+            trainer.step(batch)
+            (result,) = trainer.read()
+            seconds.append(time.perf_counter() - began)
+    if ranks > 1:
+        dist.destroy_process_group()
+    return {"seconds": statistics.median(seconds[WARM:]), "tokens": result.tokens, "peak_mib": result.peak_mib}
+
+
+def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict[str, float]:
+    """One round of one way: the slowest rank counts."""
+    ranks, overrides = WAYS[way]
+    chosen = {
+        **size["sizes"], "data.dataset": "synthetic", "train.seq_len": length, "model.attention": attention,
+        "trace.stats_every": 1000, **overrides,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"config": size["config"], "ranks": ranks, "overrides": chosen, "store": f"{folder}/store"}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--one", json.dumps(settings)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, env={**os.environ, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        found = []
+        for process in processes:
+            out, errors = process.communicate()
+            if process.returncode:
+                raise RuntimeError(errors[-2000:])
+            found.append(json.loads(out.splitlines()[-1]))
+    seconds = max(f["seconds"] for f in found)
+    return {"tokens_per_s": found[0]["tokens"] / seconds, "peak_mib": max(f["peak_mib"] for f in found)}
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="production's size, on a GPU")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(one_rank(json.loads(arguments.one))))
+        return
+    size = GPU if arguments.gpu else CPU
+    found: dict[str, dict[str, dict[str, list[dict[str, float]]]]] = {}
+    for _ in range(arguments.rounds):
+        for length in size["lengths"]:
+            for way in WAYS:
+                for attention in ("nsa", "dense"):
+                    if way == "checkpointing, selection kept" and attention == "dense":
+                        continue
+                    try:
+                        result = measure(size, length, attention, way)
+                    except RuntimeError as error:
+                        print(f"{length} {way} {attention}: {str(error)[-400:]}", file=sys.stderr)
+                        continue
+                    print(f"{length} {way} {attention}: {result}", file=sys.stderr, flush=True)
+                    found.setdefault(str(length), {}).setdefault(way, {}).setdefault(attention, []).append(result)
+    figures = {
+        length: {
+            way: {
+                a: {name: statistics.median(r[name] for r in rounds) for name in rounds[0]} for a, rounds in by.items()
+            }
+            for way, by in ways.items()
+        }
+        for length, ways in found.items()
+    }
+    ratios = {
+        length: {w: by["nsa"]["tokens_per_s"] / by["dense"]["tokens_per_s"] for w, by in ways.items() if len(by) == 2}
+        for length, ways in figures.items()
+    }
+    keep(
+        {"ways": figures, "nsa_over_dense_speed": ratios, "rounds": arguments.rounds, "config": size["config"]},
+        arguments.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""What a training leaves is what docs/artifacts.md says, file by file and field by field."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.config import ModelConfig, load_config
+from nsa.flops import flops_per_token, keys_seen
+from nsa.kernels import blocks
+from nsa.model import build_model
+from nsa.trace.environment import variables
+from nsa.trace.statistics import SelectionStatistics
+from nsa.trace.watchdog import Watchdog
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,), "number": (int, float), "number?": (int, float, type(None)), "string": (str,), "object": (dict,),
+    "array": (list,),
+}  # fmt: skip
+
+
+def schemas() -> dict[str, dict[str, str]]:
+    """Type of each field by file, as the document has it."""
+    found: dict[str, dict[str, str]] = {}
+    for part in (ROOT / "docs" / "artifacts.md").read_text().split("\n## ")[1:]:
+        name, _, text = part.partition("\n")
+        rows = re.findall(r"^\| (\w+) \| (integer|number\??|string|object|array) \|", text, re.MULTILINE)
+        if rows:
+            found[name] = dict(rows)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    out = folder / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "nsa.train",
+        "--config",
+        str(TINY),
+        "--steps",
+        "12",
+        "--save-every",
+        "6",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        command, cwd=folder, text=True, capture_output=True, check=False,
+        env={**os.environ, "NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def entries(run: Path, name: str) -> Iterator[dict[str, Any]]:
+    """The objects or rows of the files that a heading names."""
+    paths = sorted(run.glob(re.sub(r"(?<=rank|step)N|(?<=step_)N", "*", name)))
+    assert paths, name
+    for path in paths:
+        if path.suffix == ".jsonl":
+            yield from map(json.loads, path.read_text().splitlines())
+        elif path.suffix == ".csv":
+            with path.open(newline="") as file:
+                yield from csv.DictReader(file)
+        else:
+            yield json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", schemas())
+def test_each_file_is_as_documented(run: Path, name: str) -> None:
+    schema, count = schemas()[name], 0
+    for entry in entries(run, name):
+        assert list(entry) == list(schema)
+        for field, kind in schema.items():
+            value = entry[field]
+            if name.endswith(".csv") and kind != "string":
+                value = int(value) if kind == "integer" else float(value)
+            assert isinstance(value, TYPES[kind]), (field, value)
+        count += 1
+    assert count >= 1
+
+
+def test_no_file_is_left_undescribed(run: Path) -> None:
+    text = (ROOT / "docs" / "artifacts.md").read_text()
+    for path in run.iterdir():
+        general = re.sub(r"(?<=rank|step)\d+", "N", path.name).removesuffix(".txt")
+        assert general in text, path.name
+
+
+def test_the_secret_is_masked_and_the_code_s_revision_named(run: Path) -> None:
+    env = json.loads((run / "env.json").read_text())
+    assert env["variables"]["HF_TOKEN"] == "***"
+    assert env["variables"]["NSA_MEM_DUMP_EVERY"] == "6"
+    assert re.fullmatch(r"([0-9a-f]{12}\+?)?", env["revision"])
+    assert variables({"NCCL_DEBUG": "INFO", "TORCH_API_KEY": "x", "HOME": "/"}) == {
+        "NCCL_DEBUG": "INFO",
+        "TORCH_API_KEY": "***",
+    }
+
+
+def test_the_report_draws_the_curves(run: Path) -> None:
+    command = [sys.executable, "-m", "pytest_nsa", "diagnose", str(run), "--html"]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (run / "report.html").read_text()
+    for title in (
+        "loss, nats a token, steps 1 to 12",
+        "mean gate, steps 1 to 10",
+        "selected blocks",
+        "memory, MiB, steps 6 to 12",
+    ):
+        assert f'aria-label="{title}' in page
+    assert page.count("<polyline") == 1 + 3 + 2 + 1
+
+
+def test_statistics_of_a_selection_that_is_known() -> None:
+    config = load_config(TINY, n_layers=1)
+    model = build_model(config)
+    statistics = SelectionStatistics(model)
+    statistics.listen(True)
+    S, n = 64, blocks.num_selection(64, 16)
+    chosen = torch.zeros(1, S, 1, n, dtype=torch.bool)
+    chosen[0, torch.arange(S), 0, torch.arange(S) // 16] = True  # each query its own block
+    model.blocks[0].attn.selection_listener(chosen)
+    (row,) = statistics._rows.values()
+    assert {name: value.item() for name, value in row.items()} == {
+        "blocks_mean": 1.0, "distance_mean": 0.0, "entropy": 0.0, "share_initial": 0.25, "share_local": 1.0,
+    }  # fmt: skip
+    chosen[0, 16:, 0, 0] = True  # and, but for the first block's, the initial one
+    model.blocks[0].attn.selection_listener(chosen)
+    (row,) = statistics._rows.values()
+    shares = torch.tensor([64, 16, 16, 16], dtype=torch.float64) / 112
+    assert row["entropy"].item() == pytest.approx(-(shares * shares.log()).sum().item())
+    assert row["distance_mean"].item() == pytest.approx((16 * (1 + 2 + 3)) / 112)
+
+
+def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from nsa.trace.statistics import GateStatistics
+
+    model = build_model(load_config(TINY, n_layers=2))
+    statistics = GateStatistics(model)
+    gate = model.blocks[1].attn.gate
+    with torch.no_grad():
+        gate.fc2.bias[0::3] = -20.0  # cmp, of every head
+    for step in (1, 2):
+        model(torch.randint(0, 256, (1, 32)))
+        with caplog.at_level("WARNING", "nsa.trace"):
+            statistics.write(tmp_path / "gate_health.jsonl", step)
+    assert [r.getMessage() for r in caplog.records] == [
+        "[gates] step 1: the gate of branch cmp has died out in blocks.1.attn.gate"
+    ]
+    line = json.loads((tmp_path / "gate_health.jsonl").read_text().splitlines()[0])
+    assert line["layers"]["blocks.1.attn.gate"]["saturated"] == [1.0, 0.0, 0.0]
+    assert line["collapsed"] == []
+
+
+def test_the_watchdog_says_what_stood_still(tmp_path: Path) -> None:
+    from nsa.trace.board import Board
+
+    board = Board(None)
+    board.phase("backward")
+    board.number("gradients_expected", 195)
+    watchdog = Watchdog(tmp_path, 3, 0.3, board)
+    watchdog.feed()
+    while not watchdog.path.read_text().count("Thread 0x"):
+        time.sleep(0.02)
+    while "[watchdog]" not in watchdog.path.read_text():
+        time.sleep(0.02)
+    watchdog.close()
+    assert (
+        "rank 3 has stood still for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients"
+        in watchdog.path.read_text()
+    )
+
+
+def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
+    m = ModelConfig(l=8, d=4, l_sel=16, n_sel=4, w=32)
+    S = 100
+    t = range(S)
+    compressed = [sum(i * 4 + 7 <= q for i in range(S)) for q in t]
+    selected = [min(q + 1, 64) for q in t]
+    window = [min(q + 1, 32) for q in t]
+    assert keys_seen(m, S) == pytest.approx(sum(compressed + selected + window) / S)
+    config = load_config(TINY)
+    cost = flops_per_token(build_model(config), config.model, 128)
+    dense = load_config(TINY, attention="dense")
+    assert math.isfinite(cost)
+    assert flops_per_token(build_model(dense), dense.model, 1 << 16) > flops_per_token(
+        build_model(config), config.model, 1 << 16
+    )
+
+
+def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nsa.train", "--config", str(TINY), "--steps", "1000", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 3/" in line:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    for name in ("metrics.jsonl", "heartbeat_rank0.jsonl", "gate_health.jsonl"):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert all(json.loads(line) for line in lines[:-1])
+        assert len(lines) >= (3 if name != "gate_health.jsonl" else 1)
