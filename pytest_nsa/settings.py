@@ -244,7 +244,7 @@ def runtime_folder() -> Path | None:
 
 
 def outer_environment() -> dict[str, Any]:
-    """Variables that say how this run was set up, for env.json; values of secrets never."""
+    """Variables that say how this run was set up, for env.json; ``***`` where the name speaks of a secret."""
     prefixes = (
         "NSA_",
         "TORCH_",
@@ -257,4 +257,6 @@ def outer_environment() -> dict[str, Any]:
         "RANK",
         "PYTEST_ADDOPTS",
     )
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
+    secret = ("TOKEN", "SECRET", "KEY", "PASSW", "CREDENTIAL", "AUTH")
+    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
+    return {k: "***" if any(word in k.upper() for word in secret) else v for k, v in shown.items()}
