@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 FAULT  ?=
 PHASES ?= [1-5]
 ARGS   ?=
-WORKERS ?= 4
+WORKERS ?= 3
 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))

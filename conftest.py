@@ -27,11 +27,11 @@ def fault(request: pytest.FixtureRequest) -> str | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm() -> Iterator[None]:
+def warm() -> Iterator[WarmPython]:
     """Runs of pytest on examples are forks of a process that has imported torch."""
     warm = WarmPython()
     testing.run_pytest = warm.run
-    yield
+    yield warm
     warm.close()
 
 

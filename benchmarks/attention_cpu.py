@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from figures import keep
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,12 +140,9 @@ def main() -> None:
     figures = {
         "forward_and_backward": table, "time_ratio": ratios, "absent": absent,
         "shape": {"dim": DIM, "heads": HEADS, "groups": GROUPS, "width": WIDTH, **SIZES}, "threads": 1,
-        "rounds": arguments.rounds, "torch": torch.__version__,
-        "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+        "rounds": arguments.rounds,
     }  # fmt: skip
-    print(json.dumps(figures, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    keep(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -28,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
+from figures import keep
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -166,11 +165,8 @@ def main() -> None:
         "a_thousand_healthy_steps": calm,
         "matrix": {f"{planted} -> {told}": n for (planted, told), n in sorted(matrix.items())},
         "tools": compare_tools(every, arguments.workers) if arguments.tools else None,
-        "torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-    print(json.dumps(figures, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    keep(figures, arguments.json)
 
 
 if __name__ == "__main__":

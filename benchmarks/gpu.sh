@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
-#   benchmarks/gpu.sh [OUT]      OUT: folder for the results (default: benchmarks/results)
+#   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention train'
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -9,10 +9,15 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # A machine without a registry runs the checkout as it is; then the plugin must be named.
 plugin=()
 python -c 'import importlib.metadata as m; m.distribution("pytest-nsa")' 2>/dev/null || plugin=(-p pytest_nsa.plugin)
-python -m pytest "${plugin[@]}" tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts"
-status=$?
-timeout 400 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$?
-timeout 420 python benchmarks/train.py --gpu --rounds 1 --json "$out/train_gpu.json" || status=$?
+status=0
+for stage in ${2:-tests attention train}; do
+  case $stage in
+    tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
+    attention) timeout 400 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
+    train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --json "$out/train_gpu.json" || status=$? ;;
+  esac
+done
+[ -f "$out/gpu_junit.xml" ] || exit "$status"
 python - "$out" "$status" <<'PY'
 import json, platform, sys, time
 from pathlib import Path

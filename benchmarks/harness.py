@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from xml.etree import ElementTree
 
 import torch
 import torch.distributed as dist
+from figures import keep
 
 HERE = Path(__file__).parent
 OURS = """\
@@ -218,8 +218,7 @@ def main() -> None:
     }  # fmt: skip
     rank_mib, zygote = memory_and_zygote()
     figures = {
-        "ways": ways, "failed": failed, "rank_mib": rank_mib, "zygote": zygote, "torch": torch.__version__,
-        "python": platform.python_version(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+        "ways": ways, "failed": failed, "rank_mib": rank_mib, "zygote": zygote,
     }  # fmt: skip
     print("| a two-rank test with | median ms | min | max | n | of the floor | of pytest-nsa |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -231,8 +230,7 @@ def main() -> None:
     for way, why in failed.items():
         print(f"{way}: failed in {len(why)} of {arguments.rounds} rounds: {why[0]}")
     print(f"memory of a rank after a DDP step, MiB: {rank_mib}\nthe zygote before its first rank: {zygote}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    keep(figures, arguments.json)
 
 
 if __name__ == "__main__":

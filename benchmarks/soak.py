@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 from xml.etree import ElementTree
+
+from figures import keep
 
 TESTS = """\
 import os, signal, subprocess, sys
@@ -110,13 +110,8 @@ def main() -> None:
         figures[f"under_n{arguments.workers}"] = [
             run(folder, 200, f"-n{arguments.workers}") for _ in range(arguments.times)
         ]
-    figures |= {
-        "left_behind": left_behind(), "python": platform.python_version(), "cores": os.cpu_count(),
-        "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
-    print(json.dumps(figures, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    figures["left_behind"] = left_behind()
+    keep(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from figures import keep
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("noise", "traced", "checksums")
@@ -116,12 +115,9 @@ def main() -> None:
         "cost_min_max": {way: [min(rounds), max(rounds)] for way, rounds in costs.items()},
         "heartbeat": statistics.median(f["heartbeat"] for f in found["traced"]),
         "step_ms": statistics.median(f["step_ms"] for f in found["traced"]),
-        "rounds": arguments.rounds, "pairs": PAIRS, "tensors": 195, "torch": torch.__version__, "python": platform.python_version(),
-        "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"),
+        "rounds": arguments.rounds, "pairs": PAIRS, "tensors": 195,
     }  # fmt: skip
-    print(json.dumps(figures, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    keep(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +32,34 @@ class WarmPython:
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
         """As `pytest_nsa.testing.start_pytest`."""
+        uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
+        # Its plugin imports all of hypothesis, another second, at the end of every session; anyio's, all of asyncio.
+        without = ["-p", "no:anyio", *([] if uses_hypothesis else ["-p", "no:hypothesispytest"])]
+        code, out, err = self.run_program("pytest", folder, [*without, *arguments], timeout)
+        return pytest.RunResult(code, out.splitlines(), err.splitlines(), 0)
+
+    def run_program(
+        self, program: str, folder: Path, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] = {}
+    ) -> tuple[int, str, str]:
+        """Exit code, output and errors of pytest or of a module's ``main``. Raises subprocess.TimeoutExpired."""
         channel = self._started()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             fds = [out.fileno(), err.fileno()]
-            uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
-            # Its plugin imports all of hypothesis, another second, at the end of every session.
-            without = [] if uses_hypothesis else ["-p", "no:hypothesispytest"]
-            request = {"cwd": str(folder), "arguments": [*without, *arguments], "env": dict(os.environ)}
+            env = {k: v for k, v in {**os.environ, **variables}.items() if k != "PYTHONDONTWRITEBYTECODE"}
+            request = {"program": program, "cwd": str(folder), "arguments": list(arguments), "env": env}
             socket.send_fds(channel.socket, [json.dumps(request).encode() + b"\n"], fds)
             told = self._hear(channel, [], 1, 60)
             told = self._hear(channel, told, 2, timeout)
             if len(told) < 2:
                 os.kill(told[0]["pid"], signal.SIGKILL)  # not reaped before we have read of its end
                 self._hear(channel, told, 2, 60)
-                raise subprocess.TimeoutExpired("pytest", timeout)
+                raise subprocess.TimeoutExpired(program, timeout)
             texts = []
             for file in (out, err):
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
         print(*texts, sep="\n")  # for the report of a test that fails
-        return pytest.RunResult(told[1]["code"], texts[0].splitlines(), texts[1].splitlines(), 0)
+        return told[1]["code"], texts[0], texts[1]
 
     @staticmethod
     def _hear(channel: Channel, told: list[dict[str, Any]], count: int, timeout: float) -> list[dict[str, Any]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -16,8 +20,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
+import torch.utils.data
 
 PR_SET_PDEATHSIG = 1
 
@@ -25,6 +31,7 @@ PR_SET_PDEATHSIG = 1
 def serve(fd: int) -> None:
     """Fork for each request, tell the child's pid, then its exit code."""
     torch.set_num_threads(1)
+    gc.freeze()  # else each session collects, five times at its end, what all of this has made
     sock = socket.socket(fileno=fd)
     while True:
         data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 2)
@@ -36,7 +43,7 @@ def serve(fd: int) -> None:
         if pid == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             sock.close()
-            _become_pytest(json.loads(data), fds)
+            _become(json.loads(data), fds)
         for number in fds:
             os.close(number)
         sock.sendall(json.dumps({"pid": pid}).encode() + b"\n")
@@ -44,7 +51,16 @@ def serve(fd: int) -> None:
         sock.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
-def _become_pytest(request: dict[str, Any], fds: list[int]) -> None:
+def _run(module: str) -> int:
+    """As ``python -m`` does it, of a module that has a ``main``; threads and what is to be done at exit are waited for."""
+    try:
+        return int(importlib.import_module(module).main())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> None:
     """Never returns."""
     code = 70
     try:
@@ -56,8 +72,9 @@ def _become_pytest(request: dict[str, Any], fds: list[int]) -> None:
         os.environ.update(request["env"])
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         sys.path[0] = request["cwd"]
-        sys.argv = ["pytest", *request["arguments"]]
-        code = int(pytest.console_main())
+        sys.dont_write_bytecode = False  # plugins are rewritten once, and not in each session
+        sys.argv = [request["program"], *request["arguments"]]
+        code = int(pytest.console_main()) if request["program"] == "pytest" else _run(request["program"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:

