@@ -7,6 +7,7 @@ and CRC-32 of each file. It can be loaded by another number of ranks, and under 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -43,6 +44,7 @@ class Description:
     world_size: int
     parallel: str
     model: dict[str, Any]
+    data: dict[str, Any]
     torch: str
     files: dict[str, tuple[int, int]]
 
@@ -50,8 +52,9 @@ class Description:
 class Checkpointer:
     """Saves into ``folder``; made by all ranks together, and each call is a collective of theirs.
 
-    ``asynchronous``: `save` returns once the state is copied to host memory, and `poll` says when it is on disk.
-    ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank; a failed save leaves the others as they were.
+    ``asynchronous``: `save` returns once the state is copied to host memory; when `is_written` says so on all ranks, they
+    call `finish`. ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank, with the same reason; a save
+    that failed leaves those before it as they were.
     """
 
     def __init__(
@@ -75,62 +78,82 @@ class Checkpointer:
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
         """Write the state after ``step``. A save that still runs is waited for first."""
-        self.poll(wait=True)
+        self.finish()
         partial = self.folder / f"step_{step:08d}.partial"
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "random": _random_state(self.rank)}
         be_quiet_about_one_process()
         description = Description(
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
-            torch.__version__, {},
+            data_settings(self.config), torch.__version__, {},
         )  # fmt: skip
         try:
-            partial.mkdir(parents=True, exist_ok=True)
-            writer = dcp.FileSystemWriter(partial)
+            writer = dcp.FileSystemWriter(partial)  # makes the folder, and shares a failure with all ranks
             if self.config.checkpoint.asynchronous:
                 running = dcp.async_save(state, storage_writer=writer, process_group=self._group)
                 assert isinstance(running, Future)
                 self._running = running, partial, description
                 return
             dcp.save(state, storage_writer=writer, process_group=self._group)
-            self._finish(partial, description)
+            reason = ""
         except (OSError, CheckpointException) as error:
-            self._failed(partial, error)
+            reason = _reason(error)
+        self._end(partial, description, reason)
 
-    def poll(self, *, wait: bool = False) -> None:
-        """Whether a save that runs has come to its end: then it is named, or its failure told."""
-        if self._running is None or not (wait or self._running[0].done()):
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing more to do for a save that runs; False when none does."""
+        return self._running is not None and self._running[0].done()
+
+    def finish(self) -> None:
+        """Wait for a save that runs, and name it, or tell its failure."""
+        if self._running is None:
             return
         running, partial, description = self._running
-        self._running = None
+        self._running, reason = None, ""
         try:
             running.result()
-            self._finish(partial, description)
         except (OSError, CheckpointException) as error:
-            self._failed(partial, error)
+            reason = _reason(error)
+        self._end(partial, description, reason)
 
-    def _finish(self, partial: Path, description: Description) -> None:
-        """Rank 0: all ranks have written, says dcp. Name it, then remove the oldest."""
-        if self.rank != 0:
-            return
+    def _end(self, partial: Path, description: Description, reason: str) -> None:
+        """All ranks have written, or know that one could not; rank 0 names what is whole, and all hear what became of it."""
+        target = partial.with_suffix("")
+        if self.rank == 0 and not reason:
+            try:
+                self._name(partial, target, description)
+            except OSError as error:
+                reason = str(error)
+        heard = [reason]
+        if dist.is_initialized():
+            dist.broadcast_object_list(heard, src=0, group=self._group)
+        if heard[0]:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            self.on_failed(f"{target.name} could not be saved: {' '.join(heard[0].split())[:200]}")
+        elif self.rank == 0:
+            self.on_saved(target)
+
+    def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: _size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
         write_whole(partial / DESCRIPTION, json.dumps({"schema": SCHEMA, **described}, indent=1) + "\n")
-        target = partial.with_suffix("")
         if target.exists():  # a run that went on from an earlier step comes here again
             _remove(target)
         partial.rename(target)
         write_whole(self.folder / "latest", target.name + "\n")
-        for old in _saved(self.folder)[: -self.config.checkpoint.keep]:
-            _remove(old)
-        self.on_saved(target)
+        # Those of later steps are another run's, or will be written again.
+        before = [path for path in _saved(self.folder) if path < target]
+        for old in before[: max(0, len(before) + 1 - self.config.checkpoint.keep)]:
+            with contextlib.suppress(OSError):
+                _remove(old)
 
-    def _failed(self, partial: Path, error: BaseException) -> None:
-        causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
-        reason = "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error)
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.on_failed(f"{partial.with_suffix('').name} could not be saved: {' '.join(reason.split())[:200]}")
+
+def _reason(error: BaseException) -> str:
+    """What dcp gathered from all ranks, or the error itself."""
+    causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
+    return "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error) or type(error).__name__
 
 
 def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
@@ -146,13 +169,12 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
             raise ConfigError(f"--resume {resume!r}: no such folder; give auto, none or a checkpoint (step_*)")
     else:
         saved = _saved(folder)
-        named = (
-            folder / (folder / "latest").read_text(encoding="utf-8").strip() if (folder / "latest").exists() else None
-        )
-        found = named if named in saved else saved[-1] if saved else None
-        if found is None:
+        if (folder / "latest").exists():
+            named = folder / (folder / "latest").read_text(encoding="utf-8").strip()
+            saved = [path for path in saved if path <= named]  # those of later steps are not this run's
+        if not saved:
             return None
-        path = found
+        path = saved[-1]
     wrong = damage(path) if verify else ""
     if wrong:
         before = next((p for p in reversed(_saved(path.parent)) if p < path and not damage(p)), None)
@@ -194,6 +216,20 @@ def describe(path: Path) -> Description:
         raise ConfigError(
             f"checkpoint {str(path)!r}: is no checkpoint of this program; give a step_* folder that --save-every wrote"
         ) from None
+
+
+def data_settings(config: Config) -> dict[str, Any]:
+    """What the position in the data depends on."""
+    return {"seq_len": config.train.seq_len, "dataset": config.data.dataset, "tokenizer": config.data.tokenizer}
+
+
+def refuse_other_data(path: Path, config: Config) -> None:
+    """ConfigError where ``config`` reads other samples than the run that wrote the checkpoint: its position means nothing."""
+    mine = data_settings(config)
+    other = {name: value for name, value in describe(path).data.items() if mine.get(name) != value}
+    if other:
+        shown = ", ".join(f"{name}={value!r} (here {mine.get(name)!r})" for name, value in other.items())
+        raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {shown}; go on with the same")
 
 
 def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
@@ -254,6 +290,7 @@ def _saved(folder: Path) -> list[Path]:
 def _remove(folder: Path) -> None:
     """Renamed first: half of a checkpoint must not look like one."""
     doomed = folder.with_suffix(".removed")
+    shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 

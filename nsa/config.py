@@ -163,7 +163,7 @@ SECTIONS: dict[str, type] = {
 # What safe mode sets: conservative kernels, no gradient through the gates, and DDP in its plainest form.
 SAFE: dict[str, dict[str, Any]] = {
     "model": {"backend": "sdpa", "stop_gate_gradient": True},
-    "train": {"gc_reentrant": False, "compile": False},
+    "train": {"gc_reentrant": False, "gc_keep_selection": False, "compile": False},
     "parallel": {
         "find_unused_parameters": True, "static_graph": False, "broadcast_buffers": False, "gradient_as_bucket_view": False,
         "bucket_cap_mb": 2.0, "barrier_after_backward": True,
@@ -352,6 +352,10 @@ def validate(config: Config) -> None:
             raise ConfigError(f"{name}={value}: must be {'0 or more' if least == 0 else f'at least {least}'}")
     if t.gc_reentrant and t.gc_keep_selection:
         raise ConfigError("train.gc_keep_selection: needs non-reentrant checkpointing; set train.gc_reentrant: false")
+    if t.gc_keep_selection and m.backend in ("reference", "sdpa", "flash"):
+        raise ConfigError(
+            f"train.gc_keep_selection: model.backend={m.backend!r} selects without an operator; use auto, cpu or triton"
+        )
     if m.d_k % 2:
         raise ConfigError(f"model.d_k={m.d_k}: must be even (rotary position embedding)")
     for name in ("l", "l_sel"):

@@ -33,7 +33,12 @@ def export(checkpoint: Path, target: Path) -> int:
     described = describe(found)
     state = {"model": build_model(Config(model=ModelConfig(**described.model))).state_dict()}
     be_quiet_about_one_process()
-    dcp.load(state, storage_reader=SafeReader(found), planner=SafePlanner())
+    try:
+        dcp.load(state, storage_reader=SafeReader(found), planner=SafePlanner())
+    except dcp.api.CheckpointException as error:
+        raise ConfigError(
+            f"checkpoint {str(found)!r}: cannot be loaded ({' '.join(str(error).split())[:200]})"
+        ) from None
     weights: dict[str, torch.Tensor] = {name: tensor.contiguous() for name, tensor in state["model"].items()}
     metadata = {"step": str(described.step), "model": json.dumps(dataclasses.asdict(ModelConfig(**described.model)))}
     partial = target.with_name(target.name + ".partial")

@@ -30,7 +30,7 @@ class Run:
 
     def __init__(self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None) -> None:
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
-        _listen_to_traces(folder, ranks.rank)
+        self._handlers = _listen_to_traces(folder, ranks.rank)
         if ranks.rank == 0:
             write_environment(folder / "env.json")
         self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
@@ -39,7 +39,7 @@ class Run:
             load(resumed, config, self.trainer.model, self.trainer.optimizer, ranks.rank)
             self.trainer.steps_done = describe(resumed).step
             self.say(f"resumed from {resumed} after step {self.trainer.steps_done}")
-        self.metrics = Metrics(folder, config, ranks, self.trainer.module) if ranks.rank == 0 else None
+        self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
         self.checkpoints = Checkpointer(
             folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.say(f"saved {path}"), self._not_saved
         )  # fmt: skip
@@ -64,6 +64,9 @@ class Run:
             self.traces.end(sys.exception())
             if self.metrics is not None:
                 self.metrics.close()
+            for handler in self._handlers:
+                logging.getLogger("nsa.trace").removeHandler(handler)
+                handler.close()
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
@@ -72,28 +75,32 @@ class Run:
             self.traces.board.phase("data")
             batches = [self.loader.take() for _ in range(train.accumulation)]
             self._note_bad_rows(batches[-1].position.bad_rows)
-            self.trainer.step(batches, wants_to_stop=self._asked_to_stop)
+            self.trainer.step(batches, (self._asked_to_stop, self.checkpoints.is_written))
             step = self.trainer.steps_done
             due = bool(every) and step % every == 0
-            votes = self._report() if due or step % train.log_every == 0 or step == train.steps else 0
-            if due or votes:
+            reads = due or step % train.log_every == 0 or step == train.steps
+            stop, written = self._report() if reads else (0, 0)
+            if due or stop:
                 self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, batches[-1].position)
-            self.checkpoints.poll(wait=bool(votes))
-            if votes:
+            if stop or written == self.ranks.world_size:
+                self.checkpoints.finish()
+            if due:
+                self.trainer.start_clock()
+            if stop:
                 self.say(f"stopped after step {step}, as SIGTERM asked: go on with --resume auto --out {self.folder}")
                 return PREEMPTED
-        self.checkpoints.poll(wait=True)
+        self.checkpoints.finish()
         self.say(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
         return DONE
 
-    def _report(self) -> int:
-        """Read and tell what the last steps came to; returns how many ranks want to stop."""
-        votes = 0
-        for result in self.trainer.read():
-            votes = max(votes, result.stop_votes)
-            if self.metrics is not None:
+    def _report(self) -> tuple[int, int]:
+        """Read and tell what the last steps came to; returns how many ranks want to stop, and have written their checkpoint."""
+        results = self.trainer.read()
+        if self.metrics is not None:
+            for result in results:
                 self.say(self.metrics.add(result))
-        return votes
+        stop, written = results[-1].votes
+        return max(stop, *(result.votes[0] for result in results)), written
 
     def _note_bad_rows(self, count: int) -> None:
         if count > self.bad_rows:
@@ -109,7 +116,7 @@ class Run:
         self._asked_to_stop = True
 
 
-def _listen_to_traces(folder: Path, rank: int) -> None:
+def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
     """`nsa.trace` speaks on stdout and in traces.log; on ranks above 0 only of what belongs to a rank."""
     trace_log = logging.getLogger("nsa.trace")
     trace_log.setLevel(logging.INFO)
@@ -123,6 +130,7 @@ def _listen_to_traces(folder: Path, rank: int) -> None:
         if rank != 0:
             handler.addFilter(lambda record: record.getMessage().startswith("[DDP]"))
         trace_log.addHandler(handler)
+    return handlers
 
 
 def set_threads(config: Config, device: torch.device) -> None:

@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from nsa.config import Config, ConfigError
-from nsa.flops import flops_per_token, peak_flops
+from nsa.flops import peak_flops
 from nsa.parallel import RankInfo
 from nsa.trainer import StepResult
 
@@ -18,12 +16,15 @@ from nsa.trainer import StepResult
 class Metrics:
     """Of rank 0. Every line is flushed, so that a run that is killed loses at most the one in hand."""
 
-    def __init__(self, folder: Path, config: Config, ranks: RankInfo, module: nn.Module) -> None:
+    def __init__(self, folder: Path, config: Config, ranks: RankInfo, flops_per_token: float) -> None:
         self.config = config
-        self._flops = flops_per_token(module, config.model, config.train.seq_len)
+        self._flops = flops_per_token
         peak = peak_flops(ranks.device)
         self._peak = None if peak is None else peak * ranks.world_size
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._file = (folder / "metrics.jsonl").open("a+", encoding="utf-8", buffering=1)
+        self._file.seek(max(0, self._file.tell() - 1))
+        if self._file.read() not in ("", "\n"):  # a line that its writer was killed in
+            self._file.write("\n")
         self._board = _open_tensorboard(folder / "tensorboard") if config.trace.tensorboard else None
 
     def add(self, result: StepResult) -> str:

@@ -8,32 +8,39 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-_MODULES = ("torch.distributed.checkpoint.",)
-_NAMES = {
-    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"), ("builtins", "set"),
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *((_METADATA, name) for name in (
+        "Metadata", "MetadataIndex", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not (module.startswith(_MODULES) or (module, name) in _NAMES or is_dtype):
+        if not ((module, name) in _KNOWN or is_dtype):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
         return super().find_class(module, name)
 
 
 class SafeReader(FileSystemReader):
-    """Reads ``.metadata`` by an unpickler that knows the classes of torch.distributed.checkpoint and no others."""
+    """Reads ``.metadata`` by an unpickler that knows what metadata consists of, name by name, and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises pickle.UnpicklingError for what is no plain metadata."""
         with self.fs.create_stream(self.path / ".metadata", "rb") as file:
-            _MetadataUnpickler(io.BytesIO(file.read())).load()
-        return super().read_metadata(*args, **kwargs)
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class SafePlanner(DefaultLoadPlanner):

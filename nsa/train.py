@@ -125,6 +125,8 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     resumed = checkpoint.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
         _say(f"[train] resume=auto: no checkpoint in {_checkpoints(arguments)}, starting at step 1")
+    if resumed is not None:
+        checkpoint.refuse_other_data(resumed, config)
     position = Position() if resumed is None else checkpoint.describe(resumed).position
     loader = Loader(config, source, position, rank, world_size)
 
@@ -137,7 +139,9 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     info = RankInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
     if config.parallel.mode != "none":
-        _join(backend, world_size)
+        # dcp's asynchronous saves want a backend for the CPU in the default group, in some versions of torch.
+        is_both = backend == "nccl" and config.checkpoint.asynchronous
+        _join("cpu:gloo,cuda:nccl" if is_both else backend, world_size)
     try:
         return loop.run(config, info, loader, _folder(arguments.out, info), resumed)
     finally:

@@ -11,16 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import Config
 from nsa.data.packing import Batch
+from nsa.flops import flops_per_token
 from nsa.model import build_model
 from nsa.parallel import RankInfo, accumulating, average_gradients, share
 from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
+from nsa.trace.names import plain_name
 from nsa.trace.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
 
 
@@ -28,7 +31,8 @@ from nsa.trace.statistics import GateStatistics, SelectionStatistics, write_dtyp
 class StepResult:
     """What a step did. ``loss`` is the mean over ranks, in nats a token; ``tokens`` counts all ranks.
 
-    ``stop_votes``: how many ranks wanted to stop (`Trainer.step`). ``seconds`` are a mean where several steps were read at once.
+    ``votes``: how many ranks voted for what `Trainer.step` was given. ``seconds`` are a mean where several steps were read at
+    once, and count the wait for data.
     """
 
     step: int
@@ -38,7 +42,7 @@ class StepResult:
     seconds: float
     peak_mib: float
     gates: dict[str, float] = field(default_factory=dict)
-    stop_votes: int = 0
+    votes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class _Unread:
     """A step whose figures are still on the device."""
 
     step: int
-    figures: torch.Tensor  # float32 [2]: loss, votes to stop
+    figures: torch.Tensor  # float32: loss, votes
     lr: float
     tokens: int
 
@@ -67,6 +71,9 @@ class Trainer:
         if config.train.compile:
             for block in getattr(self.module, "blocks", ()):
                 block.compile()
+        # By name, and before the parameters are shared: FSDP1 flattens them.
+        matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
+        self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
         bf16 = config.train.dtype == "bf16"
         self.model = share(
             self.module, config.parallel, ranks.device, bf16=bf16
@@ -80,8 +87,9 @@ class Trainer:
         self.buckets = BucketTrace(ranks.rank) if config.trace.ddp_buckets else None
         if self.buckets and isinstance(self.model, DistributedDataParallel):
             self.buckets.attach(self.model)
-        decayed = [p for p in self.module.parameters() if p.ndim > 1]
-        plain = [p for p in self.module.parameters() if p.ndim <= 1]
+        named = [(plain_name(name), p) for name, p in self.module.named_parameters()]
+        decayed = [p for name, p in named if name in matrices]
+        plain = [p for name, p in named if name not in matrices]
         groups = [
             {"params": decayed, "weight_decay": config.train.weight_decay},
             {"params": plain, "weight_decay": 0.0},
@@ -101,13 +109,12 @@ class Trainer:
         done = min(1.0, (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps))
         return train.min_lr + (train.lr - train.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
-    def step(self, batches: list[Batch], *, wants_to_stop: bool = False) -> None:
+    def step(self, batches: list[Batch], votes: tuple[bool, ...] = ()) -> None:
         """Train on ``batches``, one a micro-step; gradients are averaged over all. What it came to: `read`.
 
-        Nothing waits for the device, but in steps whose statistics are written. ``wants_to_stop`` is this rank's vote.
+        Nothing waits for the device, but in steps whose statistics are written. ``votes`` are this rank's: all ranks read how
+        many there were, and so decide alike.
         """
-        if not self._unread:
-            self._began = time.monotonic()
         number = self.steps_done + 1
         wants_statistics = number == 1 or number % max(1, self.config.trace.stats_every) == 0
         self.selection.listen(wants_statistics)
@@ -119,7 +126,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        figures = torch.tensor([0.0, float(wants_to_stop)], device=self.ranks.device)
+        figures = torch.tensor([0.0, *map(float, votes)], device=self.ranks.device)
         for index, batch in enumerate(batches):
             with accumulating(self.model, self.config.parallel, last=index == len(batches) - 1):
                 loss = self.loss(batch)
@@ -127,7 +134,7 @@ class Trainer:
             figures[0] += loss.detach() / len(batches)
         self._after_backward(number)
         if self.config.train.grad_clip > 0:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.config.train.grad_clip)
+            self._clip(self.config.train.grad_clip)
         self.optimizer.step()
         self.sum_over_ranks(figures)
         self.steps_done = number
@@ -143,12 +150,17 @@ class Trainer:
         results = [
             StepResult(
                 step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
-                gates=gates, stop_votes=round(votes),
+                gates=gates, votes=tuple(map(round, votes)),
             )
-            for unread, (loss, votes) in zip(self._unread, found, strict=True)
+            for unread, (loss, *votes) in zip(self._unread, found, strict=True)
         ]  # fmt: skip
         self._unread = []
+        self.start_clock()
         return results
+
+    def start_clock(self) -> None:
+        """What took time until now is no step's."""
+        self._began = time.monotonic()
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross-entropy in nats of the targets, tokens[:, 1:], given the inputs, tokens[:, :-1]."""
@@ -168,6 +180,12 @@ class Trainer:
         """Add up in place; a collective when there are several ranks."""
         if self.ranks.world_size > 1:
             dist.all_reduce(figures)
+
+    def _clip(self, limit: float) -> None:
+        if isinstance(self.model, FullyShardedDataParallel):  # a rank has a share of each gradient, and of the norm
+            self.model.clip_grad_norm_(limit)
+        else:
+            nn.utils.clip_grad_norm_(self.module.parameters(), limit)
 
     def _after_backward(self, step: int) -> None:
         if self.gradients:

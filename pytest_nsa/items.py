@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,12 @@ class RankedFunction(pytest.Function):
         if foreseen is not None and verdict.cause == foreseen:
             pytest.xfail(f"{foreseen}, as foreseen: {verdict.reason}")
         if foreseen is not None and not verdict.failed:
-            pytest.fail(f"was to fail as {foreseen}, and passed", pytrace=False)
+            passed = f"was to fail as {foreseen}, and passed"
+            verdict = replace(
+                verdict, outcome="FAIL", cause="assertion", reason=passed, advice="take fails_as away, or mend it"
+            )
+            runner.rewrite(evidence.folder, verdict)
+            pytest.fail(passed, pytrace=False)
         if verdict.failed:
             failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)
             del evidence, failing  # the traceback keeps this frame

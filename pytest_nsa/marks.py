@@ -225,6 +225,8 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
             yield f"{where}: {shown}: {problem}"
         elif rule.fixture and id(mark) in own and rule.fixture not in fixtures:
             yield f"{where}: {shown}: does nothing, as the test does not take the fixture '{rule.fixture}'; add it to its arguments"
+    if item.get_closest_marker("fails_as") and not is_ranked(item):
+        yield f"{where}: fails_as: does nothing, as the test does not run on ranks and gets no verdict; use pytest.mark.xfail"
     if any(node is item for node, _ in item.iter_markers_with_node("reuse")):
         yield f"{where}: reuse: belongs on a class or a module (pytestmark = pytest.mark.reuse), whose tests then share their ranks"
     if item.get_closest_marker("static_graph") and "ddp" not in fixtures:

@@ -103,6 +103,8 @@ class PackedSource:
         at, bad, place = position.tokens, position.bad_rows, position.place
         while True:
             before = at
+            if not (place.file or place.part):
+                bad = 0  # of this pass over the documents
             for here, texts in self.documents.read(place):
                 start = Position(0, here, at, bad)
                 bad += sum(text is None for text in texts)

@@ -39,6 +39,8 @@ def _is_finite(output: Any) -> bool:
     """Whether a model's output is of finite numbers; what is on a GPU, or large, counts as such: looking would cost."""
     if not isinstance(output, torch.Tensor) or output.device.type != "cpu" or output.numel() > MAX_LOOK:
         return True
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record the look
+        return True
     try:  # a sum is quick, but one in float16 may overflow
         finite = not output.is_floating_point() or math.isfinite(output.detach().sum(dtype=torch.float32).item())
         return finite or bool(output.detach().isfinite().all())

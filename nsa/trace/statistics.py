@@ -103,6 +103,9 @@ class SelectionStatistics:
 
     def write(self, path: Path, step: int) -> None:
         """Append to ``k_stats.csv`` what was gathered."""
+        header = ",".join(SELECTION_FIELDS)
+        if path.exists() and path.read_text(encoding="utf-8").partition("\n")[0].strip() != header:
+            path.rename(path.with_suffix(".old.csv"))  # of a version with other columns
         new = not path.exists()
         with path.open("a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, SELECTION_FIELDS)

@@ -51,6 +51,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed:
             self._fed.clear()
+            if self._closed:
+                return
             if not self._fed.wait(self.seconds) and self._file is not None:
                 self._file.write(
                     f"[watchdog] rank {self.rank} has stood still for {self.seconds:.0f} s{self._what()}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from html import escape
@@ -20,12 +21,22 @@ POINTS = 400  # that are drawn of a curve
 
 def curves(folder: Path) -> str:
     """SVG pictures of what ``folder`` has, in a row; '' where it has none of it."""
-    pictures = [
-        _picture(title, unit, series)
-        for title, unit, read in _FIGURES
-        if (series := {name: points for name, points in read(folder).items() if len(points) > 1})
-    ]
+    pictures = [_picture(title, unit, series) for title, unit, read in _FIGURES if (series := _read(read, folder))]
     return f'<div class="curves">{"".join(pictures)}</div>' if pictures else ""
+
+
+def _read(read: Callable[[Path], Series], folder: Path) -> Series:
+    """Curves of at least two points, all of them numbers; none of a file that is somebody else's, or torn."""
+    try:
+        found = read(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error):
+        return {}
+    whole = {name: [point for point in points if all(map(_is_number, point))] for name, points in found.items()}
+    return {name: points for name, points in whole.items() if len(points) > 1}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _loss(folder: Path) -> Series:
@@ -76,9 +87,7 @@ def _of_steps(path: Path) -> Iterator[dict[str, Any]]:
 
 def _picture(title: str, unit: str, series: Series) -> str:
     steps = [x for points in series.values() for x, _ in points]
-    values = [y for points in series.values() for _, y in points if y == y]
-    if not values:
-        return ""
+    values = [y for points in series.values() for _, y in points]
     low_x, high_x, low, high = min(steps), max(steps), min(values), max(values)
     span_x, span = (high_x - low_x) or 1.0, (high - low) or 1.0
 
@@ -91,7 +100,7 @@ def _picture(title: str, unit: str, series: Series) -> str:
     lines, key = [], []
     for (name, points), colour in zip(series.items(), COLOURS, strict=False):
         drawn = points[:: max(1, len(points) // POINTS)]
-        path = " ".join(at(x, y) for x, y in drawn if y == y)
+        path = " ".join(at(x, y) for x, y in drawn)
         lines.append(f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="1.5"/>')
         key.append(f'<tspan fill="var({colour})">{escape(name)}</tspan>')
     name = f"{title}{f', {unit}' if unit else ''}"

@@ -120,7 +120,7 @@ def save(
     failed: list[str] = []
     writer = checkpoint.Checkpointer(folder, config, ranks.rank, ranks.world_size, saved.append, failed.append)
     writer.save(trainer.steps_done, trainer.model, trainer.optimizer, position)
-    writer.poll(wait=True)
+    writer.finish()
     return saved, failed
 
 
@@ -278,14 +278,51 @@ def test_a_checkpoint_that_would_run_code_is_not_unpickled(tmp_path: Path) -> No
         def __reduce__(self) -> Any:
             return os.system, (f"touch {tmp_path / 'ran'}",)
 
-    (saved / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint's metadata"):
-        checkpoint.load(saved, config, trainer.model, trainer.optimizer, 0)
+    # By name, and by a path of names through a module that may be read from.
+    dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x94\x8c\x09os.system\x94\x93\x94."
+    for data in (pickle.dumps(Evil()), dotted):
+        (saved / ".metadata").write_bytes(data)
+        with pytest.raises(pickle.UnpicklingError, match="does not belong into a checkpoint's metadata"):
+            checkpoint.load(saved, config, trainer.model, trainer.optimizer, 0)
     assert not (tmp_path / "ran").exists()
 
 
-def test_sigterm_saves_and_says_so_by_the_exit_code(tmp_path: Path) -> None:
+def test_what_is_kept_are_the_newest_of_this_run(tmp_path: Path) -> None:
+    config = small(tmp_path, **{"checkpoint.keep": 2})
+    trainer, position = trained(config, RankInfo(), tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+
+    def saved_at(step: int) -> list[str]:
+        trainer.steps_done = step
+        assert save(config, RankInfo(), folder, trainer, position)[1] == []
+        return sorted(p.name for p in folder.iterdir())
+
+    names = {n: f"step_{n:08d}" for n in (1, 2, 3, 80, 90)}
+    for step in (80, 90):
+        saved_at(step)
+    # Another run in the same folder: its own go, the other's stay, and it goes on with its own.
+    assert saved_at(1) == ["latest", names[1], names[80], names[90]]
+    assert checkpoint.find(folder, "auto") == folder / names[1]
+    saved_at(2)
+    (folder / (names[1] + ".removed")).mkdir()  # left by a kill
+    (folder / (names[1] + ".removed") / "x").touch()
+    assert saved_at(3) == ["latest", names[2], names[3], names[80], names[90]]
+    (folder / "latest").write_text("step_00000004\n")  # which is gone: the one before it
+    assert checkpoint.find(folder, "auto") == folder / names[3]
+
+
+def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small(tmp_path)
+    command = ["--config", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "run"), "--save-every", "1", "--steps"]
+    assert train.main([*command, "1"]) == 0
+    assert train.main([*command, "2", "--resume", "auto", "--dataset", "copy"]) == 2
+    assert (
+        "its place in the data is of dataset='synthetic' (here 'copy'); go on with the same" in capsys.readouterr().err
+    )
+
+
+def test_sigterm_to_the_whole_group_saves_and_says_so_by_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(SMALL.replace("workers: 0", "workers: 1"))  # a process that must not die of it
     command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = subprocess.Popen(
@@ -296,7 +333,7 @@ def test_sigterm_saves_and_says_so_by_the_exit_code(tmp_path: Path) -> None:
     for line in run.stdout:
         if "step 3/" in line:
             break
-    run.send_signal(signal.SIGTERM)  # torchrun passes it on
+    run.send_signal(signal.SIGTERM)  # torchrun passes it on, to the process group of each rank
     out, _ = run.communicate(timeout=60)
     (stopped,) = (line for line in out.splitlines() if "stopped after step" in line)
     step = int(stopped.split("step ")[1].split(",")[0])
@@ -304,12 +341,12 @@ def test_sigterm_saves_and_says_so_by_the_exit_code(tmp_path: Path) -> None:
     assert (described.step, described.world_size, described.position.samples) == (step, 2, 4 * step)
     alone = subprocess.Popen(
         [sys.executable, *command[:-2], "--resume", "auto", "--out", str(tmp_path / "run")],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert alone.stdout is not None
     first = next(line for line in alone.stdout if "] step " in line)
     assert first.startswith(f"[train] step {step + 1}/")
-    alone.terminate()
+    os.killpg(alone.pid, signal.SIGTERM)
     alone.communicate(timeout=60)
     assert alone.returncode == 75
 

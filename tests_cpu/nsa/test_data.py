@@ -125,6 +125,12 @@ def test_rows_that_cannot_be_read_are_counted_skipped_and_limited(tmp_path: Path
         list(islice(source(tmp_path / "a.parquet", 8, max_bad_rows=1).samples(Position(), lambda number: True), 9))
 
 
+def test_bad_rows_are_counted_anew_in_each_pass(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ["some words", None, "and more"])
+    samples = list(islice(source(path, 8, max_bad_rows=1).samples(Position(), lambda number: True), 20))
+    assert samples[-1].position.place.epoch >= 5
+
+
 def test_a_file_damaged_in_the_middle_loses_a_part(tmp_path: Path) -> None:
     path = tmp_path / "damaged.parquet"
     pq.write_table(

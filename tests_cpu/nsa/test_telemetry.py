@@ -24,6 +24,7 @@ from nsa.model import build_model
 from nsa.trace.environment import variables
 from nsa.trace.statistics import SelectionStatistics
 from nsa.trace.watchdog import Watchdog
+from pytest_nsa.report.curves import curves
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +115,24 @@ def test_the_report_draws_the_curves(run: Path) -> None:
     ):
         assert f'aria-label="{title}' in page
     assert page.count("<polyline") == 1 + 3 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", '{"epoch": 1}\n{"step": 2, "loss": null}\n{"step": 3, "loss": NaN}\n[]\n'),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "loss": Infinity, "peak_mib": 1}\n{"step": 2, "loss": "high", "peak_mib": true}\n',
+        ),
+        ("gate_health.jsonl", '{"step": 1}\n{"step": 2, "means": 3}\n'),
+        ("k_stats.csv", "step,layer,distance_mean\n1,a,2.5\n2,a,-\n"),
+        ("mem_step1_rank0.json", ""),
+    ],
+)
+def test_files_that_are_torn_or_somebody_else_s_draw_nothing(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert curves(tmp_path) == ""
 
 
 def test_statistics_of_a_selection_that_is_known() -> None:

@@ -233,7 +233,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     seconds: list[float] = []
     is_silent = row.fails_as == "silent_divergence"  # for the plugin to find, not for what is asserted here
     trained = sum(p.requires_grad for p in trainer.module.parameters())
-    told = Metrics(folder, config, ranks, trainer.module) if group.rank == 0 else None
+    told = Metrics(folder, config, ranks, trainer.flops_per_token) if group.rank == 0 else None
     with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
         for _ in range(row.steps):
             taken = [next(data) for _ in range(config.train.accumulation)]

@@ -155,6 +155,8 @@ def test_that_passes(group): pass
     assert "was to fail as rank_exception, and passed" in text
     assert result.verdicts["test_as_foreseen"].expected
     assert result.verdicts["test_by_another_cause"].failed
+    assert result.verdicts["test_that_passes"].failed
+    assert "test_that_passes: FAIL" in text
 
 
 def test_a_cause_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
@@ -168,3 +170,14 @@ def test_x(group): pass
     result = run_example(pytester, source)
     text = result.stdout + result.stderr
     assert "fails_as('cosmic_ray'): 'cosmic_ray' must be one of skipped_collective, " in text
+
+
+def test_a_cause_for_a_test_without_ranks_is_refused(pytester: pytest.Pytester) -> None:
+    source = """
+from pytest_nsa import fails_as
+
+@fails_as("oom")
+def test_x(): pass
+"""
+    result = run_example(pytester, source)
+    assert "fails_as: does nothing, as the test does not run on ranks" in result.stdout + result.stderr
