@@ -107,7 +107,7 @@ def main() -> None:
     """Train, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="of prose (default: 400)")
-    parser.add_argument("--copy-steps", type=int, default=1500, help="of copying (default: 1500)")
+    parser.add_argument("--copy-steps", type=int, default=500, help="of copying (default: 500)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default: 2)")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -1,6 +1,6 @@
 """Checks of the Triton kernels in Triton's interpreter: a process of its own, as TRITON_INTERPRET is read when they are imported.
 
-TRITON_INTERPRET=1 python -m tests_cpu.kernels.interpreted NAME
+TRITON_INTERPRET=1 python -m tests_cpu.kernels.interpreted SEED NAME...
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def whole() -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(int(sys.argv[2]))
-    CHECKS[sys.argv[1]]()
-    print("held")
+    torch.manual_seed(int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        CHECKS[name]()
+        print("held", name)
