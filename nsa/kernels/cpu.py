@@ -4,7 +4,7 @@ Torch's attention for CPUs also returns the log-sum-exp of each row's scores. At
 (FlashAttention, arXiv 2205.14135, section 3.1), and its backward, given the merged output and log-sum-exp, returns each part's
 exact share of the gradients. So nothing of S x S is kept, and no block that is masked whole is computed:
 
-- window: chunks of w queries against their own chunk, and against the one before;
+- window: tiles of queries, each against all the keys that any of its queries sees, under one mask;
 - compression: chunks of queries, their scores summed to selection blocks on the way, recomputed in backward;
 - selection: causal while every block is chosen; from there on, for each block of keys, the list of the queries that chose it.
   A block's gradient comes from one product over its list: no atomics, the same bits every time.

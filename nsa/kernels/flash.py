@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
     """'' when flash-attn can serve such tensors, else the reason that it cannot."""
     if device.type != "cuda":
         return f"flash-attn needs a GPU, and the tensors are on {device.type}"
-    if importlib.util.find_spec("flash_attn") is None:
+    if not triton_launch.is_installed("flash_attn"):
         return "flash-attn is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn takes float16 and bfloat16, not {dtype}"

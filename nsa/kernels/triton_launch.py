@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
@@ -12,6 +13,12 @@ MIN_CAPABILITY = (8, 0)
 SHARED = 160 << 10  # bytes a block, less than an A100 has and more than the widest kernel takes
 
 
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; looked for once, as this is asked at each call of the attention."""
+    return importlib.util.find_spec(package) is not None
+
+
 def is_interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on any device (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -19,7 +26,7 @@ def is_interpreted() -> bool:
 
 def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     """'' where the kernels can serve such tensors, else the reason that they cannot."""
-    if importlib.util.find_spec("triton") is None:
+    if not is_installed("triton"):
         return "triton is not installed"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"

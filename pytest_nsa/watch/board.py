@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 HEADER = 4096
-# One rank gives or gets all, or each as much as it likes.
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
+# One rank gives or gets all, or each as much as it likes.
 _UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
 

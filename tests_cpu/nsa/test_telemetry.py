@@ -225,3 +225,35 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
         lines = (tmp_path / name).read_text().splitlines()
         assert all(json.loads(line) for line in lines[:-1])
         assert len(lines) >= (3 if name != "gate_health.jsonl" else 1)
+
+
+def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from nsa.metrics import Metrics
+    from nsa.parallel import RankInfo
+    from nsa.trainer import StepResult
+
+    metrics = Metrics(tmp_path, load_config(TINY, **{"trace.tensorboard": True}), RankInfo(), 1e6)
+    for step in (1, 2):
+        metrics.add(
+            StepResult(step=step, loss=5.0 / step, lr=1e-3, tokens=10, seconds=0.5, peak_mib=1.0, gates={"cmp": 0.25})
+        )
+    metrics.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.0), (2, 2.5)]
+    assert events.Scalars("gate/cmp")[0].value == 0.25
+    assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [5.0, 2.5]
+
+
+def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
+    from nsa.metrics import Metrics
+    from nsa.parallel import RankInfo
+    from nsa.trainer import StepResult
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
+    metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), 1e6)
+    metrics.add(StepResult(step=2, loss=4.0, lr=1e-3, tokens=10, seconds=0.5, peak_mib=1.0))
+    metrics.close()
+    first, torn, again = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert (json.loads(first)["step"], torn, json.loads(again)["loss"]) == (1, '{"step": 2, "lo', 4.0)
