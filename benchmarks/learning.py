@@ -26,7 +26,7 @@ from figures import keep
 ROOT = Path(__file__).resolve().parents[1]
 COPY = {
     "model.n_layers": 2, "model.w": 16, "model.l": 8, "model.d": 4, "model.l_sel": 8, "model.n_sel": 4, "train.seq_len": 127,
-    "train.batch_size": 16, "train.lr": 3e-3, "model.vocab_size": 256,
+    "train.batch_size": 16, "train.lr": 2e-3, "model.vocab_size": 256,
 }  # fmt: skip
 TRAININGS: dict[str, dict[str, dict[str, Any]]] = {
     "prose": {"nsa": {}, "dense": {"model.attention": "dense"}},
@@ -107,7 +107,7 @@ def main() -> None:
     """Train, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="of prose (default: 400)")
-    parser.add_argument("--copy-steps", type=int, default=500, help="of copying (default: 500)")
+    parser.add_argument("--copy-steps", type=int, default=1000, help="of copying (default: 1000)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default: 2)")
     parser.add_argument("--json", type=Path, help="write the figures here")

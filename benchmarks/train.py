@@ -81,7 +81,7 @@ def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict
     ranks, overrides = WAYS[way]
     chosen = {
         **size["sizes"], "data.dataset": "synthetic", "train.seq_len": length, "model.attention": attention,
-        "trace.stats_every": 1000, **overrides,
+        "trace.stats_every": 1000, "parallel.mode": "none", **overrides,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         settings = {"config": size["config"], "ranks": ranks, "overrides": chosen, "store": f"{folder}/store"}
