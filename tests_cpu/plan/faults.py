@@ -65,7 +65,7 @@ def _skip_all_reduce() -> None:
     """This rank keeps its own loss instead of averaging it with the others'."""
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda tensor, *args, **kwargs: (
-        None if tensor.numel() == 2 else all_reduce(tensor, *args, **kwargs)
+        None if tensor.numel() < 4 else all_reduce(tensor, *args, **kwargs)
     )
 
 
