@@ -137,6 +137,9 @@ def test_two_nodes_folders_are_one_run(folder: Path, start: object) -> None:
 
 
 def test_a_process_that_is_no_rank(folder: Path) -> None:
-    done = run(folder, "watch", str(os.getpid()))
+    other = subprocess.Popen(["sleep", "100"])
+    done = run(folder, "watch", str(other.pid))
+    other.kill()
+    other.wait()
     assert done.returncode == 2
     assert "maps no board; start its training with NSA_TRACE_DIR=DIR" in done.stderr
