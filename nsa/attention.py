@@ -63,9 +63,8 @@ class MLPCompression(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, S, G, D = x.shape
         if self.l > S:
-            windows = x[:, :0, :, None].expand(
-                B, 0, G, self.l, D
-            )  # none, and in the graph: every parameter gets a gradient
+            # None, and in the graph all the same: every parameter gets a gradient.
+            windows = x[:, :0, :, None].expand(B, 0, G, self.l, D)
         else:
             windows = x.unfold(1, self.l, self.d).transpose(-1, -2)  # [B, Nc, G, l, D]
         return self.fc2(F.silu(self.fc1((windows + self.position).flatten(-2))))
@@ -243,10 +242,8 @@ class DenseAttention(nn.Module):
         v = self.w_v(x).unflatten(-1, (self.n_kv_heads, -1))
         kernels = choose(self.backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
         ends = [0, S] if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
-        parts = [
-            kernels.sliding(
-                q[:, a:b], k[:, a:b], v[:, a:b], w=b - a, scale=q.shape[-1] ** -0.5
-            )  # a window of all tokens
+        parts = [  # a window of all tokens is causal attention
+            kernels.sliding(q[:, a:b], k[:, a:b], v[:, a:b], w=b - a, scale=q.shape[-1] ** -0.5)
             for a, b in itertools.pairwise(ends)
             if b > a
         ]

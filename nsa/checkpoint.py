@@ -82,7 +82,7 @@ class Checkpointer:
         partial = self.folder / f"step_{step:08d}.partial"
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "random": _random_state(self.rank)}
-        be_quiet_about_one_process()
+        _be_quiet_about_one_process()
         description = Description(
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
             data_settings(self.config), torch.__version__, {},
@@ -225,46 +225,53 @@ def data_settings(config: Config) -> dict[str, Any]:
 
 def refuse_other_data(path: Path, config: Config) -> None:
     """ConfigError where ``config`` reads other samples than the run that wrote the checkpoint: its position means nothing."""
-    mine = data_settings(config)
-    other = {name: value for name, value in describe(path).data.items() if mine.get(name) != value}
+    other = _differences(describe(path).data, data_settings(config))
     if other:
-        shown = ", ".join(f"{name}={value!r} (here {mine.get(name)!r})" for name, value in other.items())
-        raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {shown}; go on with the same")
+        raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {other}; go on with the same")
+
+
+def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> str:
+    return ", ".join(
+        f"{prefix}{name}={value!r} (here {mine.get(name)!r})"
+        for name, value in saved.items()
+        if mine.get(name) != value
+    )
 
 
 def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Restore model, optimizer and this rank's random state; a collective. ConfigError for a model of another shape."""
     described = describe(path)
     _refuse_another_model(path, described, config)
-    be_quiet_about_one_process()
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    reader = SafeReader(path)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = SafeReader(path).read_metadata().state_dict_metadata
     random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}
     if random:  # ranks beyond those that saved have none
         state["random"] = random
-    try:
-        dcp.load(state, storage_reader=reader, planner=SafePlanner())
-    except CheckpointException as error:
-        causes = "; ".join(sorted({str(cause[0]) for cause in error.failures.values()}))
-        raise ConfigError(
-            f"checkpoint {str(path)!r}: cannot be loaded ({' '.join(causes.split())[:200]}); give --resume with another one"
-        ) from None
+    read(path, state)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     _restore_random_state(rank, state.get("random", {}))
 
 
+def read(path: Path, state: dict[str, Any]) -> None:
+    """Fill ``state`` from the shards, in place; a collective. ConfigError where they do not hold it."""
+    _be_quiet_about_one_process()
+    try:
+        dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner())
+    except CheckpointException as error:
+        reason = " ".join(_reason(error).split())[:200]
+        raise ConfigError(f"checkpoint {str(path)!r}: cannot be loaded ({reason}); give another one") from None
+
+
 def _refuse_another_model(path: Path, described: Description, config: Config) -> None:
-    mine = dataclasses.asdict(config.model)
     free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not what it is
-    other = {name: value for name, value in described.model.items() if name not in free and mine.get(name) != value}
+    saved = {name: value for name, value in described.model.items() if name not in free}
+    other = _differences(saved, dataclasses.asdict(config.model), "model.")
     if other:
-        shown = ", ".join(f"model.{name}={value!r} (here {mine.get(name)!r})" for name, value in other.items())
-        raise ConfigError(f"checkpoint {str(path)!r}: is of another model: {shown}; use its configuration")
+        raise ConfigError(f"checkpoint {str(path)!r}: is of another model: {other}; use its configuration")
 
 
-def be_quiet_about_one_process() -> None:
+def _be_quiet_about_one_process() -> None:
     """Torch warns of every save and load of a process that is alone."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

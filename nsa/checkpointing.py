@@ -32,10 +32,10 @@ class CheckpointRange:
     @classmethod
     def from_config(cls, config: Config) -> CheckpointRange | None:
         """The layers that ``config`` asks for; None when checkpointing is off."""
-        if not config.train.gradient_checkpointing:
-            return None
-        start, end = config.train.gc_range or (0, config.model.n_layers)
         train = config.train
+        if not train.gradient_checkpointing:
+            return None
+        start, end = train.gc_range or (0, config.model.n_layers)
         return cls(start=start, end=end, reentrant=train.gc_reentrant, keep_selection=train.gc_keep_selection)
 
 

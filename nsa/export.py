@@ -18,11 +18,9 @@ def export(checkpoint: Path, target: Path) -> int:
     The file's metadata has the step and, as JSON, the model's configuration. Raises ConfigError for a damaged checkpoint.
     """
     import torch
-    import torch.distributed.checkpoint as dcp
 
-    from nsa.checkpoint import be_quiet_about_one_process, describe, find
+    from nsa.checkpoint import describe, find, read
     from nsa.model import build_model
-    from nsa.safe_reader import SafePlanner, SafeReader
 
     try:
         from safetensors.torch import save_file
@@ -32,13 +30,7 @@ def export(checkpoint: Path, target: Path) -> int:
     assert found is not None
     described = describe(found)
     state = {"model": build_model(Config(model=ModelConfig(**described.model))).state_dict()}
-    be_quiet_about_one_process()
-    try:
-        dcp.load(state, storage_reader=SafeReader(found), planner=SafePlanner())
-    except dcp.api.CheckpointException as error:
-        raise ConfigError(
-            f"checkpoint {str(found)!r}: cannot be loaded ({' '.join(str(error).split())[:200]})"
-        ) from None
+    read(found, state)
     weights: dict[str, torch.Tensor] = {name: tensor.contiguous() for name, tensor in state["model"].items()}
     metadata = {"step": str(described.step), "model": json.dumps(dataclasses.asdict(ModelConfig(**described.model)))}
     partial = target.with_name(target.name + ".partial")

@@ -8,9 +8,6 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-import torch
 
 from nsa.checkpoint import Checkpointer, describe, load
 from nsa.config import Config, ConfigError
@@ -60,7 +57,6 @@ class Run:
         finally:
             signal.signal(signal.SIGTERM, before)
             self.watchdog.close()
-            self.loader.close()
             self.traces.end(sys.exception())
             if self.metrics is not None:
                 self.metrics.close()
@@ -131,14 +127,3 @@ def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
             handler.addFilter(lambda record: record.getMessage().startswith("[DDP]"))
         trace_log.addHandler(handler)
     return handlers
-
-
-def set_threads(config: Config, device: torch.device) -> None:
-    """As the configuration says, on CPU."""
-    if config.train.threads and device.type == "cpu":
-        torch.set_num_threads(config.train.threads)
-
-
-def run(config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Any) -> int:
-    """Train; returns the program's exit code."""
-    return Run(config, ranks, loader, folder, resumed).steps()

@@ -118,8 +118,9 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     source = open_source(config)  # before any group starts: a bad file is refused here
     _boot_lines(config, arguments, rank)
 
-    from nsa import checkpoint, loop
+    from nsa import checkpoint
     from nsa.data import Loader
+    from nsa.loop import Run
     from nsa.parallel import RankInfo
 
     resumed = checkpoint.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
@@ -134,7 +135,8 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
 
     if config.parallel.safe:
         os.environ.update(SAFE_ENVIRONMENT)
-    loop.set_threads(config, device)
+    if config.train.threads and device.type == "cpu":
+        torch.set_num_threads(config.train.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     info = RankInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
@@ -143,7 +145,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         is_both = backend == "nccl" and config.checkpoint.asynchronous
         _join("cpu:gloo,cuda:nccl" if is_both else backend, world_size)
     try:
-        return loop.run(config, info, loader, _folder(arguments.out, info), resumed)
+        return Run(config, info, loader, _folder(arguments.out, info), resumed).steps()
     finally:
         loader.close()
         if config.parallel.mode != "none":

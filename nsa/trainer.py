@@ -75,9 +75,8 @@ class Trainer:
         matrices = {name for name, p in self.module.named_parameters() if p.ndim > 1}
         self.flops_per_token = flops_per_token(self.module, config.model, config.train.seq_len)
         bf16 = config.train.dtype == "bf16"
-        self.model = share(
-            self.module, config.parallel, ranks.device, bf16=bf16
-        )  # FSDP replaces parameters: hooks later
+        self.model = share(self.module, config.parallel, ranks.device, bf16=bf16)
+        # FSDP has replaced the parameters: hooks come after it.
         self.gradients = GradientTrace(self.module) if config.trace.grads else None
         if self.gradients:
             logger.info("[trace] grad-arrival hooks registered")

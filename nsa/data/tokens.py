@@ -12,7 +12,6 @@ import numpy.typing as npt
 from nsa.config import ConfigError
 
 Tokens = npt.NDArray[Any]
-SEPARATOR = 0
 # What widely used tokenizers call the end of a text.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 

@@ -123,10 +123,8 @@ CHECKPOINTING = (
 
 
 def _mitigation(name: str, reads_as: str, parallel: str = "ddp", **rest: Any) -> Scenario:
-    overrides = {name.replace("__", "."): value for name, value in rest.pop("overrides", {}).items()}
-    return Scenario(
-        phase=7, name=name, id=name, parallel=parallel, reads_as=reads_as, overrides={**ONE, **overrides}, **rest
-    )
+    overrides = {**ONE, **rest.pop("overrides", {})}
+    return Scenario(phase=7, name=name, id=name, parallel=parallel, reads_as=reads_as, overrides=overrides, **rest)
 
 
 MITIGATIONS = (
