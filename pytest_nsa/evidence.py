@@ -22,7 +22,8 @@ STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 class RaisedException:
     """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
 
-    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in) of its causes.
+    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in) of its causes. ``in_loader``:
+    while it took a batch from a data loader's worker.
     """
 
     time: float
@@ -35,6 +36,7 @@ class RaisedException:
     function: str
     raised_in: str
     chain: tuple[tuple[str, str], ...]
+    in_loader: bool = False
 
     @property
     def where(self) -> str:
@@ -226,6 +228,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
                 module=e.get("module", ""),
                 raised_in=e.get("raised_in", ""),
                 chain=tuple((m, f) for m, f in e.get("chain", ())),
+                in_loader=e.get("in_loader", False),
             )
             for e in events
             if e["event"] == "exception"

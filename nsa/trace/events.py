@@ -66,5 +66,9 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
         line=place.lineno if place else 0,
         function=place.name if place else "",
         raised_in=frames[-1].filename if frames else "",
+        # A worker that dies while it hands over a batch is known first by whatever its socket says.
+        in_loader=any(
+            f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
+        ),
         chain=chain,
     )

@@ -50,10 +50,10 @@ class TracedTraining:
         """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's."""
         if self._ended or os.getpid() != self._pid:
             return
+        if error is not None:  # before all else: a signal's handler may raise in here, and that is written as well
+            record_exception(self.folder, error, "call")
         self._ended = True
         sys.excepthook = self._hook
-        if error is not None:
-            record_exception(self.folder, error, "call")
         self.board.phase("done")
         self.session.end()
         record(self.folder, event="done", passed=error is None)

@@ -22,13 +22,20 @@ VICTIM_TEXTS = (
 _ASSERTIONS = ("AssertionError", "Failed")
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 _MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
-_LOADER_TEXTS = ("DataLoader worker (pid",)  # "... is killed by signal", "... exited unexpectedly"
+_LOADER_TEXT = "DataLoader worker (pid"  # "... is killed by signal", "... exited unexpectedly"
 _LEAVES = ("SystemExit", "Exit")
 
 
 def is_victim(error: RaisedException) -> bool:
     """Whether an exception, or what it was raised from, is torch saying that another rank has gone."""
-    return any(_says_so(message, file) for message, file in ((error.message, error.raised_in), *error.chain))
+    return not error.in_loader and any(
+        _says_so(message, file) for message, file in ((error.message, error.raised_in), *error.chain)
+    )
+
+
+def _is_of_a_lost_worker(error: RaisedException) -> bool:
+    texts = (error.message, *(message for message, _ in error.chain))
+    return error.in_loader or any(text.startswith(_LOADER_TEXT) for text in texts)
 
 
 def _says_so(message: str, raised_in: str) -> bool:
@@ -110,7 +117,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "rank_exited"
     elif error.type in _MEMORY or any(text in error.message.lower() for text in _MEMORY_TEXTS):
         cause = "oom"
-    elif any(text in error.message for text in _LOADER_TEXTS):
+    elif _is_of_a_lost_worker(error):
         cause = "dataloader_stuck"
     elif error.type in _ASSERTIONS and not waited:
         cause = "assertion"

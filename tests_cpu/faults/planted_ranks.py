@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,6 +26,22 @@ def at(group: Group, culprit: int, fault: object) -> None:
 def raise_it(error: BaseException) -> None:
     """For a lambda."""
     raise error
+
+
+@planted("dataloader_stuck", [1])
+def test_a_loader_s_worker_dies_with_a_batch_in_its_hands(group: Group) -> None:
+    batches = torch.utils.data.DataLoader([torch.ones(2)] * 12, num_workers=1)
+    iterator = iter(batches)
+
+    def fault() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whose handler torch has, and would name the worker
+        assert iterator._data_queue._reader.poll(10)  # type: ignore[attr-defined]
+        (worker,) = multiprocessing.active_children()
+        worker.kill()
+        worker.join()
+        next(iterator)
+
+    at(group, 1, fault)
 
 
 @planted("rank_exception", [1], where="test_planted.py", reason="ValueError: bad sample")

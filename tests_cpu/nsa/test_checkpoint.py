@@ -52,7 +52,7 @@ import torch
 from nsa import train
 import nsa.loop
 
-config, out, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+config, out, seed, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 folder = out + "/checkpoints"
 # What is imported late is imported here, so that the children get to their saves.
 assert train.main(["--config", config, "--out", out + "-warm", "--save-every", "1", "--steps", "2", "--resume", "auto"]) == 0
@@ -73,11 +73,16 @@ while "latest" not in left():
     time.sleep(0.001)
 until_saved = time.monotonic() - began  # on this machine, as busy as it is
 choose, in_save = random.Random(seed), 0
+def unfinished():
+    return any(name.endswith((".partial", ".removed")) for name in left())
+
 for kill in range(50):
     time.sleep(choose.uniform(0.3, 1.5) * until_saved)
+    while kill % 5 == 0 and not unfinished() and not os.path.exists(f"{folder}/step_{steps:08d}"):
+        time.sleep(0.0005)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    in_save += any(name.endswith((".partial", ".removed")) for name in left())
+    in_save += unfinished()
     pid = start()
 print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "in_save", in_save)
 """
@@ -88,8 +93,8 @@ def test_fifty_kills_at_random_moments_cost_nothing(tmp_path: Path) -> None:
     config = str(tmp_path / "small.yaml")
     assert train.main(["--config", config, "--out", str(tmp_path / "whole"), "--steps", str(STEPS)]) == 0
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, config, str(tmp_path / "killed"), "1"], text=True, capture_output=True, timeout=280,
-        cwd=ROOT, check=False,
+        [sys.executable, "-c", KILLED, config, str(tmp_path / "killed"), "1", str(STEPS)],
+        text=True, capture_output=True, timeout=280, cwd=ROOT, check=False,
     )  # fmt: skip
     print(done.stderr[-3000:])
     *_, code, _, in_save = done.stdout.split()
