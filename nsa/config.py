@@ -52,7 +52,8 @@ class ModelConfig:
 class TrainConfig:
     """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward; with
     ``gc_keep_selection`` they keep which blocks they selected. Figures are read from the device, which waits for it, and
-    written every ``log_every`` steps. ``compile``: each block by torch.compile.
+    written every ``log_every`` steps. ``compile`` by torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole
+    model in one graph, the loss and the optimizer.
     """
 
     steps: int = 100
@@ -74,7 +75,7 @@ class TrainConfig:
     gc_keep_selection: bool = False
     log_every: int = 1
     watchdog_s: float = 120.0
-    compile: bool = False
+    compile: Literal["none", "blocks", "step"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +164,7 @@ SECTIONS: dict[str, type] = {
 # What safe mode sets: conservative kernels, no gradient through the gates, and DDP in its plainest form.
 SAFE: dict[str, dict[str, Any]] = {
     "model": {"backend": "sdpa", "stop_gate_gradient": True},
-    "train": {"gc_reentrant": False, "gc_keep_selection": False, "compile": False},
+    "train": {"gc_reentrant": False, "gc_keep_selection": False, "compile": "none"},
     "parallel": {
         "find_unused_parameters": True, "static_graph": False, "broadcast_buffers": False, "gradient_as_bucket_view": False,
         "bucket_cap_mb": 2.0, "barrier_after_backward": True,
@@ -356,6 +357,15 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"train.gc_keep_selection: model.backend={m.backend!r} selects without an operator; use auto, cpu or triton"
         )
+    against = (
+        (config.parallel.mode == "fsdp", "parallel.mode: fsdp, whose units are gathered one by one"),
+        (t.gradient_checkpointing and t.gc_reentrant, "train.gc_reentrant"),
+        (data.boundaries, "data.boundaries, whose documents differ in number and length from batch to batch"),
+        (config.trace.module_bwd, "NSA_TRACE_MODULE_BWD, whose hooks a graph cannot hold"),
+    )
+    for holds, what in against:
+        if t.compile == "step" and holds:
+            raise ConfigError(f"train.compile='step': is not possible with {what}; use blocks")
     if m.d_k % 2:
         raise ConfigError(f"model.d_k={m.d_k}: must be even (rotary position embedding)")
     for name in ("l", "l_sel"):

@@ -68,7 +68,7 @@ class Trainer:
         self.module = (model or build_model(config)).to(ranks.device)
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
-        if config.train.compile:
+        if config.train.compile == "blocks":
             for block in getattr(self.module, "blocks", ()):
                 block.compile()
         # By name, and before the parameters are shared: FSDP1 flattens them.
@@ -94,6 +94,10 @@ class Trainer:
             {"params": plain, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95))
+        self._cross_entropy, self._update = _cross_entropy, self.optimizer.step
+        if config.train.compile == "step":
+            self._compile()
+        self._lr = torch.tensor(config.train.lr)
         self._unread: list[_Unread] = []
         self._began = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,8 +126,6 @@ class Trainer:
         if self.gradients:
             self.gradients.reset()
         lr = self.learning_rate(number)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
         figures = torch.tensor([0.0, *map(float, votes)], device=self.ranks.device)
         for index, batch in enumerate(batches):
@@ -134,7 +136,7 @@ class Trainer:
         self._after_backward(number)
         if self.config.train.grad_clip > 0:
             self._clip(self.config.train.grad_clip)
-        self.optimizer.step()
+        self._optimize(lr)
         self.sum_over_ranks(figures)
         self.steps_done = number
         self._write_statistics(number, wants_statistics)
@@ -173,12 +175,32 @@ class Trainer:
         bf16 = self.config.train.dtype == "bf16" and self.config.parallel.mode != "fsdp"
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=bf16):
             logits = self.model(inputs, **packed)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return self._cross_entropy(logits, targets)
 
     def sum_over_ranks(self, figures: torch.Tensor) -> None:
         """Add up in place; a collective when there are several ranks."""
         if self.ranks.world_size > 1:
             dist.all_reduce(figures)
+
+    def _compile(self) -> None:
+        from torch._dynamo import config
+
+        if self.config.train.gradient_checkpointing:
+            # Statistics that a recomputed layer leaves are the same the second time: they need no second trace.
+            config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+        self.model.compile(
+            fullgraph=not isinstance(self.model, DistributedDataParallel)
+        )  # which splits it at its buckets
+        self._cross_entropy, self._update = torch.compile(_cross_entropy), torch.compile(self.optimizer.step)
+
+    def _optimize(self, lr: float) -> None:
+        # A compiled step takes the rate as a tensor: it would be compiled again for each other number.
+        is_compiled = self.config.train.compile == "step"
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr.fill_(lr) if is_compiled else lr
+        self._update()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
 
     def _clip(self, limit: float) -> None:
         if isinstance(self.model, FullyShardedDataParallel):  # a rank has a share of each gradient, and of the norm
@@ -205,3 +227,7 @@ class Trainer:
             self.gates.write(self.folder / "gate_health.jsonl", step)
             self.selection.write(self.folder / f"k_stats{suffix}.csv", step)
             write_fallbacks(self.folder / "fallback_counters.csv")
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from nsa.trace.board import Board
+from nsa.trace.compiled import outside_graphs
 from nsa.trace.frames import call_site
 
 _METHODS = (
@@ -73,7 +74,7 @@ class CollectiveRecorder:
             self._leave(id(work))
             return result
 
-        work_class.wait = recorded_wait
+        work_class.wait = outside_graphs(recorded_wait)
         # What DDP does between backwards, in C++: agree on new buckets, broadcast buffers.
         self._wrap_blocking(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", "ddp_rebuild_buckets")
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
@@ -104,7 +105,7 @@ class CollectiveRecorder:
             self.board.leave(index)
             return result
 
-        setattr(owner, name, recorded)
+        setattr(owner, name, outside_graphs(recorded))
 
     def _wrap_functional(self, name: str) -> None:
         original = getattr(functional, name, None)
@@ -203,7 +204,7 @@ class CollectiveRecorder:
                     self._pending[id(work)] = (index, work)
             return work
 
-        return recorded
+        return outside_graphs(recorded)
 
 
 def _group(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from types import FrameType
@@ -17,6 +18,9 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 # An installed `nsa` is the user's code too: its model is what hangs.
 _OURS = _ROOT + "nsa" + os.sep
 
+# What torch's compiler has written, in whatever folder it keeps that.
+_GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
+
 _known: dict[str, bool] = {}
 
 
@@ -25,7 +29,7 @@ def is_user_file(filename: str) -> bool:
     known = _known.get(filename)
     if known is None:
         in_model = filename.startswith(_OURS) and not filename.startswith(_HERE)
-        installed = any(part in filename for part in _INSTALLED)
+        installed = any(part in filename for part in _INSTALLED) or _GENERATED.search(filename) is not None
         known = in_model or not (installed or filename.startswith(_FOREIGN))
         _known[filename] = known
     return known

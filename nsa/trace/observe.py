@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
+from nsa.trace.compiled import outside_graphs
 from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence import Checksums
 from nsa.trace.frames import call_site
@@ -130,8 +131,8 @@ class Observer:
     def install(self) -> None:
         """Register everything, once a process."""
         self._wrap_calls()
-        register_optimizer_step_pre_hook(lambda *_: self._phase("optimizer"))
-        register_optimizer_step_post_hook(self._after_optimizer)
+        register_optimizer_step_pre_hook(outside_graphs(lambda *_: self._phase("optimizer")))
+        register_optimizer_step_post_hook(outside_graphs(self._after_optimizer))
         backward = torch.autograd.backward
 
         def observed_backward(*args: Any, **kwargs: Any) -> None:

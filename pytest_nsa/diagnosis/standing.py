@@ -56,7 +56,7 @@ def standing(evidence: Evidence) -> Finding | None:
     culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
     waiting = tuple(r.rank for r in alive if r.is_waiting)
     n = evidence.job.world_size
-    reason = f"{describe_ranks(culprits, n)} {why.says}"
+    reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"
     if waiting:
         reason += f"; {describe_ranks(waiting, n)} waited for it"
     more = [(r, other) for r, other in whys.items() if other.cause != why.cause]

@@ -14,6 +14,8 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?
 # Not just the package's name: a checkout may lie in a folder that is called so.
 _PARTS = (p for p in Path(__file__).parents[1].iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file())
 _OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p in _PARTS))
+# What torch's compiler has written, in whatever folder it keeps that.
+_GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 # For a folder that comes from another machine, whose Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})
@@ -33,9 +35,10 @@ class Frame:
 
     @property
     def is_user(self) -> bool:
-        """Neither Python's own, nor an installed package, nor this plugin's machinery."""
+        """Neither Python's own, nor an installed package, nor a compiler's output, nor this plugin's machinery."""
         ours = any(part in self.file for part in _OURS) or self.file.startswith("<")
-        return not ours and not self.file.startswith(_LIBRARIES) and not _PYTHON_LIBRARY.search(self.file)
+        library = self.file.startswith(_LIBRARIES) or _PYTHON_LIBRARY.search(self.file)
+        return not ours and not library and not _GENERATED.search(self.file)
 
     @property
     def source(self) -> str:

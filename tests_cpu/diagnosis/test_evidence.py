@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from nsa.trace.board import Board
+from nsa.trace.frames import is_user_file
 from pytest_nsa.__main__ import main
 from pytest_nsa.diagnosis.diagnose import diagnose
 from pytest_nsa.evidence import load
 from pytest_nsa.launch.messages import Job
 from pytest_nsa.watch.gpu import look_at_gpus
 from pytest_nsa.watch.native import innermost_symbol
-from pytest_nsa.watch.stacks import parse_dump, telling_thread
+from pytest_nsa.watch.stacks import Frame, parse_dump, telling_thread
 
 DUMP = """\
 Thread 0x00007f02 (most recent call first):
@@ -120,3 +121,16 @@ def test_the_innermost_native_symbol_is_the_main_thread_s() -> None:
     )
     assert innermost_symbol(text) == "at::native::add in libtorch_cpu.so"
     assert innermost_symbol('Thread 7 (active): "MainThread"\n    forward (model.py:3)\n') == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "is_user"),
+    [
+        ("/cache/dp/cdpylwfpvbwisca6y56bb35maq57joe5ezbllccri67bj3jfv7p2.py", False),
+        ("/work/dp/cdpyl.py", True),
+        ("/work/train.py", True),
+    ],
+)
+def test_what_a_compiler_wrote_is_nobody_s_line(file: str, is_user: bool) -> None:
+    assert Frame(file, 1, "call").is_user is is_user
+    assert is_user_file(file) is is_user

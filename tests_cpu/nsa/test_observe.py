@@ -154,11 +154,19 @@ session.begin(".", 0, 1)
 model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 1)))
 x = torch.randn(4, 3)
 assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+optimizer = torch.optim.SGD(model.parameters())
+update = torch.compile(optimizer.step, backend="eager")
+phases = []
+session.observer.on_change = lambda: phases.append(session.board.phase_name)
+for _ in range(3):  # told each time, not only as it is compiled
+    model(x).sum().backward()
+    update()
+assert phases == ["forward", "body", "backward", "body", "optimizer", "body"] * 3, phases
 session.end()
 """
 
 
-def test_a_compiled_model_keeps_one_graph(tmp_path: Path) -> None:
+def test_a_compiled_model_keeps_one_graph_and_its_optimizer_is_seen(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", COMPILES],
@@ -170,6 +178,7 @@ def test_a_compiled_model_keeps_one_graph(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr
 
 
 def test_names_lose_wrappers_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,48 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
     assert (config.model.backend, config.model.stop_gate_gradient) == ("sdpa", True)
     with pytest.raises(ConfigError, match="gc_keep_selection: needs non-reentrant checkpointing"):
         load_config(TINY, gc_keep_selection=True, gc_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own, as its compiler is imported and used
+@world_size(2)
+@pytest.mark.timeout(170)
+def test_a_step_that_is_compiled_whole(group: Group, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa.kernels import blocks
+
+    select, calls = blocks.select, []
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return select(*args, **kwargs)
+
+    monkeypatch.setattr(blocks, "select", counted)
+    # The same graphs, without the minute that a C++ compiler takes for them.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    ranks, steps = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank), 4
+    found = {}
+    for compiled in ("none", "step"):
+        calls.clear()
+        config = configured(
+            **divided(2, 2),
+            **{"n_layers": 1, "parallel.mode": "ddp", "train.compile": compiled, "train.gc_keep_selection": True},
+        )
+        losses, trainer = train(config, ranks, artifacts, steps=steps)
+        found[compiled] = losses, gradients(trainer), len(calls)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(steps / 20 * 1e-3)
+    (truth, expected, _), (whole, compiled_gradients, selected) = found["none"], found["step"]
+    assert whole == pytest.approx(truth, rel=TOLERANCE)
+    for name, gradient in compiled_gradients.items():
+        assert (gradient - expected[name]).norm() < 100 * TOLERANCE * expected[name].norm(), name
+    assert selected == 2 * steps  # once a layer and micro-step: recomputation keeps the selection in a graph, too
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("parallel.mode", "fsdp", "parallel.mode: fsdp"), ("train.gc_reentrant", True, "train.gc_reentrant"),
+        ("data.boundaries", True, "data.boundaries"), ("trace.module_bwd", True, "NSA_TRACE_MODULE_BWD"),
+    ],
+)  # fmt: skip
+def test_what_one_graph_cannot_hold_is_refused(name: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.compile='step': is not possible with {said}.*use blocks"):
+        load_config(TINY, **{"train.compile": "step", name: value})

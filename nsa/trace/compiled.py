@@ -1,0 +1,27 @@
+"""How a tracer's function stays what it is beside torch.compile."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as one that compiled code calls as it is: traced into a graph it would be recorded once, for ever.
+
+    Only torch.compiler.disable hides it from the compiler, and that imports the compiler, which most ranks do without.
+    """
+    hidden: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not hidden and "torch._dynamo" in sys.modules:
+            hidden.append(torch.compiler.disable(function))
+        return (hidden[0] if hidden else function)(*args, **kwargs)
+
+    called._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return called
