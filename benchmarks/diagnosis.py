@@ -31,7 +31,7 @@ from figures import keep
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MODULES = ("order", "ranks", "standing", "training")
+MODULES = ("groups", "order", "ranks", "standing", "training")
 TOOL_LIMIT_S = 14
 HEALTHY = """
 import subprocess, sys

@@ -22,7 +22,7 @@ STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 class RaisedException:
     """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
 
-    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in) of its causes. ``in_loader``:
+    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
     while it took a batch from a data loader's worker.
     """
 
@@ -35,7 +35,7 @@ class RaisedException:
     line: int
     function: str
     raised_in: str
-    chain: tuple[tuple[str, str], ...]
+    chain: tuple[tuple[str, str, str], ...]
     in_loader: bool = False
 
     @property
@@ -227,7 +227,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
                 **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
                 module=e.get("module", ""),
                 raised_in=e.get("raised_in", ""),
-                chain=tuple((m, f) for m, f in e.get("chain", ())),
+                chain=tuple((message, file, kind) for message, file, kind in e.get("chain", ())),
                 in_loader=e.get("in_loader", False),
             )
             for e in events

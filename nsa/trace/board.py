@@ -14,7 +14,7 @@ import struct
 import time
 from typing import Any
 
-SCHEMA = 2
+SCHEMA = 3
 HEADER = 4096
 RING_SIZE = 256
 MAX_PARAMETERS = 8192
@@ -37,7 +37,8 @@ _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "node
 # A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
-    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("site", "256s"),
+    ("root", "q"),
+    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"), ("site", "256s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
@@ -114,7 +115,7 @@ class Board:
         view = memoryview(self._map)
         self._counters, self._calls = view.cast("q"), view[self._path : self._path + 2 * MAX_PATH].cast("H")
         self._path_base = 0
-        self.phase_name = "start"
+        self.phase_name, self.phase_since = "start", time.time()
         for name, value in (
             ("pid", os.getpid()),
             ("rank", rank),
@@ -191,21 +192,26 @@ class Board:
 
     def phase(self, name: str) -> None:
         """The rank enters a phase (one of PHASES)."""
-        self.phase_name = name
-        self.number("phase_time", time.time())
+        self.phase_name, self.phase_since = name, time.time()
+        self.number("phase_time", self.phase_since)
         self.number("phase", PHASES.index(name))
         self.add("progress")
 
     def enter(
-        self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1
-    ) -> int:
-        """The rank enters a collective of a group of ``size`` ranks; returns the index to `leave` with."""
+        self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1,
+        root: int = -1, reduction: str = "",
+    ) -> int:  # fmt: skip
+        """The rank enters a collective of a group of ``size`` ranks; returns the index to `leave` with.
+
+        ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...
+        """
         index = self.count("collectives_entered")
         offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
-            time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], site.encode()[-256:],
+            root, time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
+            site.encode()[-256:],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

@@ -184,13 +184,18 @@ class CollectiveRecorder:
         def recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "depth", 0):  # one method may be built on another
                 return original(group, *args, **kwargs)
-            dtype, count = _payload((*args, *kwargs.values()))
+            # Of what goes from all to all, what this rank gives: what it takes comes first.
+            dtype, count = _payload(
+                (*args, *kwargs.values())[1 if name.startswith(("alltoall", "all_to_all")) else 0 :]
+            )
             label = _label(group)
             self._sequence[label] += 0 if point_to_point else 1
             peer = next((a for a in args[1:] if isinstance(a, int)), -1) if point_to_point else -1
+            root, reduction = _options((*args, *kwargs.values()))
             index = self.board.enter(
-                name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer
-            )
+                name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer,
+                root=root, reduction=reduction,
+            )  # fmt: skip
             self._inside.depth = 1
             try:
                 with self._blocked(index):  # some calls wait before they return
@@ -238,6 +243,14 @@ def _label(group: Any) -> str:
         return str(group.group_name)
     except RuntimeError:  # a group that was never registered has no name
         return "unnamed"
+
+
+def _options(values: Any) -> tuple[int, str]:
+    """Root, -1 where there is none, and reduction of a call, from its options."""
+    options = next((v for v in values if type(v).__name__.endswith("Options")), None)
+    reduction = getattr(options, "reduceOp", None)
+    kind = reduction.__getstate__()[0].name.lower() if reduction is not None else ""
+    return getattr(options, "rootRank", -1), kind
 
 
 def _payload(values: Any) -> tuple[str, int]:

@@ -19,6 +19,7 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         if not hidden and "torch._dynamo" in sys.modules:
             hidden.append(torch.compiler.disable(function))
         return (hidden[0] if hidden else function)(*args, **kwargs)

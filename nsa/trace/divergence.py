@@ -1,16 +1,22 @@
 """Checksums of what must be equal on all ranks: gradients after DDP has reduced them, parameters after an optimizer's step.
 
-A record is a line of JSON in ``checksums.jsonl``: kind, step, and the L2 norm of each tensor; the first one has the names too.
+A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
+the first one has the names too. Compared is what DDP answers for: steps whose gradients it reduced, and those of a model
+that is called past its wrapper, so that nobody reduced them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace.names import plain_name
@@ -26,23 +32,29 @@ class Checksums:
         self._size = 0
 
     def after_backward(self, root: torch.nn.Module, step: int) -> None:
-        """``root``'s gradients, where DDP has just reduced them."""
+        """The gradients of ``root``, which has been called since the last backward, where DDP has just reduced them."""
         if isinstance(root, DistributedDataParallel) and root.require_backward_grad_sync:
-            self._write("gradient", step, root, [p.grad for p in root.parameters() if p.requires_grad])
+            self._write("gradient", step, root, root, [p.grad for p in root.parameters() if p.requires_grad])
 
     def after_step(self, root: torch.nn.Module, step: int) -> None:
-        """``root``'s parameters, where DDP keeps them equal."""
-        if isinstance(root, DistributedDataParallel):
-            self._write("parameter", step, root, [p.detach() for p in root.parameters() if p.requires_grad])
+        """``root``'s parameters, where DDP keeps them equal; after local steps it does not."""
+        wrapper = root if isinstance(root, DistributedDataParallel) else _wrapper_of(root)
+        if wrapper is not None and wrapper.require_backward_grad_sync:
+            kind = "parameter" if wrapper is root else "unwrapped"
+            self._write(kind, step, root, wrapper, [p.detach() for p in root.parameters() if p.requires_grad])
 
-    def _write(self, kind: str, step: int, root: torch.nn.Module, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _write(
+        self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel,
+        tensors: Sequence[torch.Tensor | None],
+    ) -> None:  # fmt: skip
         if self._size > MAX_BYTES:
             return
         there = [t for t in tensors if t is not None and not t.is_sparse]
         norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
         found = iter(norms.tolist())
         values = [next(found) if t is not None and not t.is_sparse else None for t in tensors]
-        record: dict[str, object] = {"kind": kind, "step": step, "norms": values}
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        record: dict[str, object] = {"kind": kind, "step": step, "ranks": ranks, "norms": values}
         if not self._size:
             record["names"] = [plain_name(n) for n, p in root.named_parameters() if p.requires_grad]
         self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
@@ -50,3 +62,23 @@ class Checksums:
     def close(self) -> None:
         """No more is written."""
         os.close(self._file)
+
+
+_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+def remember_wrappers() -> None:
+    """From now on it is known which modules DDP wraps, also of those that are never called through it."""
+    init = DistributedDataParallel.__init__
+
+    @functools.wraps(init)
+    def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(ddp, module, *args, **kwargs)
+        _wrappers[module] = weakref.ref(ddp)
+
+    DistributedDataParallel.__init__ = remembering
+
+
+def _wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    found = _wrappers.get(module)
+    return found() if found is not None else None

@@ -48,11 +48,11 @@ def message_of(error: BaseException) -> str:
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
     """Append an exception with the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    chain: list[tuple[str, str]] = []
+    chain: list[tuple[str, str, str]] = []
     cause = error.__cause__ or error.__context__
     while cause is not None and len(chain) < MAX_CHAIN:
         inner = traceback.extract_tb(cause.__traceback__)
-        chain.append((message_of(cause), inner[-1].filename if inner else ""))
+        chain.append((message_of(cause), inner[-1].filename if inner else "", type(cause).__name__))
         cause = cause.__cause__ or cause.__context__
     place = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
     record(

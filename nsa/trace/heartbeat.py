@@ -20,13 +20,15 @@ from nsa.trace.frames import describe, user_frame
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
+CHANGE_EVERY = 0.05  # seconds: a loop that is quicker would write tens of megabytes a minute
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 MAX_FRAMES = 200
 
 
 class Heartbeat:
-    """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase.
+    """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
+    that follow each other within 50 ms at the last one.
 
     Where the main thread stands still, the stacks of all threads go to ``standing`` (a path; None: nowhere): nobody has to
     disturb the rank for them.
@@ -51,6 +53,7 @@ class Heartbeat:
             0,
         )  # code and instruction of the main thread: who stays at one is in one call into native code
         self._looks = self._moves = 0
+        self._changed, self._owes_line = 0.0, False
         self.recorder = recorder
         self.rank = rank
         self.label = label
@@ -72,12 +75,20 @@ class Heartbeat:
         self.record()
         os.close(self._file)
 
-    def record(self, **more: Any) -> None:
-        """Append a line now; one write, so that a killed rank loses at most the line in hand."""
+    def change(self) -> None:
+        """The rank is in another phase."""
+        now = time.monotonic()
+        self._owes_line = now - self._changed < CHANGE_EVERY  # then the next beat writes it
+        if not self._owes_line:
+            self._changed = now
+            self.record()
+
+    def record(self, at: float = 0.0, **more: Any) -> None:
+        """Append a line of now, or of the time ``at``; one write, so that a killed rank loses at most the line in hand."""
         count = self.board.count
         # JSON by hand: this is written at every change of phase.
         line = (
-            f'{{"time": {time.time()}, "rank": {self.rank}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
+            f'{{"time": {at or time.time()}, "rank": {self.rank}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
             f'"gradients": {count("gradients")}, "modules_entered": {count("modules_entered")}, '
             f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}'
         )
@@ -111,6 +122,9 @@ class Heartbeat:
             board.number("line_time", time.time())
         if self.recorder is not None:
             self.recorder.poll()
+        if self._owes_line:
+            self._owes_line, self._changed = False, time.monotonic()
+            self.record(at=board.phase_since)
         self._look_at_standing(frames)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())

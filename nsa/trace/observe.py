@@ -28,7 +28,7 @@ from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.compiled import outside_graphs
 from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
-from nsa.trace.divergence import Checksums
+from nsa.trace.divergence import Checksums, remember_wrappers
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
@@ -105,6 +105,8 @@ class Observer:
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
+    _called: list[weakref.ref[nn.Module]]  # of these, since the last backward
+    _trained: list[weakref.ref[nn.Module]]  # and in this step, each once
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -127,6 +129,7 @@ class Observer:
         self._remove_hooks()
         self._roots = WeakSet()
         self._models = WeakSet()
+        self._called, self._trained, self._has_updated = [], [], False
 
     def install(self) -> None:
         """Register everything, once a process."""
@@ -151,17 +154,23 @@ class Observer:
                 del self._calls[-1:]
                 self._phase("body")
             if self.checksums is not None:
-                for root in self._roots:
-                    self.checksums.after_backward(root, self.board.count("step"))
+                for reference in self._called:
+                    if (root := reference()) is not None:
+                        self.checksums.after_backward(root, self.board.count("step"))
+            self._trained += [reference for reference in self._called if reference not in self._trained]
+            self._called = []
 
         torch.autograd.backward = observed_backward
         give_way_to_user_hooks()
+        remember_wrappers()
 
     def _after_optimizer(self, *_: Any) -> None:
         self._phase("body")
+        self._has_updated = True
         if self.checksums is not None:
-            for root in self._roots:
-                self.checksums.after_step(root, self.board.count("step"))
+            for reference in self._trained:
+                if (root := reference()) is not None:
+                    self.checksums.after_step(root, self.board.count("step"))
 
     def _note_loss(self, tensors: Any) -> None:
         """Before a backward: is the loss a number, and will DDP reduce? A loss on a GPU is not looked at: that would wait."""
@@ -266,6 +275,9 @@ class Observer:
         if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
             if module.training and torch.is_grad_enabled():
                 self._end_step()
+                if self._has_updated:
+                    self._trained, self._has_updated = [], False
+                self._called.append(weakref.ref(module))
                 self.board.add("step")
                 self._forward = "running"
             self.board.begin_forward()

@@ -52,7 +52,7 @@ class TraceSession:
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
         self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "standing.json")
-        self.observer.on_change = self.heartbeat.record
+        self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.heartbeat.start()
 

@@ -31,7 +31,7 @@ ADVICE: dict[str, str] = {
     "data_dependent_branch": "let every rank run the same modules whatever its data, with weights of zero where needed",
     "hook_deadlock": "do not call collectives or take locks in gradient hooks",
     "backward_deadlock": "the first backward node does not return: run it alone under TORCH autograd's anomaly mode",
-    "silent_divergence": "ranks train on different gradients: use non-reentrant checkpointing for blocks that are used twice",
+    "silent_divergence": "find what differs: a seed, a learning rate, an unreduced gradient (use non-reentrant checkpointing)",
     "nan_loss": "find the first step with a NaN; lower the learning rate, clip gradients, check the data",
     "slow": "it moves: raise the timeout, or make the step smaller",
     "graph_explosion": "vectorise the module that owns the autograd nodes",

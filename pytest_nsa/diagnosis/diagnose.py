@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pytest_nsa.diagnosis import autograd, exits, numbers, order, speed, standing
+from pytest_nsa.diagnosis import absence, autograd, exits, numbers, order, payloads, speed, standing
 from pytest_nsa.diagnosis.causes import ADVICE
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
 from pytest_nsa.diagnosis.verdict import Finding, Outcome, Verdict
@@ -47,16 +47,17 @@ RULES: tuple[Rule, ...] = (
     order.waiting_apart,
     exits.init_timeout,
     numbers.nan_loss,
+    payloads.aborted,
     exits.rank_raised,
     exits.rank_died,
     exits.rank_gone,
     exits.rank_exited,
-    order.left_alone,
+    absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
     speed.slow,
     standing.standing,
-    order.not_entered,
+    absence.not_entered,
     exits.only_victims,
 )
 
@@ -90,7 +91,7 @@ def diagnose(evidence: Evidence) -> Verdict:
     if evidence.stop == "interrupted":
         return _of_the_interrupted(evidence, common)
     if all(r.finished and r.passed for r in ranks):
-        wrong = order.wrong_numbers(evidence) or numbers.silent_divergence(evidence)
+        wrong = payloads.wrong_numbers(evidence) or numbers.silent_divergence(evidence)
         if wrong is not None:
             return _from(wrong, job.root, outcome="FAIL", **common)
         return _of_the_passed(evidence, common)
@@ -116,7 +117,7 @@ def suspect(evidence: Evidence) -> Finding | None:
         speed.graph_explosion,
         speed.straggler,
         standing.standing,
-        order.not_entered,
+        absence.not_entered,
     )
     found = next((f for rule in rules if (f := rule(evidence)) is not None), None)
     return None if found is None else _relative(found, evidence.job.root)

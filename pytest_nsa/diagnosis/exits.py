@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pytest_nsa.diagnosis.facts import (
     all_facts,
     exception_fact,
@@ -12,6 +14,7 @@ from pytest_nsa.diagnosis.facts import (
 )
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RaisedException, RankEvidence
+from pytest_nsa.watch.stacks import Frame
 
 # What a rank says when another one has gone: a consequence, whatever rank it stands on.
 VICTIM_TEXTS = (
@@ -22,20 +25,42 @@ VICTIM_TEXTS = (
 _ASSERTIONS = ("AssertionError", "Failed")
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 _MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
-_LOADER_TEXT = "DataLoader worker (pid"  # "... is killed by signal", "... exited unexpectedly"
+_LOADER_TEXTS = ("DataLoader worker (pid", "DataLoader timed out after")  # the first is killed, or exited unexpectedly
+_CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.")
+_TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 _LEAVES = ("SystemExit", "Exit")
 
 
 def is_victim(error: RaisedException) -> bool:
     """Whether an exception, or what it was raised from, is torch saying that another rank has gone."""
-    return not error.in_loader and any(
-        _says_so(message, file) for message, file in ((error.message, error.raised_in), *error.chain)
-    )
+    said = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
+    return not _is_of_a_lost_worker(error) and any(_says_so(message, file) for message, file in said)
 
 
 def _is_of_a_lost_worker(error: RaisedException) -> bool:
-    texts = (error.message, *(message for message, _ in error.chain))
-    return error.in_loader or any(text.startswith(_LOADER_TEXT) for text in texts)
+    texts = (error.message, *(message for message, *_ in error.chain))
+    return error.in_loader or any(text.startswith(_LOADER_TEXTS) for text in texts)
+
+
+def _is_of_memory(error: RaisedException) -> bool:
+    kinds = (error.type, *(kind for *_, kind in error.chain))
+    texts = (error.message, *(message for message, *_ in error.chain))
+    return any(kind in _MEMORY for kind in kinds) or any(part in t.lower() for t in texts for part in _MEMORY_TEXTS)
+
+
+def _told(error: RaisedException) -> tuple[str, str]:
+    """What an exception says in a line, and where: one that a data loader's worker raised carries its traceback as its text."""
+    lines = [line for line in error.message.strip().splitlines() if line.strip()] or ["no message"]
+    caught = _CAUGHT.match(lines[0])
+    if caught is None:
+        before = next(((kind, text.strip()) for text, _, kind in error.chain), None)
+        after = (
+            f", after {before[0]}: {before[1].splitlines()[0][:100] if before[1] else 'no message'}" if before else ""
+        )
+        return f"{error.type}: {lines[0][:200]}{after}", error.where
+    frames = [Frame(m["file"], int(m["line"]), m["function"]) for m in _TRACEBACK.finditer(error.message)]
+    where = next((f.describe() for f in reversed(frames) if f.is_user), error.where)
+    return f"{lines[-1][:200]}, in {caught['worker']}", where
 
 
 def _says_so(message: str, raised_in: str) -> bool:
@@ -115,7 +140,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
     if error.type in _LEAVES:
         cause = "rank_exited"
-    elif error.type in _MEMORY or any(text in error.message.lower() for text in _MEMORY_TEXTS):
+    elif _is_of_memory(error):
         cause = "oom"
     elif _is_of_a_lost_worker(error):
         cause = "dataloader_stuck"
@@ -123,14 +148,13 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "assertion"
     else:
         cause = "rank_exception"
-    text = error.message.strip().splitlines()[0][:200] if error.message.strip() else "no message"
-    reason = f"{error.type}: {text}"
+    reason, where = _told(error)
     if waited:
         reason += f" (meanwhile {describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     return Finding(
         cause=cause,
         ranks=culprits,
-        where=error.where,
+        where=where,
         module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "",
         reason=reason,
         certain=True,

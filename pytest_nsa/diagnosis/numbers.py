@@ -17,6 +17,7 @@ _FINITE = re.compile(r"isfinite|isnan|isinf")
 _NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
 TOLERANCE = 1e-6  # relative, of a tensor's norm
 _WHAT = {
+    "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
     "gradient": "after their reduction, the gradients of",
     "parameter": "after the optimizer's step, the values of",
 }
@@ -91,16 +92,16 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
     names: list[str] = []
     for records in zip(*streams.values(), strict=False):
         by_rank = dict(zip(streams, records, strict=True))
-        first = records[0]
-        names = first.get("names", names)
-        if any(
-            (r["kind"], r["step"], len(r["norms"])) != (first["kind"], first["step"], len(first["norms"]))
-            for r in records
-        ):
-            return None  # other models or other steps on other ranks: nothing can be compared
-        index = _first_difference(by_rank)
-        if index is not None:
-            return _diverged(evidence, by_rank, index, names)
+        names = records[0].get("names", names)
+        for members in {
+            tuple(r.get("ranks", range(evidence.job.world_size))) for r in records
+        }:  # of groups, each its own model
+            compared = {rank: r for rank, r in by_rank.items() if rank in members}
+            if len({(r["kind"], r["step"], len(r["norms"])) for r in compared.values()}) > 1:
+                return None  # other models or other steps on other ranks: nothing can be compared
+            index = _first_difference(compared)
+            if index is not None:
+                return _diverged(evidence, compared, index, names)
     return None
 
 

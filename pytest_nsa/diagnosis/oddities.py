@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_nsa.evidence import Evidence
+from pytest_nsa.diagnosis.exits import VICTIM_TEXTS
+from pytest_nsa.evidence import Evidence, RankEvidence
 
 HABIT = 0.5  # of a rank's steps: what happens so often is how this program trains
 
@@ -25,13 +26,22 @@ def oddity(evidence: Evidence) -> Oddity | None:
         steps = rank.board.numbers["step"] if rank.board is not None else 0.0
         kinds = [e["kind"] for e in rank.oddities]
         for event in rank.oddities:
-            if event["kind"] != "not_finite" and kinds.count(event["kind"]) <= max(1.0, HABIT * steps):
+            if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
+                continue
+            if kinds.count(event["kind"]) <= max(1.0, HABIT * steps):
                 by_step.setdefault((event["step"], event["kind"]), {})[rank.rank] = event
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
             return Oddity(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event))
     return None
+
+
+def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
+    """Whether what ended a forward is what another rank's end looks like, or ended the test: nobody swallowed it."""
+    error = str(event.get("error", ""))
+    told = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
+    return told or any(phrase in error.lower() for phrase in VICTIM_TEXTS)
 
 
 def _why(kind: str, event: dict[str, object]) -> str:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.exits import is_victim
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.oddities import oddity, other_path
 from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_past_the_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
-from pytest_nsa.watch.board import Collective
+from pytest_nsa.watch.board import Collective, Shape
 from pytest_nsa.watch.sequences import Rings, can_complete, first_departure
 
 NEW_GROUP = "new_group"
-_EVEN = ("allreduce", "broadcast", "reduce")
+OUT_OF_DATA = "ran out of data: it has left the loop that the others are in"
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 
-def _rings(evidence: Evidence) -> Rings:
+def rings(evidence: Evidence) -> Rings:
     return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
 
 
 def departed(evidence: Evidence) -> Finding | None:
     """Two ranks entered different collectives at the same place of their group's sequence."""
-    entered = first_departure(_rings(evidence))
+    entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
-    culprits, cause, why = _explained(evidence, *_blame(evidence, entered))
+    culprits, cause, why = _explained(evidence, *blame(evidence, entered))
     facts = tuple(
         Fact(
             rank=r,
@@ -67,29 +68,38 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or not evidence.stood:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
-    found = {r.rank: c for r in alive if (c := _awaited(r)) is not None}
+    found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
     if len(alive) < 2 or not found or any(not r.is_waiting for r in alive):
         return None
     if len(found) < len(alive):
         return _ahead_in_unseen_wait(evidence, alive, found)
     if len({c.place for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
         return None
-    if any(can_complete(c, _rings(evidence)) for c in found.values()):
+    if any(can_complete(c, rings(evidence)) for c in found.values()):
         return None
     facts = all_facts(evidence.ranks)
     shown = "; ".join(f"rank {r} in {c.describe()} in step {c.step}" for r, c in sorted(found.items()))
-    ahead = _went_ahead(evidence, found)
+    crossed = len({_group(c) for c in found.values()}) > 1
+    ahead = () if crossed and _chose_otherwise(evidence, found) else _went_ahead(evidence, found)
     if not ahead:
-        ranks = tuple(sorted(found))
+        ranks = _minority(found) if crossed else tuple(sorted(found))
         return Finding(
-            cause="group_order_deadlock" if _crossed(found) else "collective_mismatch", ranks=ranks,
+            cause="group_order_deadlock" if crossed else "collective_mismatch", ranks=ranks,
             where=found[ranks[0]].site, reason=f"the ranks wait in different collectives: {shown}", certain=True,
-            confidence=0.85 if _crossed(found) else 0.6, facts=facts,
+            confidence=0.85 if crossed else 0.6, facts=facts,
+        )  # fmt: skip
+    behind = tuple(r for r in sorted(found) if r not in ahead)
+    if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence.ranks[r], found[r]) for r in behind):
+        who = describe_ranks(behind, evidence.job.world_size)
+        why = f"{who} entered {found[behind[0]].describe()}, which the others went on without: {shown}"
+        culprits, cause, why = _explained(evidence, behind, "extra_collective", why)
+        return Finding(
+            cause=cause, ranks=culprits, where=found[behind[0]].site, reason=why, certain=True, confidence=0.85, facts=facts,
         )  # fmt: skip
     missed = next(c for r, c in sorted(found.items()) if r not in ahead)
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
-    return _skipped(evidence, ahead, missed, why)
+    return skipped(evidence, ahead, missed, why)
 
 
 def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
@@ -97,7 +107,8 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     odd = oddity(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
-        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
+        told = why.replace(f" ({OUT_OF_DATA})", "")  # where the step itself says why
+        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
     # Who was aborted may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
@@ -111,7 +122,7 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     return culprits, cause, why
 
 
-def _skipped(
+def skipped(
     evidence: Evidence, culprits: tuple[int, ...], missed: Collective, reason: str, confidence: float = 0.9
 ) -> Finding:
     """``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
@@ -138,19 +149,43 @@ def _ahead_in_unseen_wait(
     missed = found[min(found)]
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on to the next step without {missed.describe()}, in which the others wait (call skipped)"
-    return _skipped(evidence, ahead, missed, why, confidence=0.85)
+    return skipped(evidence, ahead, missed, why, confidence=0.85)
 
 
-def _awaited(rank: RankEvidence) -> Collective | None:
+def awaited(rank: RankEvidence) -> Collective | None:
     return rank.board.waits_in if rank.board is not None else None
 
 
-def _crossed(found: dict[int, Collective]) -> bool:
-    """Whether the ranks wait in different groups and none has entered what another waits in."""
-    return len({c.group for c in found.values()}) == len(found)
+def _group(collective: Collective) -> str:
+    """What DDP does by itself is counted apart, in the same group."""
+    return collective.group.removeprefix("ddp:")
 
 
-def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
+def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks that are not where most are; all, where there is no such place."""
+    (place, most), *rest = Counter(c.place for c in found.values()).most_common()
+    if not rest or most == rest[0][1]:
+        return tuple(sorted(found))
+    return tuple(r for r, c in sorted(found.items()) if c.place != place)
+
+
+def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
+    """Whether two ranks stand in the two branches of one ``if``: nobody has gone on past the others."""
+    places = {r: {c.site, *_user_places(evidence.ranks[r])} for r, c in found.items()}
+    return any(
+        are_alternatives(a, b) for r, s in itertools.combinations(places, 2) for a in places[r] for b in places[s]
+    )
+
+
+def _user_places(rank: RankEvidence) -> list[str]:
+    return [f.describe() for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
+
+
+def _is_for_a_later_rank(rank: RankEvidence, collective: Collective) -> bool:
+    return any(is_for_a_later_rank(place) for place in (collective.site, *_user_places(rank)))
+
+
+def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
     """(culprits, cause, reason) for a departure."""
     votes = Counter(c.shape for c in entered.values())
     (winner, most), *rest = votes.most_common()
@@ -171,36 +206,68 @@ def _blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[in
     mine = entered[culprits[0]]
     other = next(c for r, c in entered.items() if r not in culprits)
     who = describe_ranks(culprits, evidence.job.world_size)
-    there = next(
-        (place for r in entered if r not in culprits if (place := _place_in(evidence.ranks[r], mine.site))), ""
-    )
-    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, there or other.site)
+    # Where each is in the function that the other's call stands in: calls are often made further down.
+    there = next((p for r in entered if r not in culprits if (p := _place_in(evidence.ranks[r], mine.site))), "")
+    here = _place_in(evidence.ranks[culprits[0]], other.site)
+    comes_first = _comes_first(mine.site, there or other.site) or _comes_first(here or mine.site, other.site)
+    before = _before(evidence, culprits[0], mine)
+    cause, why = _kind(before, mine, other, there or other.site, comes_first=comes_first)
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
-        return culprits, cause, f"{who} entered {mine.describe()}, which no round before had"
+        where_others = f"where the others entered {other.describe()}"
+        return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
 
 
-def _kind(before: list[Collective], mine: Collective, other: Collective, others_place: str) -> tuple[str, str]:
+def _kind(
+    before: list[Collective], mine: Collective, other: Collective, others_place: str, *, comes_first: bool
+) -> tuple[str, str]:
     """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
 
-    ``others_place`` is where the others are in the function that entered ``mine``.
+    ``others_place`` is where the others are in the function that entered ``mine``; ``comes_first``: ``mine`` is before ``other``
+    in the program's text.
     """
     if _same_line(mine, other) or are_alternatives(mine.site, other.site):
         return "collective_mismatch", ""
     if is_past_the_loop(mine.site, others_place):
-        return "skipped_collective", "ran out of data: it has left the loop that the others are in"
+        return "skipped_collective", OUT_OF_DATA
+    if is_past_the_loop(others_place, mine.site):
+        return "extra_collective", "makes another round of the loop that the others have left"
     shapes = [c.shape for c in before]
     if _expected(shapes) is not None:
         usual = {c.site for c in before if c.shape == mine.shape}
         if _expected([*shapes, other.shape]) == mine.shape:
             swapped = mine.site not in usual
             return ("collective_mismatch", ", in another order") if swapped else ("skipped_collective", "call skipped")
+        if not usual and _is_new(
+            before, other
+        ):  # nobody expects either: the one that comes first in the program is left out
+            return ("extra_collective", "") if comes_first else ("skipped_collective", "call skipped")
         if not usual:
-            return ("collective_mismatch", "") if mine.op == other.op else ("extra_collective", "")
+            same = mine.op == other.op and mine.site.rpartition(" in ")[2] == other.site.rpartition(" in ")[2]
+            return ("collective_mismatch", "") if same else ("extra_collective", "")
+    if _is_new(before, mine) and comes_first:
+        return "extra_collective", ""
     return "skipped_collective", "call skipped"
+
+
+def _is_new(before: list[Collective], collective: Collective) -> bool:
+    """Whether a line has entered nothing like this before."""
+    return all(c.shape != collective.shape or not _same_line(c, collective) for c in before)
+
+
+def _comes_first(place: str, other: str) -> bool:
+    """Whether ``place`` is an earlier line of the function that ``other`` is in."""
+    (file, line, function), (other_file, other_line, other_function) = _parts(place), _parts(other)
+    return (file, function) == (other_file, other_function) and 0 < line < other_line
+
+
+def _parts(place: str) -> tuple[str, int, str]:
+    at, _, function = place.rpartition(" in ")
+    file, _, line = at.rpartition(":")
+    return file, int(line) if line.isdigit() else 0, function
 
 
 def _place_in(rank: RankEvidence, site: str) -> str:
@@ -220,7 +287,7 @@ def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
 
 
-def _expected(shapes: list[tuple[str, str, str, int]]) -> tuple[object, ...] | None:
+def _expected(shapes: list[Shape]) -> tuple[object, ...] | None:
     """The shape that should come next: what followed the longest earlier run that equals the latest one."""
     best: tuple[int, tuple[object, ...]] | None = None
     for end in range(len(shapes) - 1, 0, -1):
@@ -299,101 +366,3 @@ def _lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
         if len(set(lines)) > 1:
             return lines
     return None
-
-
-def left_alone(evidence: Evidence) -> Finding | None:
-    """Some ranks ended their test well while others wait in a collective that they never entered.
-
-    When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
-    """
-    finished = [r for r in evidence.ranks if r.finished and r.passed]
-    left = [r for r in evidence.ranks if r not in finished and _awaited(r) is not None]
-    if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
-        return None
-    if any(not is_victim(error) for rank in left for error in rank.exceptions):
-        return None
-    missed = _awaited(left[0])
-    assert missed is not None
-    culprits = tuple(r.rank for r in finished)
-    who = describe_ranks(culprits, evidence.job.world_size)
-    if missed.op == NEW_GROUP:
-        return Finding(
-            cause="init_timeout",
-            ranks=culprits,
-            where=missed.site,
-            reason=f"{who} ended its test without the group that the others wait for",
-            certain=True,
-            confidence=0.85,
-            facts=all_facts(evidence.ranks),
-        )
-    if missed.op.startswith(("send", "recv")):
-        return Finding(
-            cause="p2p_unmatched",
-            ranks=(left[0].rank,),
-            where=missed.site,
-            reason=f"rank {left[0].rank} waits in {missed.op}, and {who} ended its test without the other half",
-            certain=True,
-            confidence=0.85,
-            facts=all_facts(evidence.ranks),
-        )
-    if is_for_a_later_rank(missed.site) or len(left) < len(finished):
-        who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
-        return Finding(
-            cause="extra_collective",
-            ranks=tuple(r.rank for r in left),
-            where=missed.site,
-            reason=f"{who_waits} entered {missed.describe()}, which {who} ended its test without",
-            certain=True,
-            confidence=0.8,
-            facts=all_facts(evidence.ranks),
-        )
-    why = f"{who} ended its test without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
-    return _skipped(evidence, culprits, missed, why)
-
-
-def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankEvidence]) -> str:
-    """Fewer steps than the others, and none that went otherwise: its data came to an end."""
-    steps = {r.rank: r.board.numbers["step"] for r in evidence.ranks if r.board is not None}
-    fewer = max(steps.get(r.rank, 0.0) for r in finished) < min(steps.get(r.rank, 0.0) for r in left)
-    return "ran out of data: uneven batches" if fewer else "call skipped"
-
-
-def not_entered(evidence: Evidence) -> Finding | None:
-    """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
-    if evidence.stop not in STOPS or not evidence.stood:
-        return None
-    waiting = [r for r in evidence.ranks if r.is_waiting]
-    absent = [r for r in evidence.ranks if not r.is_waiting]
-    if not waiting or not absent:
-        return None
-    who = describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)
-    board = waiting[0].board
-    inside = board.inside[0] if board is not None and board.inside else None
-    missed = inside.describe() if inside is not None else "a collective"
-    return Finding(
-        cause="init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective",
-        ranks=tuple(r.rank for r in absent),
-        where=last_seen(absent[0]),
-        module=owning_module(absent[0]),
-        reason=f"{who} never entered {missed}, in which the others wait",
-        confidence=0.6,
-        facts=all_facts(evidence.ranks),
-    )
-
-
-def wrong_numbers(evidence: Evidence) -> Finding | None:
-    """A test that passed though ranks reduced or broadcast different dtypes or shapes: what was sent were other numbers."""
-    entered = first_departure(_rings(evidence))
-    if entered is None or len({c.op for c in entered.values()}) > 1 or next(iter(entered.values())).op not in _EVEN:
-        return None
-    culprits, _, _ = _blame(evidence, entered)
-    shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
-    return Finding(
-        cause="collective_mismatch",
-        ranks=culprits,
-        where=entered[culprits[0]].site,
-        reason=f"the ranks exchanged numbers of different kinds, which no backend notices: {shown}",
-        certain=True,
-        confidence=0.9,
-        facts=all_facts(evidence.ranks),
-    )

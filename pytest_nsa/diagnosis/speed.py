@@ -89,7 +89,7 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     by_place: dict[tuple[str, int], dict[int, float]] = {}
     for rank in evidence.ranks:
         for c in rank.board.collectives if rank.board is not None else ():
-            if c.peer == -1:
+            if c.peer == -1 and not c.group.startswith("ddp"):  # what DDP does by itself goes with its buckets
                 by_place.setdefault(c.place, {})[rank.rank] = c.entered
     whole = sorted((min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks))[-RECENT:]
     if len(whole) < 3:
@@ -103,20 +103,26 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     for span, last in spans:
         blame[last] = blame.get(last, 0.0) + span
     culprit, most = max(blame.items(), key=lambda entry: entry[1])
-    if most < OFTEN * waited:
+    if most < OFTEN * waited or _now_waits_itself(evidence, culprit):
         return None
     count = sum(last == culprit for _, last in spans)
     return (culprit,), (
         f"rank {culprit} came last to {count} of the last {len(spans)} collectives; the others waited for it "
-        f"{100 * most / max(time, 1e-9):.0f}% of the time"
+        f"{min(100.0, 100 * most / max(time, 1e-9)):.0f}% of the time"
     )
+
+
+def _now_waits_itself(evidence: Evidence, culprit: int) -> bool:
+    """Whether a rank waits while others do not: whatever it did before, they are the late ones now."""
+    others = [r for r in evidence.ranks if r.rank != culprit and not r.finished]
+    return evidence.ranks[culprit].is_waiting and any(not r.is_waiting for r in others)
 
 
 def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     """The others stand in a collective, and one that moves has not come to it."""
     waiting = [r for r in evidence.ranks if not r.finished and not r.moved_at_stop and r.is_waiting]
     moving = tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop)
-    if not waiting or not moving or evidence.waits_s < 2.0:
+    if not waiting or not moving or evidence.waits_s < 1.5:
         return None
     who = describe_ranks(moving, evidence.job.world_size)
     return moving, f"the others have waited for {who} for {evidence.waits_s:.1f} s; it moves, and has not come yet"

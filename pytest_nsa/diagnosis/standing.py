@@ -18,6 +18,7 @@ MOVES = 0.2  # of the heartbeat's looks that found the main thread at another in
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
+_STORE = re.compile(r"store\w*\.(get|wait|multi_get)\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
 _IO = re.compile(r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\(")
@@ -77,7 +78,7 @@ def standing(evidence: Evidence) -> Finding | None:
 def _why(rank: RankEvidence) -> Why | None:
     """Why a rank stands where it stands; None when nothing says so. Each rule is on one kind of evidence, the surest first."""
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
-        _stopped, _compiling, _loader, _child, _gil_held, _busy, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
+        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
 
@@ -179,8 +180,8 @@ def _what_computes(rank: RankEvidence) -> Why:
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
     if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
         in_python = True
-    if not looks:  # an older board: only the stack can tell
-        in_python = stack is not None and frame is not None and stack.frames[0] == frame
+    if not looks and stack is not None and frame is not None:  # only the stack can tell; a tracer's frame is none
+        in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
     if in_python:
         return Why("infinite_loop", "runs in Python without making progress", 0.8)
     return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
@@ -204,6 +205,11 @@ def _io(rank: RankEvidence) -> Why | None:
 def _io_by_source(rank: RankEvidence) -> Why | None:
     by_file = any(file.endswith(_IO_FILES) for file in _library_files(rank)[:4])
     return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+
+
+def _store(rank: RankEvidence) -> Why | None:
+    missing = "waits for a key of the group's store that no rank has set"
+    return Why("missing_collective", missing, 0.6) if _STORE.search(_source(rank)) else None
 
 
 def _lock(rank: RankEvidence) -> Why | None:

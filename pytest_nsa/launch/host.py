@@ -159,6 +159,7 @@ class RanksRun:
                 return reason
             self.watch.look()
             self._look_closer()
+            self.watch.look()  # that may have taken long: what moved meanwhile has not stood still
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now

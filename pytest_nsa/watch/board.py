@@ -12,15 +12,18 @@ from typing import Any
 
 HEADER = 4096
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
+Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
+DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", "new_group")
 # One rank gives or gets all, or each as much as it likes.
-_UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
+UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
     """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
 
-    ``peer`` is -1 but for sends and receives; ``size`` is the number of ranks in the group.
+    ``peer`` is -1 but for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
+    the group; ``reduction`` is sum, max, ... where there is one.
     """
 
     index: int
@@ -36,6 +39,8 @@ class Collective:
     size: int
     entered: float
     left: float
+    root: int = -1
+    reduction: str = ""
 
     @property
     def is_inside(self) -> bool:
@@ -43,11 +48,11 @@ class Collective:
         return self.left == 0
 
     @property
-    def shape(self) -> tuple[str, str, str, int]:
+    def shape(self) -> Shape:
         """What must be equal on all ranks of the group: not the payload, where ranks may rightly give different ones."""
-        if self.op.startswith(_UNEVEN):
-            return (self.group, self.op, "", 0)
-        return (self.group, self.op, self.dtype, self.count)
+        if self.op.startswith(UNEVEN):
+            return (self.group, self.op, "", 0, self.root, "")
+        return (self.group, self.op, self.dtype, self.count, self.root, self.reduction)
 
     @property
     def place(self) -> tuple[str, int]:
@@ -56,8 +61,16 @@ class Collective:
 
     def describe(self) -> str:
         """'allreduce #7 (float32 x 1) at train.py:210 in step'."""
-        payload = f" ({self.dtype} x {self.count})" if self.dtype else ""
-        return f"{self.op} #{self.sequence}{payload}" + (f" at {self.site}" if self.site else "")
+        payload = [f"{self.dtype} x {self.count}"] if self.dtype else []
+        if self.reduction not in ("", "sum"):
+            payload.append(self.reduction)
+        if self.root != -1 or self.peer != -1:
+            gives = self.op.startswith(("broadcast", "scatter", "recv"))
+            payload.append(f"{'from' if gives else 'to'} rank {max(self.root, self.peer)}")
+        if self.group not in DEFAULT_GROUPS:
+            payload.append(f"group {self.group}")
+        said = f" ({', '.join(payload)})" if payload else ""
+        return f"{self.op} #{self.sequence}{said}" + (f" at {self.site}" if self.site else "")
 
 
 @dataclass(frozen=True, kw_only=True)

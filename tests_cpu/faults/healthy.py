@@ -220,3 +220,23 @@ def test_all_ranks_catch_the_same_exception(ddp: DDP) -> None:
             model(torch.ones(2, 8)).sum().backward()
         except ZeroDivisionError:
             continue
+
+
+@world_size(4)
+def test_two_models_on_two_ranks_each(group: Group) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = group.rank // 2
+    model = nn.parallel.DistributedDataParallel(net(seed=mine), process_group=pairs[mine])
+    train(model, group.rank, steps=3)
+    dist.barrier()
+
+
+@world_size(2)
+def test_local_steps_and_their_mean(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    for _ in range(2):
+        with model.no_sync():  # type: ignore[operator]
+            train(model, ddp.rank, steps=2)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= 2

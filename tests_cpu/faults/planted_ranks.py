@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,51 @@ def test_a_loader_s_worker_dies_with_a_batch_in_its_hands(group: Group) -> None:
         worker.kill()
         worker.join()
         next(iterator)
+
+    at(group, 1, fault)
+
+
+class Images(torch.utils.data.Dataset[torch.Tensor]):
+    """Whose fifth does what ``fault`` does."""
+
+    def __init__(self, fault: Callable[[], object]) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 4:
+            self.fault()
+        return torch.ones(2)
+
+
+def load(rank: int, culprit: int, fault: Callable[[], object], timeout: float = 0) -> None:
+    images = Images(fault if rank == culprit else int)
+    for x in torch.utils.data.DataLoader(images, num_workers=1, timeout=timeout):
+        dist.all_reduce(x)
+
+
+@planted("dataloader_stuck", [1], reason="timed out after 1")
+def test_a_loader_with_a_limit_of_its_own(group: Group) -> None:
+    load(group.rank, 1, threading.Event().wait, timeout=1)
+
+
+@planted("rank_exception", [0], where="in fault", reason="ValueError: cannot decode image 4, in DataLoader worker")
+def test_a_loader_s_worker_raises(group: Group) -> None:
+    def fault() -> None:
+        raise ValueError("cannot decode image 4")
+
+    load(group.rank, 0, fault)
+
+
+@planted("oom", [1], reason="no room for shard 7, after")
+def test_too_little_memory_in_other_words(group: Group) -> None:
+    def fault() -> None:
+        try:
+            torch.empty(1 << 50)
+        except RuntimeError as error:
+            raise ValueError("no room for shard 7") from error
 
     at(group, 1, fault)
 

@@ -284,3 +284,31 @@ def test_a_number_without_a_model(ddp: DDP) -> None:
     loss = torch.tensor(float("inf") if ddp.rank == 1 else 1.0)
     dist.barrier()
     assert torch.isfinite(loss).all()
+
+
+@planted("extra_collective", [0], n=3)
+def test_rank_0_evaluates_the_wrapped_model(ddp: DDP) -> None:
+    model = ddp.wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    for step in range(6):
+        loss_of(model, batch(ddp.rank, step)).backward()
+        if step == AT:
+            if ddp.rank == 0:
+                with torch.no_grad():
+                    model(batch(0, step))  # broadcasts its buffers
+            dist.barrier()
+
+
+@planted("skipped_collective", [1], n=3)
+def test_an_empty_batch_is_skipped_under_fsdp(fsdp: FSDP) -> None:
+    model = fsdp.wrap(net())
+    for step in range(6):
+        x = batch(fsdp.rank, step)[: 0 if (step, fsdp.rank) == (AT, 1) else 4]
+        if not len(x):
+            continue
+        loss_of(model, x).backward()
+
+
+@planted("silent_divergence", [0, 1], reason="past its DDP wrapper")
+def test_everybody_trains_what_is_wrapped(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    train(inner(model), ddp.rank)

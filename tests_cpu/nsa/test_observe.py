@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import os
 import subprocess
 import sys
@@ -144,6 +145,18 @@ def test_an_exception_that_cannot_be_printed_stays_what_it_is(session: TraceSess
 
     with pytest.raises(Odd):
         Raises()()
+
+
+def test_quick_phases_do_not_fill_the_disk(session: TraceSession, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for _ in range(2000):
+            model(torch.ones(1, 2))
+    session.heartbeat.beat()  # which writes the phase that has come last
+    lines = [json.loads(line) for line in (tmp_path / "heartbeat_rank0.jsonl").read_text().splitlines()]
+    assert lines[-1]["modules_entered"] == 2000
+    assert len(lines) < 400  # 4,000 phases
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
 
 
 COMPILES = """

@@ -51,7 +51,7 @@ def rank1_skips_the_loss_of_a_step(ddp: DDP) -> None:
             dist.all_reduce(loss)  # the loss
 
 
-def rank0_leaves_before_a_barrier(ddp: DDP) -> None:
+def rank1_has_a_barrier_of_its_own(ddp: DDP) -> None:
     if ddp.rank == 1:
         dist.barrier()  # the barrier
     wrapped(ddp)
@@ -83,8 +83,8 @@ def test_a_call_left_out_of_one_step(launch: Launch) -> None:
 
 
 def test_ddp_construction_is_seen(launch: Launch) -> None:
-    verdict = launch(rank0_leaves_before_a_barrier, timeout=30).verdict
-    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (0,))
+    verdict = launch(rank1_has_a_barrier_of_its_own, timeout=30).verdict
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "extra_collective", (1,))
     assert f"test_order.py:{line_of('the barrier')} " in verdict.where
     assert "ddp_verify_parameters" in verdict.reason
 

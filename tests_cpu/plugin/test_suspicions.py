@@ -164,3 +164,23 @@ def test_the_flight_recorder_is_dumped_where_it_records(
     result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=2")
     recorded = json.loads((result.folder("test_stands") / "rank0" / "flight_recorder.json").read_text())
     assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"
+
+
+def test_who_works_through_small_modules_stands_nowhere(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_evaluates_alone(ddp):
+    model = ddp.wrap(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    if ddp.rank == 0:
+        end = time.monotonic() + 6
+        with torch.no_grad():
+            while time.monotonic() < end:
+                model.module(torch.ones(1, 2))
+    dist.barrier()
+"""
+    result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
+    assert result.outcomes == {"passed": 1}
+    assert "straggler on rank 0" in result.stdout
+    assert "missing_collective" not in result.stdout
