@@ -1,0 +1,64 @@
+"""Agreement with a peer: fla's reference functions, as `golden.py` recorded them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa.kernels import blocks, cpu, cpu_selected, reference
+from tests_cpu.kernels.golden import BLOCK, CHOSEN, GOLDEN, WIDTH
+
+SIZES = {"l": BLOCK, "d": BLOCK, "l_sel": BLOCK, "scale": WIDTH**-0.5}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(GOLDEN, weights_only=True)
+    return found
+
+
+def inputs(golden: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [golden[name].clone().requires_grad_() for name in "qkv"]
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(1, (-1, BLOCK)).mean(2)
+
+
+def compare(golden: dict[str, torch.Tensor], name: str, out: torch.Tensor, leaves: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(out, golden[f"{name}.out"], rtol=0, atol=2e-6)
+    gradients = torch.autograd.grad(out, leaves, golden[f"{name}.weight"])
+    for x, gradient in zip("qkv", gradients, strict=True):
+        torch.testing.assert_close(gradient, golden[f"{name}.grad_{x}"], rtol=1e-5, atol=1e-5)
+
+
+def chosen(golden: dict[str, torch.Tensor]) -> torch.Tensor:
+    """fla's selection as ours: bool [B, S, G, Ns]; -1 is no block."""
+    indices = golden["indices"]
+    n_blocks = blocks.num_selection(indices.shape[1], BLOCK)
+    found = torch.zeros(*indices.shape[:3], n_blocks + 1, dtype=torch.bool)
+    return found.scatter(-1, indices.where(indices >= 0, n_blocks), True)[..., :n_blocks]
+
+
+def test_the_compressed_branch_and_what_it_selects(golden: dict[str, torch.Tensor]) -> None:
+    q, k, v = leaves = inputs(golden)
+    out, importance = reference.compressed(q, pooled(k), pooled(v), **SIZES)
+    compare(golden, "cmp", out, leaves)
+    assert torch.equal(blocks.select(importance, BLOCK, CHOSEN), chosen(golden))
+
+
+def test_the_selected_branch(golden: dict[str, torch.Tensor]) -> None:
+    q, k, v = leaves = inputs(golden)
+    out = reference.selected(q, k, v, chosen(golden), l_sel=BLOCK, n_sel=CHOSEN, scale=SIZES["scale"])
+    compare(golden, "sel", out, leaves)
+
+
+def test_the_fast_kernels_too(golden: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cpu, cpu_selected):
+        monkeypatch.setattr(module, "AT_ONCE", 0)
+    q, k, v = (golden[name] for name in "qkv")
+    out, _, importance = cpu.compressed_forward(q, pooled(k), pooled(v), BLOCK, BLOCK, BLOCK, WIDTH**-0.5)
+    torch.testing.assert_close(out, golden["cmp.out"], rtol=0, atol=2e-6)
+    assert torch.equal(blocks.select(importance, BLOCK, CHOSEN), chosen(golden))
+    out, _ = cpu_selected.selected_forward(q, k, v, chosen(golden), BLOCK, CHOSEN, WIDTH**-0.5)
+    torch.testing.assert_close(out, golden["sel.out"], rtol=0, atol=2e-6)
