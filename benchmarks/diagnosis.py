@@ -4,13 +4,14 @@
 
 Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Time to announcement and to
 verdict are counted from when the ranks stood still. ``--tools`` runs the same functions on ranks without this plugin: as torch
-leaves them (its own time limit 8 s), and with TORCH_DISTRIBUTED_DEBUG=DETAIL. Then 1,000 healthy steps of two ranks, with both
-cores busy: whatever is announced there is a false alarm.
+leaves them (its own time limit 8 s), with TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier behind them, and below a test
+with pytest-timeout alone (6 s). Then 1,000 healthy steps of two ranks with both cores busy: what is announced is a false alarm.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -96,10 +97,29 @@ def healthy(folder: Path) -> dict[str, Any]:
 def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
     """A fault on bare ranks: whether they end by themselves, after how long, and whether what they print names the culprit."""
     debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if mode == "DETAIL" else {}
+    command = [sys.executable, str(HERE / "peers" / "bare_fault.py"), module, name, mode]
+    folder = tempfile.mkdtemp()
+    if mode == "pytest-timeout":
+        test = Path(folder) / "test_fault.py"
+        test.write_text(f"import subprocess\ndef test_fault():\n    assert subprocess.call({command!r}) == 0\n")
+        options = [
+            "-q",
+            "-s",
+            "-p",
+            "no:nsa",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            "/dev/null",
+            "--rootdir",
+            folder,
+            "--timeout=6",
+        ]
+        command = [sys.executable, "-m", "pytest", *options, str(test)]
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "peers" / "bare_fault.py"), module, name], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, **debug, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, **debug, "PYTHONPATH": str(ROOT)}, start_new_session=True,
     )  # fmt: skip
     try:
         text = process.communicate(timeout=TOOL_LIMIT_S)[0]
@@ -107,9 +127,13 @@ def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         text, ended = process.communicate()[0], False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        shutil.rmtree(folder, ignore_errors=True)
     culprit = expected.ranks[0]
     said = [
-        line for line in text.splitlines() if re.search(rf"\brank:? ?{culprit}\b", line, re.I) and "exit" not in line
+        line for line in text.splitlines() if re.search(rf"\branks?:? ?{culprit}\b", line, re.I) and "exit" not in line
     ]
     return {
         "ended": ended, "seconds": time.perf_counter() - started, "names_rank": bool(said),
@@ -120,7 +144,7 @@ def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
 def compare_tools(all_faults: list[tuple[str, str, Any]], workers: int) -> dict[str, Any]:
     """What each mode comes to over all faults."""
     found = {}
-    for mode in ("plain", "DETAIL"):
+    for mode in ("plain", "DETAIL", "monitored", "pytest-timeout"):
         with ThreadPoolExecutor(workers) as pool:
             results = list(pool.map(lambda f, mode=mode: tool(*f, mode), all_faults))  # type: ignore[misc]
         found[mode] = {

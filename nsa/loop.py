@@ -66,6 +66,8 @@ class Run:
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
+        if train.compile != "none" or self.ranks.device.type == "cuda":
+            self.say("the first steps compile their kernels: they take longer than those that follow")
         while self.trainer.steps_done < train.steps:
             self.watchdog.feed()
             self.traces.board.phase("data")

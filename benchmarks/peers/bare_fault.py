@@ -1,4 +1,7 @@
-"""A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST"""
+"""A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [monitored]
+
+With ``monitored`` the ranks meet in a monitored_barrier when the function has ended.
+"""
 
 import importlib
 import inspect
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from pytest_nsa.fixtures import DDP, FSDP, Group
 
 
-def body(rank: int, world_size: int, store: str, function: object) -> int:
+def body(rank: int, world_size: int, store: str, function: object, *, monitored: bool) -> int:
     """One rank; its exit code."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -30,6 +33,8 @@ def body(rank: int, world_size: int, store: str, function: object) -> int:
     }  # fmt: skip
     try:
         function(**{name: made[name] for name in inspect.signature(function).parameters})  # type: ignore[operator, arg-type]
+        if monitored:
+            dist.monitored_barrier(timeout=timedelta(seconds=4), wait_all_ranks=True)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -44,7 +49,9 @@ if __name__ == "__main__":
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
-                code = body(rank, world_size, os.path.join(folder, "store"), function)
+                code = body(
+                    rank, world_size, os.path.join(folder, "store"), function, monitored="monitored" in sys.argv
+                )
                 sys.stdout.flush()
                 os._exit(code)
             pids.append(pid)
