@@ -47,9 +47,9 @@ class RaisedException:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
-    that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``gone``:
-    its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how long the heartbeat had
-    been silent when the host looked at the stand-still.
+    that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
+    own numbers, the last that were asked; ``gone``: its process is no more, and who watched does not know how it ended;
+    ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
     """
 
     rank: int
@@ -83,6 +83,7 @@ class RankEvidence:
     modules: tuple[str, ...]
     checksums: Path
     parallel: str | None
+    ddp: dict[str, Any]
     folder: Path
 
     @property
@@ -254,6 +255,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
         checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
+        ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
         folder=folder,
     )
 

@@ -94,6 +94,21 @@ def note_kept_gradients(root: torch.nn.Module) -> None:
         state.kept_views = root.gradient_as_bucket_view and first is not None and first.grad is not None
 
 
+def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """What DDP says of itself: bucket sizes in bytes, and of its last backward the nanoseconds of computing and of reducing.
+
+    To be asked between steps: in a backward that stands still it waits for the reducer, and holds the interpreter's lock.
+    """
+    told = ddp._get_ddp_logging_data()
+    sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
+    names = ("num_parameter_tensors", "iteration", "unused_parameter_size", "backward_compute_time", "backward_comm_time",
+             "backward_compute_comm_overlap_time")  # fmt: skip
+    return {
+        "bucket_sizes": [int(size) for size in str(sizes).split(",") if size.strip().isdigit()],
+        **{name: told[name] for name in names if name in told},
+    }
+
+
 class BucketTrace:
     """Logs ``[DDP] rank=0 bucket_elems=1048576 dtype=torch.float32`` for each bucket."""
 

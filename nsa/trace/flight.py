@@ -1,7 +1,4 @@
-"""torch's flight recorder, written down where a rank stands still. It needs the interpreter's lock.
-
-DDP's own numbers are not asked for: in a backward that stands still they wait for the reducer, and hold that lock meanwhile.
-"""
+"""torch's flight recorder, written down where a rank stands still. It needs the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.compiled import outside_graphs
-from nsa.trace.ddp_buckets import ensure_hook, give_way_to_user_hooks, note_kept_gradients
+from nsa.trace.ddp_buckets import ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence import Checksums, remember_wrappers
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
@@ -91,8 +91,8 @@ class Observer:
     """Installs the hooks in this process.
 
     ``on_change()`` is told of each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind)`` of
-    how it is shared (ddp, fsdp or none), ``on_oddity(kind, step, **facts)`` of a step that did not go its usual way:
-    "forward_failed", "no_backward", "not_synchronised", "not_finite".
+    how it is shared (ddp, fsdp or none), ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_oddity(kind, step,
+    **facts)`` of a step that did not go its usual way: "forward_failed", "no_backward", "not_synchronised", "not_finite".
     """
 
     on_oddity: Callable[..., None]
@@ -102,6 +102,7 @@ class Observer:
     on_change: Callable[[], None]
     on_names: Callable[[list[str], list[str]], None]
     on_model: Callable[[str], None]
+    on_ddp: Callable[[int, dict[str, Any]], None]
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
@@ -118,7 +119,7 @@ class Observer:
 
     def forget(self) -> None:
         """Another test or training begins in this process: its models are not those seen so far."""
-        self.on_change = self.on_model = self.on_names = self.on_oddity = _ignore
+        self.on_change = self.on_model = self.on_names = self.on_oddity = self.on_ddp = _ignore
         self.checksums = None
         self._known.clear()
         self._calls.clear()
@@ -278,11 +279,19 @@ class Observer:
                 if self._has_updated:
                     self._trained, self._has_updated = [], False
                 self._called.append(weakref.ref(module))
+                self._ask_ddp(module)
                 self.board.add("step")
                 self._forward = "running"
             self.board.begin_forward()
             self._nodes.begin()
             self._phase("forward")
+
+    def _ask_ddp(self, root: nn.Module) -> None:
+        step = self.board.count("step")
+        if step & (step - 1) or step < 4 or not isinstance(root, DistributedDataParallel):  # at steps 4, 8, 16, ...
+            return
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            self.on_ddp(step, ddp_numbers(root))
 
     def _failed(self, error: BaseException, name: str) -> None:
         if id(error) != self._failure[0]:

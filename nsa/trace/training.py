@@ -85,6 +85,7 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
             record(folder, event="parallel", kind=kind)
 
     observer.on_oddity = saw_oddity
+    observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
     observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)
 

@@ -89,10 +89,28 @@ def native_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", says=says)
 
 
+def ddp_fact(rank: RankEvidence) -> Fact | None:
+    """DDP's own numbers of an earlier step: its buckets, and what a backward took."""
+    n = rank.ddp
+    if not n.get("bucket_sizes"):
+        return None
+    sizes = ", ".join(f"{size / 1e6:.3g}" for size in n["bucket_sizes"][:8])
+    compute, reduce, hidden = (
+        n.get(f"backward_{what}_time", 0) / 1e6 for what in ("compute", "comm", "compute_comm_overlap")
+    )
+    says = (
+        f"DDP before step {n['step']}: {len(n['bucket_sizes'])} buckets ({sizes} MB); a backward took {compute:.1f} ms, "
+        f"its reductions {reduce:.1f} ms, {hidden:.1f} of them beside it"
+    )
+    return Fact(rank=rank.rank, kind="ddp", file=f"rank{rank.rank}/events.jsonl", says=says)
+
+
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Where everybody stands: what every verdict on a stand-still cites."""
     found = (
-        fact for rank in ranks for fact in (stack_fact(rank), board_fact(rank), process_fact(rank), native_fact(rank))
+        fact
+        for rank in ranks
+        for fact in (stack_fact(rank), board_fact(rank), process_fact(rank), native_fact(rank), ddp_fact(rank))
     )
     return tuple(fact for fact in found if fact is not None)
 

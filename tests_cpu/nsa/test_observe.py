@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_an_exception_that_cannot_be_printed_stays_what_it_is(session: TraceSess
 
     with pytest.raises(Odd):
         Raises()()
+
+
+def test_ddp_is_asked_for_its_numbers_between_steps(session: TraceSession, alone: None) -> None:
+    told: dict[int, dict[str, Any]] = {}
+    session.observer.on_ddp = told.__setitem__
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 1)))
+    for _ in range(9):
+        step(model)
+    assert list(told) == [4, 8]
+    assert sum(told[8]["bucket_sizes"]) == 4 * sum(p.numel() for p in model.parameters())
+    assert told[8]["backward_compute_time"] > 0
 
 
 def test_quick_phases_do_not_fill_the_disk(session: TraceSession, tmp_path: Path) -> None:
