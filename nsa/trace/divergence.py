@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,22 @@ class Checksums:
     def after_backward(self, root: torch.nn.Module, step: int) -> None:
         """The gradients of ``root``, which has been called since the last backward, where DDP has just reduced them."""
         if isinstance(root, DistributedDataParallel) and root.require_backward_grad_sync:
-            self._write("gradient", step, root, root, [p.grad for p in root.parameters() if p.requires_grad])
+            self._write("gradient", step, root, root)
 
     def after_step(self, root: torch.nn.Module, step: int) -> None:
         """``root``'s parameters, where DDP keeps them equal; after local steps it does not."""
         wrapper = root if isinstance(root, DistributedDataParallel) else _wrapper_of(root)
         if wrapper is not None and wrapper.require_backward_grad_sync:
             kind = "parameter" if wrapper is root else "unwrapped"
-            self._write(kind, step, root, wrapper, [p.detach() for p in root.parameters() if p.requires_grad])
+            self._write(kind, step, root, wrapper)
 
-    def _write(
-        self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel,
-        tensors: Sequence[torch.Tensor | None],
-    ) -> None:  # fmt: skip
+    def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         if self._size > MAX_BYTES:
             return
+        ignored = ddp.parameters_to_ignore  # names in the module that it wraps
+        named = [(plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad]
+        kept = [(name, p) for name, p in named if name not in ignored]
+        tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
         there = [t for t in tensors if t is not None and not t.is_sparse]
         norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
         found = iter(norms.tolist())
@@ -56,7 +57,7 @@ class Checksums:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         record: dict[str, object] = {"kind": kind, "step": step, "ranks": ranks, "norms": values}
         if not self._size:
-            record["names"] = [plain_name(n) for n, p in root.named_parameters() if p.requires_grad]
+            record["names"] = [name for name, _ in kept]
         self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:

@@ -130,12 +130,12 @@ class Observer:
         self._remove_hooks()
         self._roots = WeakSet()
         self._models = WeakSet()
-        self._called, self._trained, self._has_updated = [], [], False
+        self._called, self._trained, self._has_updated, self._updating = [], [], False, 0
 
     def install(self) -> None:
         """Register everything, once a process."""
         self._wrap_calls()
-        register_optimizer_step_pre_hook(outside_graphs(lambda *_: self._phase("optimizer")))
+        register_optimizer_step_pre_hook(outside_graphs(self._before_optimizer))
         register_optimizer_step_post_hook(outside_graphs(self._after_optimizer))
         backward = torch.autograd.backward
 
@@ -165,7 +165,15 @@ class Observer:
         give_way_to_user_hooks()
         remember_wrappers()
 
+    def _before_optimizer(self, *_: Any) -> None:
+        self._updating += 1
+        self._phase("optimizer")
+
     def _after_optimizer(self, *_: Any) -> None:
+        self._updating -= 1
+        if self._updating > 0:  # an optimizer that is made of others has more to do
+            return
+        self._updating = 0
         self._phase("body")
         self._has_updated = True
         if self.checksums is not None:
@@ -276,6 +284,7 @@ class Observer:
         if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
             if module.training and torch.is_grad_enabled():
                 self._end_step()
+                self._updating = 0  # one that raised has not come to its end
                 if self._has_updated:
                     self._trained, self._has_updated = [], False
                 self._called.append(weakref.ref(module))

@@ -10,6 +10,22 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 
 
+def left_by_choice(evidence: Evidence) -> Finding | None:
+    """Some ranks skipped the test, or expected it to fail, while the others went on."""
+    left = {
+        r.rank: r.xfailed or r.skipped or "" for r in evidence.ranks if r.xfailed is not None or r.skipped is not None
+    }
+    others = [r for r in evidence.ranks if r.rank not in left]
+    if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
+        return None
+    how = "expected to fail" if any(evidence.ranks[rank].xfailed is not None for rank in left) else "skipped"
+    return Finding(
+        cause="data_dependent_branch", ranks=tuple(left), certain=True, confidence=0.95,
+        reason=f"{how} on some ranks only ({', '.join(map(str, left))}): {next(iter(left.values()))}",
+        facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
 def left_alone(evidence: Evidence) -> Finding | None:
     """Some ranks ended their test well while others wait in a collective that they never entered.
 

@@ -40,6 +40,7 @@ def unknown(evidence: Evidence) -> Finding:
 # What torch states; what the collectives prove; who raised or died first; who stands where.
 RULES: tuple[Rule, ...] = (
     refused,
+    absence.left_by_choice,
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message says both
     autograd.unused_parameters,

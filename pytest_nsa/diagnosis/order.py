@@ -8,7 +8,7 @@ from collections import Counter
 from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.oddities import oddity, other_path
-from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_past_the_loop
+from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_past_the_loop, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 from pytest_nsa.watch.board import Collective, Shape
@@ -80,9 +80,11 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     facts = all_facts(evidence.ranks)
     shown = "; ".join(f"rank {r} in {c.describe()} in step {c.step}" for r, c in sorted(found.items()))
     crossed = len({_group(c) for c in found.values()}) > 1
-    ahead = () if crossed and _chose_otherwise(evidence, found) else _went_ahead(evidence, found)
+    # Who takes the groups in another order than so far is known by its own calls.
+    departing = _departs_over_groups(evidence, found) if crossed else ()
+    ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else _went_ahead(evidence, found)
     if not ahead:
-        ranks = _minority(found) if crossed else tuple(sorted(found))
+        ranks = departing or (_minority(found) if crossed else tuple(sorted(found)))
         return Finding(
             cause="group_order_deadlock" if crossed else "collective_mismatch", ranks=ranks,
             where=found[ranks[0]].site, reason=f"the ranks wait in different collectives: {shown}", certain=True,
@@ -175,6 +177,20 @@ def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
     return any(
         are_alternatives(a, b) for r, s in itertools.combinations(places, 2) for a in places[r] for b in places[s]
     )
+
+
+def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks whose call is not what their own calls of all groups so far expect next, but a call that they know."""
+    departing = []
+    for rank, collective in found.items():
+        board = evidence.ranks[rank].board
+        shapes = [c.shape for c in (board.collectives if board else ()) if c.index < collective.index and c.peer == -1]
+        expected = _expected(shapes)
+        if expected is None or collective.shape not in shapes:
+            return ()
+        if expected != collective.shape and expected[0] != collective.shape[0]:
+            departing.append(rank)
+    return tuple(sorted(departing)) if len(departing) < len(found) else ()
 
 
 def _user_places(rank: RankEvidence) -> list[str]:
@@ -317,6 +333,9 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     who = describe_ranks(behind, evidence.job.world_size)
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
+        there, here = _place_in(evidence.ranks[ahead[0]], mine.site), _place_in(evidence.ranks[behind[0]], other.site)
+        if share_a_loop(mine.site, there or other.site) or share_a_loop(here or mine.site, other.site):
+            return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
     if {mine.shape, other.shape} <= followers:
         return (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
-from pytest_nsa.diagnosis.source import calls_nothing
+from pytest_nsa.diagnosis.source import calls_nothing, polls_without_pause
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import SILENT_S, Evidence, RankEvidence
 
@@ -21,7 +21,10 @@ _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.resu
 _STORE = re.compile(r"store\w*\.(get|wait|multi_get)\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
-_IO = re.compile(r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\(")
+_IO = re.compile(
+    r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
+    r"|\bselect\((?!\[\], \[\], \[\])|\.poll\("
+)
 _IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
 _IO_WAITS = (
     "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
@@ -178,6 +181,8 @@ def _what_computes(rank: RankEvidence) -> Why:
     fights = rank.process.get("gil_wait_ms", 0.0) > limit
     looks = n.get("still_looks", 0.0)
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
+    if frame is not None and polls_without_pause(frame.describe()):
+        return Why("infinite_loop", "asks again and again, without a pause, for what does not come", 0.8)
     if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
         in_python = True
     if not looks and stack is not None and frame is not None:  # only the stack can tell; a tracer's frame is none
@@ -203,7 +208,10 @@ def _io(rank: RankEvidence) -> Why | None:
 
 
 def _io_by_source(rank: RankEvidence) -> Why | None:
-    by_file = any(file.endswith(_IO_FILES) for file in _library_files(rank)[:4])
+    files = _library_files(rank)
+    if any("/asyncio/" in file for file in files):
+        return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
+    by_file = any(file.endswith(_IO_FILES) for file in files[:4])
     return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
 
 

@@ -240,3 +240,25 @@ def test_local_steps_and_their_mean(ddp: DDP) -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= 2
+
+
+@world_size(2)
+def test_parameters_that_ddp_is_told_to_ignore(group: Group) -> None:
+    model = net(seed=0)
+    for parameter in model.head.parameters():
+        torch.nn.init.constant_(parameter, 1.0 + group.rank)
+    ignored = [f"head.{name}" for name, _ in model.head.named_parameters()]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    train(nn.parallel.DistributedDataParallel(model), group.rank, steps=3)
+
+
+@world_size(2)
+def test_an_optimizer_in_shards(ddp: DDP) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = ddp.wrap(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    for _ in range(3):
+        model(torch.ones(2, 8) + ddp.rank).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -111,3 +112,27 @@ def test_sends_more_to_one_than_it_takes(group: Group) -> None:
     taken = torch.zeros(3, 2)
     dist.all_to_all_single(taken, torch.ones(sum(given), 2), [1, 1, 1], given)
     dist.barrier()
+
+
+@planted("group_order_deadlock", [2], n=4)
+def test_a_pair_and_all_change_places_in_a_round(group: Group) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def of_mine() -> None:
+        dist.all_reduce(torch.ones(4), group=pairs[group.rank // 2])
+
+    def norm() -> None:
+        dist.all_reduce(torch.ones(1))
+
+    for step in range(3):
+        calls = (norm, of_mine) if (group.rank, step) == (2, 2) else (of_mine, norm)
+        for call in calls:
+            call()
+
+
+@planted("data_dependent_branch", [1], n=3, reason="old fabric")
+def test_expected_to_fail_on_one_rank(group: Group) -> None:
+    dist.all_reduce(torch.ones(1))
+    if group.rank == 1:
+        pytest.xfail("this host has an old fabric")
+    dist.all_reduce(torch.ones(1))

@@ -364,3 +364,20 @@ def test_two_causes_at_once(group: Group) -> None:
     if group.rank == 2:
         lock.acquire()
     dist.all_reduce(torch.ones(1))
+
+
+@planted("infinite_loop", [0])
+def test_a_file_is_asked_for_without_a_pause(group: Group, tmp_path: Path) -> None:
+    def fault() -> None:
+        while not (tmp_path / "ready").exists():
+            pass
+
+    at(group, 0, fault)
+
+
+@planted("io_stuck", [1])
+def test_selects_on_a_silent_socket(group: Group) -> None:
+    import select
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        at(group, 1, lambda: select.select([server], [], []))

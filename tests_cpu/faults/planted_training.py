@@ -312,3 +312,13 @@ def test_an_empty_batch_is_skipped_under_fsdp(fsdp: FSDP) -> None:
 def test_everybody_trains_what_is_wrapped(ddp: DDP) -> None:
     model = ddp.wrap(net())
     train(inner(model), ddp.rank)
+
+
+@planted("extra_collective", [0])
+def test_a_barrier_stands_below_the_saving_of_the_first_rank(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    is_main = ddp.rank == 0
+    for step in range(6):
+        loss_of(model, batch(ddp.rank, step)).backward()
+        if step == AT and is_main:
+            dist.barrier()
