@@ -33,13 +33,13 @@ class Checksums:
 
     def after_backward(self, root: torch.nn.Module, step: int) -> None:
         """The gradients of ``root``, which has been called since the last backward, where DDP has just reduced them."""
-        if isinstance(root, DistributedDataParallel) and root.require_backward_grad_sync:
+        if isinstance(root, DistributedDataParallel) and _keeps_equal(root):
             self._write("gradient", step, root, root)
 
     def after_step(self, root: torch.nn.Module, step: int) -> None:
         """``root``'s parameters, where DDP keeps them equal; after local steps it does not."""
         wrapper = root if isinstance(root, DistributedDataParallel) else _wrapper_of(root)
-        if wrapper is not None and wrapper.require_backward_grad_sync:
+        if wrapper is not None and _keeps_equal(wrapper):
             kind = "parameter" if wrapper is root else "unwrapped"
             self._write(kind, step, root, wrapper)
 
@@ -63,6 +63,12 @@ class Checksums:
     def close(self) -> None:
         """No more is written."""
         os.close(self._file)
+
+
+def _keeps_equal(ddp: DistributedDataParallel) -> bool:
+    """Not where it was told not to reduce, nor under torch's hook for local SGD, which reduces in subgroups."""
+    hook = getattr(getattr(ddp, "_nsa_bucket_hook", None), "user_hook", None)
+    return ddp.require_backward_grad_sync and getattr(hook, "__name__", "") != "post_localSGD_hook"
 
 
 _wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()

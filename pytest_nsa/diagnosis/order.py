@@ -225,9 +225,11 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     # Where each is in the function that the other's call stands in: calls are often made further down.
     there = next((p for r in entered if r not in culprits if (p := _place_in(evidence.ranks[r], mine.site))), "")
     here = _place_in(evidence.ranks[culprits[0]], other.site)
-    comes_first = _comes_first(mine.site, there or other.site) or _comes_first(here or mine.site, other.site)
-    before = _before(evidence, culprits[0], mine)
-    cause, why = _kind(before, mine, other, there or other.site, comes_first=comes_first)
+    places = ((mine.site, there or other.site), (here or mine.site, other.site))
+    order = -1 if any(_comes_first(a, b) for a, b in places) else 0
+    if any(_comes_first(b, a) and not share_a_loop(a, b) for a, b in places):
+        order = 1
+    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, there or other.site, order=order)
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
@@ -238,12 +240,12 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
 
 
 def _kind(
-    before: list[Collective], mine: Collective, other: Collective, others_place: str, *, comes_first: bool
+    before: list[Collective], mine: Collective, other: Collective, others_place: str, *, order: int
 ) -> tuple[str, str]:
     """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
 
-    ``others_place`` is where the others are in the function that entered ``mine``; ``comes_first``: ``mine`` is before ``other``
-    in the program's text.
+    ``others_place`` is where the others are in the function that entered ``mine``; ``order``: -1 where ``mine`` is before
+    ``other`` in the program's text, 1 where it is past it for good, 0 where nobody knows.
     """
     if _same_line(mine, other) or are_alternatives(mine.site, other.site):
         return "collective_mismatch", ""
@@ -260,11 +262,13 @@ def _kind(
         if not usual and _is_new(
             before, other
         ):  # nobody expects either: the one that comes first in the program is left out
-            return ("extra_collective", "") if comes_first else ("skipped_collective", "call skipped")
+            return ("extra_collective", "") if order < 0 else ("skipped_collective", "call skipped")
         if not usual:
-            same = mine.op == other.op and mine.site.rpartition(" in ")[2] == other.site.rpartition(" in ")[2]
-            return ("collective_mismatch", "") if same else ("extra_collective", "")
-    if _is_new(before, mine) and comes_first:
+            function, others_function = (c.site.rpartition(" in ")[2] for c in (mine, other))
+            if (mine.op, mine.phase, function) == (other.op, other.phase, others_function):
+                return "collective_mismatch", ""
+            return ("skipped_collective", "call skipped") if order > 0 else ("extra_collective", "")
+    if _is_new(before, mine) and order < 0:
         return "extra_collective", ""
     return "skipped_collective", "call skipped"
 

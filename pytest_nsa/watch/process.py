@@ -15,10 +15,11 @@ REST_LOOKS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """A look at a process: the main thread's state letter and wait channel, CPU seconds, switches, children, threads."""
+    """A look at a process: state letter, wait channel, CPU seconds (and those in the kernel), switches, children, threads."""
 
     state: str
     cpu_s: float
+    kernel_s: float
     voluntary_switches: int
     wchan: str
     children: tuple[str, ...]
@@ -32,14 +33,15 @@ def look_at(pid: int) -> ProcessState | None:
         fields = (proc / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    user, kernel = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13])
     switches = next(
         (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
     )
     commands = tuple(_read(Path(f"/proc/{c}/cmdline")).replace("\0", " ").strip()[:200] for c in children_of(pid))
     return ProcessState(
         state=fields[0],
-        cpu_s=cpu,
+        cpu_s=user + kernel,
+        kernel_s=kernel,
         voluntary_switches=int(switches),
         wchan=_read(proc / "wchan").strip(),
         children=commands,
@@ -64,6 +66,9 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     facts = asdict(after)
     facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
+    facts["kernel_share"] = round(
+        (after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3
+    )  # of that
     facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
     return facts
 
