@@ -48,7 +48,8 @@ class RaisedException:
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
     that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
-    own numbers, the last that were asked; ``gone``: its process is no more, and who watched does not know how it ended;
+    own numbers, the last that were asked; ``left`` is where it skipped, or expected to fail, and after what; ``gone``: its
+    process is no more, and who watched does not know how it ended;
     ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
     """
 
@@ -61,6 +62,7 @@ class RankEvidence:
     passed: bool
     skipped: str | None
     xfailed: str | None
+    left: dict[str, Any]
     exceptions: tuple[RaisedException, ...]
     parameter_names: tuple[str, ...]
     board: BoardSnapshot | None
@@ -222,6 +224,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         finished=done is not None,
         passed=bool(done and done["passed"]),
         skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
+        left=next((e for e in events if e["event"] in ("skipped", "xfailed")), {}),
         xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),
         exceptions=tuple(
             RaisedException(

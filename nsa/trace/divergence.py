@@ -1,7 +1,7 @@
 """Checksums of what must be equal on all ranks: gradients after DDP has reduced them, parameters after an optimizer's step.
 
 A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
-the first one has the names too. Compared is what DDP answers for: steps whose gradients it reduced, and those of a model
+the first one of a model has the names too. Compared is what DDP answers for: steps whose gradients it reduced, and those of a model
 that is called past its wrapper, so that nobody reduced them.
 """
 
@@ -30,18 +30,24 @@ class Checksums:
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._size = 0
+        self._named: set[int] = set()  # models whose tensors' names are written
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
     def after_backward(self, root: torch.nn.Module, step: int) -> None:
-        """The gradients of ``root``, which has been called since the last backward, where DDP has just reduced them."""
-        if isinstance(root, DistributedDataParallel) and _keeps_equal(root):
-            self._write("gradient", step, root, root)
+        """The gradients in ``root``, which has been called since the last backward, where DDP has just reduced them."""
+        for ddp in _wrappers_in(root):
+            if _keeps_equal(ddp):
+                self._write("gradient", step, ddp, ddp)
 
     def after_step(self, root: torch.nn.Module, step: int) -> None:
-        """``root``'s parameters, where DDP keeps them equal; after local steps it does not."""
-        wrapper = root if isinstance(root, DistributedDataParallel) else _wrapper_of(root)
+        """The parameters in ``root``, where DDP keeps them equal; after local steps it does not."""
+        inside = _wrappers_in(root)
+        for ddp in inside:
+            if _keeps_equal(ddp):
+                self._write("parameter", step, ddp, ddp)
+        wrapper = None if inside else _wrapper_of(root)
         if wrapper is not None and _keeps_equal(wrapper):
-            kind = "parameter" if wrapper is root else "unwrapped"
-            self._write(kind, step, root, wrapper)
+            self._write("unwrapped", step, root, wrapper)
 
     def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         if self._size > MAX_BYTES:
@@ -55,8 +61,10 @@ class Checksums:
         found = iter(norms.tolist())
         values = [next(found) if t is not None and not t.is_sparse else None for t in tensors]
         ranks = dist.get_process_group_ranks(ddp.process_group)
-        record: dict[str, object] = {"kind": kind, "step": step, "ranks": ranks, "norms": values}
-        if not self._size:
+        model = self._models.setdefault(root, len(self._models))
+        record: dict[str, object] = {"kind": kind, "step": step, "model": model, "ranks": ranks, "norms": values}
+        if model not in self._named:
+            self._named.add(model)
             record["names"] = [name for name, _ in kept]
         self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
@@ -84,6 +92,10 @@ def remember_wrappers() -> None:
         _wrappers[module] = weakref.ref(ddp)
 
     DistributedDataParallel.__init__ = remembering
+
+
+def _wrappers_in(root: torch.nn.Module) -> list[DistributedDataParallel]:
+    return [m for m in root.modules() if isinstance(m, DistributedDataParallel)]
 
 
 def _wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:

@@ -45,6 +45,17 @@ def message_of(error: BaseException) -> str:
         return f"<its text could not be made: {type(failure).__name__} in __str__>"
 
 
+def origin(error: BaseException) -> dict[str, str]:
+    """The user's line that raised, and what the exception was raised after, '' where it was by itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((f for f in reversed(frames) if is_user_file(f.filename)), None)
+    before = error.__cause__ or error.__context__
+    return {
+        "where": f"{place.filename}:{place.lineno} in {place.name}" if place else "",
+        "after": message_of(before) if before is not None else "",
+    }
+
+
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
     """Append an exception with the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)

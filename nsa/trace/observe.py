@@ -106,7 +106,7 @@ class Observer:
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
-    _called: list[weakref.ref[nn.Module]]  # of these, since the last backward
+    _called: list[weakref.ref[nn.Module]]  # roots, since the last backward; where checksums are asked for
     _trained: list[weakref.ref[nn.Module]]  # and in this step, each once
 
     def __init__(self, board: Board) -> None:
@@ -281,13 +281,14 @@ class Observer:
                 logger.warning(
                     "the module %s is not traced: %s: %s", type(module).__name__, type(error).__name__, error
                 )
+        if self.checksums is not None and module.training and torch.is_grad_enabled():
+            if self._has_updated:
+                self._trained, self._has_updated = [], False
+            self._called.append(weakref.ref(module))
         if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
             if module.training and torch.is_grad_enabled():
                 self._end_step()
                 self._updating = 0  # one that raised has not come to its end
-                if self._has_updated:
-                    self._trained, self._has_updated = [], False
-                self._called.append(weakref.ref(module))
                 self._ask_ddp(module)
                 self.board.add("step")
                 self._forward = "running"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.exits import is_victim
+from pytest_nsa.diagnosis.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.order import NEW_GROUP, STOPS, awaited, skipped
 from pytest_nsa.diagnosis.source import is_for_a_later_rank
@@ -18,9 +18,14 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
     others = [r for r in evidence.ranks if r.rank not in left]
     if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
         return None
+    if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
+        return None  # who left may have left for that
+    if any(is_victim_text(evidence.ranks[rank].left.get("after", "")) for rank in left):
+        return None
     how = "expected to fail" if any(evidence.ranks[rank].xfailed is not None for rank in left) else "skipped"
     return Finding(
         cause="data_dependent_branch", ranks=tuple(left), certain=True, confidence=0.95,
+        where=evidence.ranks[min(left)].left.get("where", ""),
         reason=f"{how} on some ranks only ({', '.join(map(str, left))}): {next(iter(left.values()))}",
         facts=all_facts(evidence.ranks),
     )  # fmt: skip

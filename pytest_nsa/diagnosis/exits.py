@@ -63,9 +63,14 @@ def _told(error: RaisedException) -> tuple[str, str]:
     return f"{lines[-1][:200]}, in {caught['worker']}", where
 
 
+def is_victim_text(message: str) -> bool:
+    """Whether a text is what torch says when another rank has gone."""
+    return any(phrase in message.lower() for phrase in VICTIM_TEXTS)
+
+
 def _says_so(message: str, raised_in: str) -> bool:
     from_torch = "/torch/" in raised_in or "/nsa/trace/" in raised_in or not raised_in
-    return from_torch and any(phrase in message.lower() for phrase in VICTIM_TEXTS)
+    return from_torch and is_victim_text(message)
 
 
 def init_timeout(evidence: Evidence) -> Finding | None:

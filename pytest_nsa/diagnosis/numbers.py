@@ -89,19 +89,21 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
     streams = {r.rank: read_lines(r.checksums) for r in evidence.ranks if r.checksums.is_file()}
     if len(streams) < max(2, len(evidence.ranks)):
         return None
-    names: list[str] = []
+    names: dict[int, list[str]] = {}  # by model
     for records in zip(*streams.values(), strict=False):
         by_rank = dict(zip(streams, records, strict=True))
-        names = records[0].get("names", names)
+        names.update({r.get("model", 0): r["names"] for r in records if "names" in r})
         for members in {
             tuple(r.get("ranks", range(evidence.job.world_size))) for r in records
         }:  # of groups, each its own model
             compared = {rank: r for rank, r in by_rank.items() if rank in members}
-            if len({(r["kind"], r["step"], len(r["norms"])) for r in compared.values()}) > 1:
+            if len({(r["kind"], r["step"], r.get("model", 0), len(r["norms"])) for r in compared.values()}) > 1:
                 return None  # other models or other steps on other ranks: nothing can be compared
             index = _first_difference(compared)
             if index is not None:
-                return _diverged(evidence, compared, index, names)
+                return _diverged(
+                    evidence, compared, index, names.get(next(iter(compared.values())).get("model", 0), [])
+                )
     return None
 
 

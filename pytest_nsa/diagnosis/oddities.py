@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.exits import VICTIM_TEXTS
+from pytest_nsa.diagnosis.exits import is_victim_text
 from pytest_nsa.evidence import Evidence, RankEvidence
 
 HABIT = 0.5  # of a rank's steps: what happens so often is how this program trains
@@ -41,7 +41,7 @@ def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
     """Whether what ended a forward is what another rank's end looks like, or ended the test: nobody swallowed it."""
     error = str(event.get("error", ""))
     told = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
-    return told or any(phrase in error.lower() for phrase in VICTIM_TEXTS)
+    return told or is_victim_text(error)
 
 
 def _why(kind: str, event: dict[str, object]) -> str:

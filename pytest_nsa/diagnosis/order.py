@@ -8,10 +8,11 @@ from collections import Counter
 from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.oddities import oddity, other_path
-from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_past_the_loop, share_a_loop
+from pytest_nsa.diagnosis.places import comes_first, lines_where_paths_part, recomputes, where_they_part
+from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_here, is_past_the_loop, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
-from pytest_nsa.watch.board import Collective, Shape
+from pytest_nsa.watch.board import DEFAULT_GROUPS, Collective, Shape
 from pytest_nsa.watch.sequences import Rings, can_complete, first_departure
 
 NEW_GROUP = "new_group"
@@ -78,8 +79,13 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     if any(can_complete(c, rings(evidence)) for c in found.values()):
         return None
     facts = all_facts(evidence.ranks)
-    shown = "; ".join(f"rank {r} in {c.describe()} in step {c.step}" for r, c in sorted(found.items()))
+    in_steps = any(c.step for c in found.values())
+    shown = "; ".join(
+        f"rank {r} in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in sorted(found.items())
+    )
     crossed = len({_group(c) for c in found.values()}) > 1
+    if crossed:
+        shown += _members(evidence, found)
     # Who takes the groups in another order than so far is known by its own calls.
     departing = _departs_over_groups(evidence, found) if crossed else ()
     ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else _went_ahead(evidence, found)
@@ -163,6 +169,15 @@ def _group(collective: Collective) -> str:
     return collective.group.removeprefix("ddp:")
 
 
+def _members(evidence: Evidence, found: dict[int, Collective]) -> str:
+    """Which ranks have been seen in the groups of ``found``, but for that of all."""
+    said = ""
+    for group in sorted({c.group for c in found.values()} - set(DEFAULT_GROUPS)):
+        ranks = tuple(r for r, ring in sorted(rings(evidence).items()) if any(c.group == group for c in ring))
+        said += f"; group {group} has {describe_ranks(ranks, evidence.job.world_size)}"
+    return said
+
+
 def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
     """The ranks that are not where most are; all, where there is no such place."""
     (place, most), *rest = Counter(c.place for c in found.values()).most_common()
@@ -222,14 +237,9 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     mine = entered[culprits[0]]
     other = next(c for r, c in entered.items() if r not in culprits)
     who = describe_ranks(culprits, evidence.job.world_size)
-    # Where each is in the function that the other's call stands in: calls are often made further down.
-    there = next((p for r in entered if r not in culprits if (p := _place_in(evidence.ranks[r], mine.site))), "")
-    here = _place_in(evidence.ranks[culprits[0]], other.site)
-    places = ((mine.site, there or other.site), (here or mine.site, other.site))
-    order = -1 if any(_comes_first(a, b) for a, b in places) else 0
-    if any(_comes_first(b, a) and not share_a_loop(a, b) for a, b in places):
-        order = 1
-    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, there or other.site, order=order)
+    another = next(r for r in entered if r not in culprits)
+    parted = where_they_part(evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site)
+    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, parted)
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
@@ -239,20 +249,24 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     return culprits, cause, f"{told} ({why})"
 
 
-def _kind(
-    before: list[Collective], mine: Collective, other: Collective, others_place: str, *, order: int
-) -> tuple[str, str]:
+def _kind(before: list[Collective], mine: Collective, other: Collective, parted: tuple[str, str]) -> tuple[str, str]:
     """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
 
-    ``others_place`` is where the others are in the function that entered ``mine``; ``order``: -1 where ``mine`` is before
-    ``other`` in the program's text, 1 where it is past it for good, 0 where nobody knows.
+    ``parted`` is where the two stand in the function in which their ways part.
     """
     if _same_line(mine, other) or are_alternatives(mine.site, other.site):
         return "collective_mismatch", ""
-    if is_past_the_loop(mine.site, others_place):
+    here, there = parted
+    if is_past_the_loop(here, there):
         return "skipped_collective", OUT_OF_DATA
-    if is_past_the_loop(others_place, mine.site):
+    if is_past_the_loop(there, here):
         return "extra_collective", "makes another round of the loop that the others have left"
+    around = share_a_loop(here, there) or not is_here(there)
+    is_ahead = comes_first(there, here) and not around
+    if comes_first(here, there) and not around:
+        return "extra_collective", "which the others have gone past" if _is_new(
+            before, mine
+        ) else "once more than the others"
     shapes = [c.shape for c in before]
     if _expected(shapes) is not None:
         usual = {c.site for c in before if c.shape == mine.shape}
@@ -262,13 +276,15 @@ def _kind(
         if not usual and _is_new(
             before, other
         ):  # nobody expects either: the one that comes first in the program is left out
-            return ("extra_collective", "") if order < 0 else ("skipped_collective", "call skipped")
+            return ("extra_collective", "") if comes_first(here, there) else ("skipped_collective", "call skipped")
         if not usual:
             function, others_function = (c.site.rpartition(" in ")[2] for c in (mine, other))
             if (mine.op, mine.phase, function) == (other.op, other.phase, others_function):
                 return "collective_mismatch", ""
-            return ("skipped_collective", "call skipped") if order > 0 else ("extra_collective", "")
-    if _is_new(before, mine) and order < 0:
+            if not is_ahead:
+                return "extra_collective", ""
+            return "skipped_collective", "ran out of data" if mine.step < other.step else "call skipped"
+    if _is_new(before, mine) and comes_first(here, there):
         return "extra_collective", ""
     return "skipped_collective", "call skipped"
 
@@ -276,25 +292,6 @@ def _kind(
 def _is_new(before: list[Collective], collective: Collective) -> bool:
     """Whether a line has entered nothing like this before."""
     return all(c.shape != collective.shape or not _same_line(c, collective) for c in before)
-
-
-def _comes_first(place: str, other: str) -> bool:
-    """Whether ``place`` is an earlier line of the function that ``other`` is in."""
-    (file, line, function), (other_file, other_line, other_function) = _parts(place), _parts(other)
-    return (file, function) == (other_file, other_function) and 0 < line < other_line
-
-
-def _parts(place: str) -> tuple[str, int, str]:
-    at, _, function = place.rpartition(" in ")
-    file, _, line = at.rpartition(":")
-    return file, int(line) if line.isdigit() else 0, function
-
-
-def _place_in(rank: RankEvidence, site: str) -> str:
-    """Where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
-    file, function = site.partition(":")[0], site.rpartition(" in ")[2]
-    frames = rank.stack.frames if rank.stack is not None else ()
-    return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
 
 
 def _same_line(a: Collective, b: Collective) -> bool:
@@ -337,8 +334,7 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     who = describe_ranks(behind, evidence.job.world_size)
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
-        there, here = _place_in(evidence.ranks[ahead[0]], mine.site), _place_in(evidence.ranks[behind[0]], other.site)
-        if share_a_loop(mine.site, there or other.site) or share_a_loop(here or mine.site, other.site):
+        if share_a_loop(*where_they_part(evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site)):
             return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
     if {mine.shape, other.shape} <= followers:
@@ -369,23 +365,14 @@ def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int
     if len(set(steps.values())) > 1:
         return tuple(r for r in ranks if steps[r] == max(steps.values()))
     # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
-    again = tuple(r for r in ranks if entered[r].site in {c.site for c in _before(evidence, r, entered[r])})
+    again = tuple(
+        r
+        for r in ranks
+        if entered[r].site in {c.site for c in _before(evidence, r, entered[r])} and not recomputes(evidence.ranks[r])
+    )
     if again and len(again) < len(ranks):
         return again
-    lines = _lines_where_paths_part([evidence.ranks[r] for r in ranks])
+    lines = lines_where_paths_part([evidence.ranks[r] for r in ranks])
     if lines is None:
         return ()
     return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))
-
-
-def _lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
-    """The lines of the ranks in the innermost function that all of them are in, where those differ."""
-    stacks = [r.stack for r in ranks]
-    paths = [[f for f in reversed(s.frames) if f.is_user] if s is not None else [] for s in stacks]
-    for frames in zip(*paths, strict=False):
-        if len({(f.file, f.function) for f in frames}) > 1:
-            return None
-        lines = [f.line for f in frames]
-        if len(set(lines)) > 1:
-            return lines
-    return None

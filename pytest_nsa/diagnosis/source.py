@@ -61,19 +61,20 @@ def is_past_the_loop(place: str, other: str) -> bool:
     return any(int(a["line"]) > (loop.end_lineno or 0) for loop in loops)
 
 
+def is_in_while(place: str) -> bool:
+    """Whether a line stands in a ``while``, or is its condition."""
+    return any(isinstance(statement, ast.While) for statement in _around(place))
+
+
+def is_here(place: str) -> bool:
+    """Whether the source of a line is on this machine: else nobody knows whether it stands in a loop."""
+    return bool(_around(place))
+
+
 def share_a_loop(place: str, other: str) -> bool:
     """Whether one loop has both lines, and neither is past another loop that the other one is in."""
     loops = [n for n in _around(place) if isinstance(n, ast.For | ast.While)]
     return any(loop in _around(other) for loop in loops) and not is_past_the_loop(place, other)
-
-
-def polls_without_pause(place: str) -> bool:
-    """Whether a line is the condition of a ``while`` with a body that calls nothing: it asks again and again."""
-    found = _around(place)
-    match = _PLACE.match(place)
-    if not found or match is None or not isinstance(found[-1], ast.While):
-        return False
-    return not any(isinstance(node, ast.Call) for s in found[-1].body for node in ast.walk(s))
 
 
 def are_alternatives(place: str, other: str) -> bool:

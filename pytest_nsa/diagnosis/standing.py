@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
-from pytest_nsa.diagnosis.source import calls_nothing, polls_without_pause
+from pytest_nsa.diagnosis.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence import SILENT_S, Evidence, RankEvidence
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.1  # of a core, on a busy machine
-IN_KERNEL = 0.25  # of the time on the processor: native code computes outside it
+IN_KERNEL = 0.15  # of the time on the processor: what asks again and again for a file or a socket is often there
 MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
@@ -182,9 +182,8 @@ def _what_computes(rank: RankEvidence) -> Why:
     fights = rank.process.get("gil_wait_ms", 0.0) > limit
     looks = n.get("still_looks", 0.0)
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
-    if (frame is not None and polls_without_pause(frame.describe())) or rank.process.get(
-        "kernel_share", 0.0
-    ) >= IN_KERNEL:
+    # A loop that asks the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
+    if frame is not None and rank.process.get("kernel_share", 0.0) >= IN_KERNEL and is_in_while(frame.describe()):
         return Why("infinite_loop", "asks again and again, without a pause, for what does not come", 0.8)
     if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
         in_python = True
@@ -198,7 +197,7 @@ def _what_computes(rank: RankEvidence) -> Why:
 def _sleeping(rank: RankEvidence) -> Why | None:
     return (
         Why("sleeping", "sleeps", 0.8)
-        if "sleep" in _source(rank).partition("#")[0]
+        if re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0])
         or any(w in _wchan(rank) for w in ("nanosleep", "pause", "sigsuspend"))
         else None
     )
@@ -220,9 +219,9 @@ def _io_by_source(rank: RankEvidence) -> Why | None:
 
 
 def _store(rank: RankEvidence) -> Why | None:
-    missing = "waits for a key of the group's store that no rank has set"
+    missing = "waits for a key of a store that no rank has set"
     in_python = any(part in file for file in _library_files(rank) for part in _LOCK_FILES)  # a queue of that name
-    return Why("missing_collective", missing, 0.6) if _STORE.search(_source(rank)) and not in_python else None
+    return Why("io_stuck", missing, 0.6) if _STORE.search(_source(rank)) and not in_python else None
 
 
 def _lock(rank: RankEvidence) -> Why | None:

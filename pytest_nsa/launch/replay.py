@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nsa.trace.events import cut, record, record_exception
+from nsa.trace.events import cut, origin, record, record_exception
 from pytest_nsa.artifacts import append_line
 from pytest_nsa.hosting import take_host_values
 from pytest_nsa.launch import debugger, lockstep
@@ -149,9 +149,9 @@ class RankRecorder:
         if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value
             if isinstance(error, pytest.skip.Exception):
-                record(self.ctx.folder, event="skipped", reason=str(error.msg))
+                record(self.ctx.folder, event="skipped", reason=str(error.msg), **origin(error))
             elif isinstance(error, pytest.xfail.Exception):
-                record(self.ctx.folder, event="xfailed", reason=str(error.msg))
+                record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
                 record_exception(self.ctx.folder, error, call.when)
         return (yield)

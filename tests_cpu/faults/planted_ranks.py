@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -205,3 +206,13 @@ def test_is_stopped(group: Group) -> None:
 @planted("rank_stopped", [0], n=3)
 def test_is_stopped_of_three(ddp: DDP) -> None:
     train(ddp.wrap(nn.Linear(8, 1)), ddp.rank, culprit=0, before=lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@planted("rank_died", [0], n=3)
+def test_the_others_skip_as_one_was_killed(group: Group) -> None:
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        pytest.skip(f"no network here: {error}")

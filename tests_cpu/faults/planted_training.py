@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -322,3 +323,85 @@ def test_a_barrier_stands_below_the_saving_of_the_first_rank(ddp: DDP) -> None:
         loss_of(model, batch(ddp.rank, step)).backward()
         if step == AT and is_main:
             dist.barrier()
+
+
+class Trainer:
+    """With its loop in one function, its step in another, and callbacks in a third."""
+
+    def __init__(self, model: nn.Module, rank: int, after: Callable[[int], None] = lambda step: None) -> None:
+        self.model, self.rank, self.after = model, rank, after
+
+    def fit(self, steps: int) -> None:
+        for step in range(steps):
+            self.step(step)
+            self.after(step)
+
+    def step(self, step: int) -> None:
+        loss_of(self.model, batch(self.rank, step)).backward()
+
+
+@planted("extra_collective", [0])
+def test_a_callback_of_the_first_rank_has_a_barrier(ddp: DDP) -> None:
+    def save(step: int) -> None:
+        if step == AT and ddp.rank == 0:
+            dist.barrier()
+
+    Trainer(ddp.wrap(net()), ddp.rank, save).fit(6)
+
+
+@planted("skipped_collective", [1], n=3, reason="ran out of data")
+def test_one_batch_less_in_a_trainer(ddp: DDP) -> None:
+    Trainer(ddp.wrap(net()), ddp.rank).fit(3 if ddp.rank == 1 else 4)
+    dist.barrier()
+
+
+@planted("extra_collective", [1], n=3, reason="once more than the others")
+def test_one_batch_more_in_a_trainer(ddp: DDP) -> None:
+    Trainer(ddp.wrap(net()), ddp.rank).fit(4 if ddp.rank == 1 else 3)
+    dist.barrier()
+
+
+@planted("extra_collective", [0], n=3)
+def test_the_loss_is_reduced_for_the_log_of_one_rank(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    for step in range(6):
+        loss = loss_of(model, batch(ddp.rank, step))
+        loss.backward()
+        if step == AT and ddp.rank == 0:
+            dist.all_reduce(loss.detach())
+
+
+class Remembers(nn.Module):
+    """Reduces in its forward, unless it remembers what came of it."""
+
+    def __init__(self, *, remembers: bool) -> None:
+        super().__init__()
+        self.linear, self.remembers = nn.Linear(8, 8), remembers
+        self.memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).relu()
+        if self.memory is None or not self.remembers:
+            self.memory = h.detach().sum(0)
+            dist.all_reduce(self.memory)
+        return (h * self.memory).tanh()
+
+
+@planted("skipped_collective", [0])
+def test_a_recomputation_does_not_reduce_again(ddp: DDP) -> None:
+    layer = Remembers(remembers=ddp.rank == 0)
+    for step in range(2):
+        layer.memory = None
+        torch.utils.checkpoint.checkpoint(layer, batch(ddp.rank, step), use_reentrant=False).sum().backward()
+        dist.barrier()
+
+
+@planted("silent_divergence", [0, 1], reason="the values of 0.weight")
+def test_the_smaller_of_two_models_diverges(ddp: DDP) -> None:
+    large, small = ddp.wrap(net()), ddp.wrap(nn.Sequential(nn.Linear(8, 1)))
+    for model in (large, small):
+        rate = 0.1 if model is small and ddp.rank == 1 else 0.01
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for step in range(3):
+            loss_of(model, batch(ddp.rank, step)).backward()
+            optimizer.step()
