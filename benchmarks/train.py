@@ -109,6 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="production's size, on a GPU")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a sequence (default: two of the device's)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -118,8 +120,8 @@ def main() -> None:
     size = GPU if arguments.gpu else CPU
     found: dict[str, dict[str, dict[str, list[dict[str, float]]]]] = {}
     for _ in range(arguments.rounds):
-        for length in size["lengths"]:
-            for way in WAYS:
+        for length in arguments.lengths or size["lengths"]:
+            for way in arguments.ways:
                 for attention in ("nsa", "dense"):
                     if way == "checkpointing, selection kept" and attention == "dense":
                         continue
