@@ -248,8 +248,10 @@ def _label(group: Any) -> str:
 def _options(values: Any) -> tuple[int, str]:
     """Root, -1 where there is none, and reduction of a call, from its options."""
     options = next((v for v in values if type(v).__name__.endswith("Options")), None)
-    reduction = getattr(options, "reduceOp", None)
-    kind = reduction.__getstate__()[0].name.lower() if reduction is not None else ""
+    try:  # the one way to its name that all versions of torch have
+        kind = options.reduceOp.__getstate__()[0].name.lower()  # type: ignore[union-attr]
+    except (AttributeError, TypeError, IndexError, RuntimeError):
+        kind = ""
     return getattr(options, "rootRank", -1), kind
 
 

@@ -20,7 +20,8 @@ from nsa.trace.frames import describe, user_frame
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
-CHANGE_EVERY = 0.05  # seconds: a loop that is quicker would write tens of megabytes a minute
+CHANGES = 2000  # that are written each for itself; then a quick loop would write tens of megabytes a minute:
+CHANGE_EVERY = 0.05  # seconds
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 MAX_FRAMES = 200
@@ -28,7 +29,7 @@ MAX_FRAMES = 200
 
 class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
-    that follow each other within 50 ms at the last one.
+    that follow each other within 50 ms at the last one, after the first 2,000.
 
     Where the main thread stands still, the stacks of all threads go to ``standing`` (a path; None: nowhere): nobody has to
     disturb the rank for them.
@@ -53,7 +54,7 @@ class Heartbeat:
             0,
         )  # code and instruction of the main thread: who stays at one is in one call into native code
         self._looks = self._moves = 0
-        self._changed, self._owes_line = 0.0, False
+        self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
         self.rank = rank
         self.label = label
@@ -78,7 +79,8 @@ class Heartbeat:
     def change(self) -> None:
         """The rank is in another phase."""
         now = time.monotonic()
-        self._owes_line = now - self._changed < CHANGE_EVERY  # then the next beat writes it
+        self._changes += 1
+        self._owes_line = self._changes > CHANGES and now - self._changed < CHANGE_EVERY  # then the next beat writes it
         if not self._owes_line:
             self._changed = now
             self.record()

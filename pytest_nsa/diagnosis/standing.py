@@ -128,7 +128,10 @@ def _compiling(rank: RankEvidence) -> Why | None:
         for file in _files(rank)
         for part in ("convert_frame.py", "/_inductor/", "output_graph.py", "/triton/compiler")
     )
-    return Why("compiling", "compiles", 0.7) if in_compiler and (compiling or not running) else None
+    if not in_compiler or not (compiling or not running):
+        return None
+    imports = any(file.startswith("<frozen importlib") for file in _library_files(rank))
+    return Why("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
 
 
 def _loader(rank: RankEvidence) -> Why | None:

@@ -157,7 +157,7 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, as its compiler is imported and used
-@world_size(2)
+@world_size(1)
 @pytest.mark.timeout(170)
 def test_a_step_that_is_compiled_whole(group: Group, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa.kernels import blocks
@@ -171,12 +171,12 @@ def test_a_step_that_is_compiled_whole(group: Group, artifacts: Path, monkeypatc
     monkeypatch.setattr(blocks, "select", counted)
     # The same graphs, without the minute that a C++ compiler takes for them.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    ranks, steps = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank), 4
+    ranks, steps = RankInfo(), 4
     found = {}
     for compiled in ("none", "step"):
         calls.clear()
         config = configured(
-            **divided(2, 2),
+            **divided(1, 2),
             **{"n_layers": 1, "parallel.mode": "ddp", "train.compile": compiled, "train.gc_keep_selection": True},
         )
         losses, trainer = train(config, ranks, artifacts, steps=steps)
