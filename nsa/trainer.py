@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.config import Config
+from nsa.config import Config, ConfigError
 from nsa.data.packing import Batch
 from nsa.flops import flops_per_token
 from nsa.model import build_model
@@ -186,6 +186,11 @@ class Trainer:
         from torch._dynamo import config
 
         if self.config.train.gradient_checkpointing:
+            if not hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+                raise ConfigError(
+                    f"train.compile='step': torch {torch.__version__} cannot recompute inside one graph; "
+                    "set train.gradient_checkpointing: false, or compile: blocks"
+                )
             # Statistics that a recomputed layer leaves are the same the second time: they need no second trace.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         self.model.compile(

@@ -48,9 +48,9 @@ class RaisedException:
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
     that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
-    own numbers, the last that were asked; ``left`` is where it skipped, or expected to fail, and after what; ``gone``: its
-    process is no more, and who watched does not know how it ended;
-    ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stand-still.
+    own numbers, the last that were asked; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
+    fail, and after what; ``gone``: its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how
+    long the heartbeat had been silent when the host looked at the stand-still.
     """
 
     rank: int
@@ -86,6 +86,7 @@ class RankEvidence:
     checksums: Path
     parallel: str | None
     ddp: dict[str, Any]
+    groups: dict[str, tuple[int, ...]]
     folder: Path
 
     @property
@@ -162,6 +163,11 @@ class Evidence:
         boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
+    def members(self, group: str) -> tuple[int, ...]:
+        """The ranks of a group; all of them where nobody told."""
+        told = next((r.groups[group] for r in self.ranks if group in r.groups), ())
+        return told or tuple(range(self.job.world_size))
+
     @property
     def parallel(self) -> str:
         """How the model was shared, as the ranks saw it, else as the test's fixtures say."""
@@ -231,7 +237,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
                 **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
                 module=e.get("module", ""),
                 raised_in=e.get("raised_in", ""),
-                chain=tuple((message, file, kind) for message, file, kind in e.get("chain", ())),
+                chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
                 in_loader=e.get("in_loader", False),
             )
             for e in events
@@ -259,6 +265,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
+        groups={e["name"]: tuple(e["ranks"]) for e in events if e["event"] == "group"},
         folder=folder,
     )
 

@@ -33,6 +33,7 @@ _FUNCTIONAL = (
     "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
 NEW_GROUP = "new_group"
+ANY = -2  # the peer of a receive that takes from anybody
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
@@ -46,11 +47,13 @@ class CollectiveRecorder:
         self._pending: dict[int, tuple[int, Any]] = {}  # id(work) -> (index on the board, work)
         self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
+        self.on_group: Callable[[str, list[int]], None] = _ignore  # a new group's name and ranks
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
         self._functional.clear()
+        self.on_group = _ignore
         with self._lock:
             self._pending.clear()
 
@@ -103,6 +106,8 @@ class CollectiveRecorder:
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
+            if op == NEW_GROUP and len(args) > 5 and args[2]:
+                self.on_group(str(args[5]), list(args[2]))
             return result
 
         setattr(owner, name, outside_graphs(recorded))
@@ -190,8 +195,12 @@ class CollectiveRecorder:
             )
             label = _label(group)
             self._sequence[label] += 0 if point_to_point else 1
-            peer = next((a for a in args[1:] if isinstance(a, int)), -1) if point_to_point else -1
+            peer = -1
+            if point_to_point:
+                given = next((a for a in args[1:] if isinstance(a, int)), -1)
+                peer = ANY if name == "recv_anysource" else _global_rank(group, given)
             root, reduction = _options((*args, *kwargs.values()))
+            root = _global_rank(group, root) if root >= 0 else root
             index = self.board.enter(
                 name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer,
                 root=root, reduction=reduction,
@@ -210,6 +219,10 @@ class CollectiveRecorder:
             return work
 
         return outside_graphs(recorded)
+
+
+def _ignore(name: str, ranks: list[int]) -> None:
+    """Nobody listens."""
 
 
 def _group(value: Any) -> Any:
@@ -243,6 +256,14 @@ def _label(group: Any) -> str:
         return str(group.group_name)
     except RuntimeError:  # a group that was never registered has no name
         return "unnamed"
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    """torch numbers peers and roots within their group."""
+    try:
+        return dist.get_global_rank(group, rank)
+    except (RuntimeError, ValueError, KeyError):  # a group that was never registered
+        return rank
 
 
 def _options(values: Any) -> tuple[int, str]:

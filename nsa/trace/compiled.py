@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
         __tracebackhide__ = True
         if not hidden and "torch._dynamo" in sys.modules:
             hidden.append(torch.compiler.disable(function))
+            with contextlib.suppress(AttributeError):  # nor is this frame to be compiled, once for each function
+                torch._C._dynamo.eval_frame.skip_code(called.__code__)  # type: ignore[attr-defined]
         return (hidden[0] if hidden else function)(*args, **kwargs)
 
     called._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ class Checksums:
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._size = 0
+        self._count = 0  # of the models so far: of those that have gone, too
         self._named: set[int] = set()  # models whose tensors' names are written
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -53,15 +54,18 @@ class Checksums:
         if self._size > MAX_BYTES:
             return
         ignored = ddp.parameters_to_ignore  # names in the module that it wraps
-        named = [(plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad]
-        kept = [(name, p) for name, p in named if name not in ignored]
+        named = ((n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored)
+        kept = [(plain_name(name), p) for name, p in named]
         tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
         there = [t for t in tensors if t is not None and not t.is_sparse]
         norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
         found = iter(norms.tolist())
         values = [next(found) if t is not None and not t.is_sparse else None for t in tensors]
         ranks = dist.get_process_group_ranks(ddp.process_group)
-        model = self._models.setdefault(root, len(self._models))
+        if root not in self._models:
+            self._count += 1
+            self._models[root] = self._count
+        model = self._models[root]
         record: dict[str, object] = {"kind": kind, "step": step, "model": model, "ranks": ranks, "norms": values}
         if model not in self._named:
             self._named.add(model)
@@ -76,7 +80,8 @@ class Checksums:
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:
     """Not where it was told not to reduce, nor under torch's hook for local SGD, which reduces in subgroups."""
     hook = getattr(getattr(ddp, "_nsa_bucket_hook", None), "user_hook", None)
-    return ddp.require_backward_grad_sync and getattr(hook, "__name__", "") != "post_localSGD_hook"
+    reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
+    return reduces and getattr(hook, "__name__", "") != "post_localSGD_hook"
 
 
 _wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()

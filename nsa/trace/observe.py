@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -51,6 +53,17 @@ def _is_finite(output: Any) -> bool:
 
 def _ignore(*_: Any, **__: Any) -> None:
     """Nobody listens."""
+
+
+def _is_inside_a_step() -> bool:
+    """Whether an optimizer's step runs around the one that begins."""
+    frame: FrameType | None = sys._getframe()
+    steps = 0
+    while frame is not None:
+        code = frame.f_code
+        steps += code.co_name == "wrapper" and code.co_filename.endswith("torch/optim/optimizer.py")
+        frame = frame.f_back
+    return steps > 1
 
 
 def _parallel_kind(root: nn.Module) -> str:
@@ -166,6 +179,8 @@ class Observer:
         remember_wrappers()
 
     def _before_optimizer(self, *_: Any) -> None:
+        if self._updating and not _is_inside_a_step():  # one before has raised
+            self._updating = 0
         self._updating += 1
         self._phase("optimizer")
 
@@ -284,11 +299,12 @@ class Observer:
         if self.checksums is not None and module.training and torch.is_grad_enabled():
             if self._has_updated:
                 self._trained, self._has_updated = [], False
-            self._called.append(weakref.ref(module))
+            reference = weakref.ref(module)
+            if reference not in self._called:
+                self._called.append(reference)
         if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
             if module.training and torch.is_grad_enabled():
                 self._end_step()
-                self._updating = 0  # one that raised has not come to its end
                 self._ask_ddp(module)
                 self.board.add("step")
                 self._forward = "running"

@@ -9,6 +9,7 @@ from pathlib import Path
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.divergence import Checksums
+from nsa.trace.events import record
 from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.observe import Observer
 
@@ -48,6 +49,7 @@ class TraceSession:
         With ``checksums`` also those of what DDP keeps equal on all ranks.
         """
         self.recorder.forget()
+        self.recorder.on_group = lambda name, ranks: record(Path(folder), event="group", name=name, ranks=ranks)
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"

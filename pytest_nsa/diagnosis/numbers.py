@@ -86,24 +86,40 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
     """The first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
     if not evidence.job.check_divergence:
         return None
-    streams = {r.rank: read_lines(r.checksums) for r in evidence.ranks if r.checksums.is_file()}
-    if len(streams) < max(2, len(evidence.ranks)):
-        return None
-    names: dict[int, list[str]] = {}  # by model
+    streams: dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]] = {}
+    for rank in evidence.ranks:
+        for key, records in _by_model(rank, evidence.job.world_size).items():
+            streams.setdefault(key, {})[rank.rank] = records
+    found = (
+        _diverging(evidence, by_rank) for (members, _), by_rank in streams.items() if len(by_rank) == len(members) > 1
+    )
+    return next((finding for finding in found if finding is not None), None)
+
+
+def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...], int], list[dict[str, Any]]]:
+    """A rank's checksums by the ranks that DDP keeps equal, and which of the models of these it is."""
+    found: dict[tuple[tuple[int, ...], int], list[dict[str, Any]]] = {}
+    numbers: dict[tuple[int, ...], list[int]] = {}
+    for record in read_lines(rank.checksums) if rank.checksums.is_file() else ():
+        members = tuple(record.get("ranks", range(world_size)))
+        models = numbers.setdefault(members, [])
+        if record.get("model", 0) not in models:
+            models.append(record.get("model", 0))
+        found.setdefault((members, models.index(record.get("model", 0))), []).append(record)
+    return found
+
+
+def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> Finding | None:
+    """The first tensor of a model that differs between its ranks."""
+    names: list[str] = []
     for records in zip(*streams.values(), strict=False):
         by_rank = dict(zip(streams, records, strict=True))
-        names.update({r.get("model", 0): r["names"] for r in records if "names" in r})
-        for members in {
-            tuple(r.get("ranks", range(evidence.job.world_size))) for r in records
-        }:  # of groups, each its own model
-            compared = {rank: r for rank, r in by_rank.items() if rank in members}
-            if len({(r["kind"], r["step"], r.get("model", 0), len(r["norms"])) for r in compared.values()}) > 1:
-                return None  # other models or other steps on other ranks: nothing can be compared
-            index = _first_difference(compared)
-            if index is not None:
-                return _diverged(
-                    evidence, compared, index, names.get(next(iter(compared.values())).get("model", 0), [])
-                )
+        names = records[0].get("names", names)
+        if len({(r["kind"], len(r["norms"])) for r in records}) > 1:
+            return None  # other steps on other ranks: nothing can be compared
+        index = _first_difference(by_rank)
+        if index is not None:
+            return _diverged(evidence, by_rank, index, names)
     return None
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.oddities import oddity, other_path
-from pytest_nsa.diagnosis.places import comes_first, lines_where_paths_part, recomputes, where_they_part
-from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, is_here, is_past_the_loop, share_a_loop
+from pytest_nsa.diagnosis.places import Parting, comes_first, lines_where_paths_part, recomputes, where_they_part
+from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
 from pytest_nsa.watch.board import DEFAULT_GROUPS, Collective, Shape
@@ -97,6 +97,8 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
             confidence=0.85 if crossed else 0.6, facts=facts,
         )  # fmt: skip
     behind = tuple(r for r in sorted(found) if r not in ahead)
+    # Who is in no group that the others wait in has gone on without nothing.
+    ahead = tuple(r for r in ahead if r in evidence.members(_group(found[behind[0]]))) or ahead
     if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence.ranks[r], found[r]) for r in behind):
         who = describe_ranks(behind, evidence.job.world_size)
         why = f"{who} entered {found[behind[0]].describe()}, which the others went on without: {shown}"
@@ -170,11 +172,10 @@ def _group(collective: Collective) -> str:
 
 
 def _members(evidence: Evidence, found: dict[int, Collective]) -> str:
-    """Which ranks have been seen in the groups of ``found``, but for that of all."""
+    """Which ranks the groups of ``found`` have, but for that of all."""
     said = ""
     for group in sorted({c.group for c in found.values()} - set(DEFAULT_GROUPS)):
-        ranks = tuple(r for r, ring in sorted(rings(evidence).items()) if any(c.group == group for c in ring))
-        said += f"; group {group} has {describe_ranks(ranks, evidence.job.world_size)}"
+        said += f"; group {group} has {describe_ranks(evidence.members(group), evidence.job.world_size)}"
     return said
 
 
@@ -249,21 +250,20 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     return culprits, cause, f"{told} ({why})"
 
 
-def _kind(before: list[Collective], mine: Collective, other: Collective, parted: tuple[str, str]) -> tuple[str, str]:
+def _kind(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:
     """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
 
     ``parted`` is where the two stand in the function in which their ways part.
     """
     if _same_line(mine, other) or are_alternatives(mine.site, other.site):
         return "collective_mismatch", ""
-    here, there = parted
-    if is_past_the_loop(here, there):
+    here, there = parted.here, parted.there
+    if parted.has_left:
         return "skipped_collective", OUT_OF_DATA
-    if is_past_the_loop(there, here):
+    if parted.turned.has_left:
         return "extra_collective", "makes another round of the loop that the others have left"
-    around = share_a_loop(here, there) or not is_here(there)
-    is_ahead = comes_first(there, here) and not around
-    if comes_first(here, there) and not around:
+    is_ahead = comes_first(there, here) and not parted.goes_round
+    if comes_first(here, there) and not parted.goes_round:
         return "extra_collective", "which the others have gone past" if _is_new(
             before, mine
         ) else "once more than the others"
@@ -334,7 +334,8 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     who = describe_ranks(behind, evidence.job.world_size)
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
-        if share_a_loop(*where_they_part(evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site)):
+        parted = where_they_part(evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site)
+        if (parted.in_loop or share_a_loop(parted.here, parted.there)) and not parted.has_left:
             return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
     if {mine.shape, other.shape} <= followers:

@@ -17,13 +17,15 @@ _EVEN = ("allreduce", "broadcast", "reduce")
 
 def aborted(evidence: Evidence) -> Finding | None:
     """Gloo aborted a rank inside an exchange in which each may give as much as it likes: something else was expected."""
-    fell = [r for r in evidence.ranks if r.signal == signal.SIGABRT and not r.by_us and r.board is not None]
-    for rank in fell:
-        inside = rank.board.inside if rank.board is not None else ()
-        at = next((c for c in inside if c.op.startswith(UNEVEN)), None)
-        if at is None:
+    if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog ends who waits in the same way
+        return None
+    for rank in evidence.ranks:
+        at = rank.board.waits_in if rank.board is not None else None
+        if rank.signal != signal.SIGABRT or rank.by_us or at is None or not at.op.startswith(UNEVEN):
             continue
         entered = {n: c for n, ring in rings(evidence).items() for c in ring if c.place == at.place}
+        if len(entered) < at.size:
+            continue
         sizes = Counter((c.dtype, c.count) for c in entered.values()).most_common()
         odd = tuple(n for n, c in sorted(entered.items()) if (c.dtype, c.count) != sizes[0][0])
         clear = len(sizes) > 1 and sizes[0][1] > sizes[1][1]

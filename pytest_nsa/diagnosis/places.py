@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.source import is_here, is_in_loop, is_past_the_loop, share_a_loop
 from pytest_nsa.evidence import RankEvidence
 from pytest_nsa.watch.stacks import Frame
 
 
-def where_they_part(one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> tuple[str, str]:
-    """Where two ranks stand in the innermost function that both are in, by their stacks, else by the sites of their calls."""
-    paths = [user_frames(one), user_frames(other)]
-    parted = ("", "")
-    for a, b in zip(*paths, strict=False):
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two ranks stand in the innermost function that both are in; and whether the source of that is here.
+
+    ``in_loop``: what called that function stands in a loop; ``below`` and ``other_below``: what it calls on the one and on the
+    other rank does.
+    """
+
+    here: str
+    there: str
+    in_loop: bool = False
+    below: bool = False
+    other_below: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the one has left a loop that the other is in."""
+        later = comes_first(self.there, self.here)
+        return is_past_the_loop(self.here, self.there) or (self.other_below and not self.below and later)
+
+    @property
+    def turned(self) -> Parting:
+        """Seen from the other."""
+        return Parting(self.there, self.here, self.in_loop, self.other_below, self.below)
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether a loop may bring both to the same lines again, or nobody knows."""
+        return self.in_loop or share_a_loop(self.here, self.there) or not is_here(self.there)
+
+
+def where_they_part(one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> Parting:
+    """By their stacks, else by the sites of their calls."""
+    mine, others = user_frames(one), user_frames(other)
+    in_loop = False
+    for depth, (a, b) in enumerate(zip(mine, others, strict=False)):
         if (a.file, a.function) != (b.file, b.function):
             break
-        parted = (a.describe(), b.describe())
         if a.line != b.line:
-            return parted
+            below, other_below = (any(is_in_loop(f.describe()) for f in path[depth + 1 :]) for path in (mine, others))
+            return Parting(a.describe(), b.describe(), in_loop, below, other_below)
+        in_loop = in_loop or is_in_loop(a.describe())
     there, here = _place_in(other, site), _place_in(one, other_site)
-    return (site, there) if there else (here or site, other_site)
+    return Parting(site, there, in_loop) if there else Parting(here or site, other_site, in_loop)
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:

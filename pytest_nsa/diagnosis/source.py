@@ -66,6 +66,11 @@ def is_in_while(place: str) -> bool:
     return any(isinstance(statement, ast.While) for statement in _around(place))
 
 
+def is_in_loop(place: str) -> bool:
+    """Whether a line stands in a ``for`` or a ``while``."""
+    return any(isinstance(statement, ast.For | ast.While) for statement in _around(place))
+
+
 def is_here(place: str) -> bool:
     """Whether the source of a line is on this machine: else nobody knows whether it stands in a loop."""
     return bool(_around(place))

@@ -14,6 +14,7 @@ from pytest_nsa.evidence import SILENT_S, Evidence, RankEvidence
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.1  # of a core, on a busy machine
+FAULTS = 1000  # a second: who gets new memory is in the kernel as well
 IN_KERNEL = 0.15  # of the time on the processor: what asks again and again for a file or a socket is often there
 MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
 GIL_WAIT_STARVED_MS = 4.5
@@ -186,7 +187,8 @@ def _what_computes(rank: RankEvidence) -> Why:
     looks = n.get("still_looks", 0.0)
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
     # A loop that asks the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
-    if frame is not None and rank.process.get("kernel_share", 0.0) >= IN_KERNEL and is_in_while(frame.describe()):
+    in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
+    if frame is not None and in_kernel and is_in_while(frame.describe()):
         return Why("infinite_loop", "asks again and again, without a pause, for what does not come", 0.8)
     if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
         in_python = True

@@ -13,6 +13,7 @@ from typing import Any
 HEADER = 4096
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
+ANY = -2  # the peer of a receive that takes from anybody
 DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", "new_group")
 # One rank gives or gets all, or each as much as it likes.
 UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
@@ -66,7 +67,8 @@ class Collective:
             payload.append(self.reduction)
         if self.root != -1 or self.peer != -1:
             gives = self.op.startswith(("broadcast", "scatter", "recv"))
-            payload.append(f"{'from' if gives else 'to'} rank {max(self.root, self.peer)}")
+            who = "any rank" if self.peer == ANY else f"rank {max(self.root, self.peer)}"
+            payload.append(f"{'from' if gives else 'to'} {who}")
         if self.group not in DEFAULT_GROUPS:
             payload.append(f"group {self.group}")
         said = f" ({', '.join(payload)})" if payload else ""

@@ -15,11 +15,12 @@ REST_LOOKS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """A look at a process: state letter, wait channel, CPU seconds (and those in the kernel), switches, children, threads."""
+    """A look at a process: state letter, wait channel, CPU seconds (and those in the kernel), page faults, switches, children."""
 
     state: str
     cpu_s: float
     kernel_s: float
+    faults: int
     voluntary_switches: int
     wchan: str
     children: tuple[str, ...]
@@ -42,6 +43,7 @@ def look_at(pid: int) -> ProcessState | None:
         state=fields[0],
         cpu_s=user + kernel,
         kernel_s=kernel,
+        faults=int(fields[7]),
         voluntary_switches=int(switches),
         wchan=_read(proc / "wchan").strip(),
         children=commands,
@@ -69,6 +71,7 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     facts["kernel_share"] = round(
         (after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3
     )  # of that
+    facts["faults_per_s"] = round((after.faults - before.faults) / elapsed, 1)
     facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
     return facts
 

@@ -262,3 +262,20 @@ def test_an_optimizer_in_shards(ddp: DDP) -> None:
         model(torch.ones(2, 8) + ddp.rank).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@world_size(4)
+def test_a_model_of_a_pair_and_one_of_all(group: Group) -> None:
+    pair = dist.new_group([0, 1])
+    if group.rank < 2:
+        train(nn.parallel.DistributedDataParallel(net(seed=1), process_group=pair), group.rank, steps=3)
+    train(nn.parallel.DistributedDataParallel(net(seed=2)), group.rank, steps=3)
+
+
+@world_size(2)
+def test_a_forward_alone_is_not_synchronised(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    with model.no_sync():  # type: ignore[operator]
+        loss = model(torch.ones(2, 8) + ddp.rank).sum()
+    loss.backward()
+    model(torch.ones(2, 8) + ddp.rank).sum().backward()

@@ -136,3 +136,11 @@ def test_expected_to_fail_on_one_rank(group: Group) -> None:
     if group.rank == 1:
         pytest.xfail("this host has an old fabric")
     dist.all_reduce(torch.ones(1))
+
+
+@planted("skipped_collective", [1], n=4, where="test_planted.py")
+def test_a_call_of_a_pair_is_skipped(group: Group) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if group.rank != 1:
+        dist.all_reduce(torch.ones(2), group=pairs[group.rank // 2])
+    dist.barrier()

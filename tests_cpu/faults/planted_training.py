@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pytest_nsa.fixtures import DDP, FSDP
+from pytest_nsa.fixtures import DDP, FSDP, Group
 from tests_cpu.faults.planting import AT, Block, Net, batch, loss_of, net, planted, train
 
 
@@ -355,7 +355,7 @@ def test_one_batch_less_in_a_trainer(ddp: DDP) -> None:
     dist.barrier()
 
 
-@planted("extra_collective", [1], n=3, reason="once more than the others")
+@planted("extra_collective", [1], n=3, reason="another round of the loop")
 def test_one_batch_more_in_a_trainer(ddp: DDP) -> None:
     Trainer(ddp.wrap(net()), ddp.rank).fit(4 if ddp.rank == 1 else 3)
     dist.barrier()
@@ -405,3 +405,23 @@ def test_the_smaller_of_two_models_diverges(ddp: DDP) -> None:
         for step in range(3):
             loss_of(model, batch(ddp.rank, step)).backward()
             optimizer.step()
+
+
+def reduce_and_share(*, skips: bool) -> None:
+    dist.all_reduce(torch.ones(2))
+    if not skips:
+        dist.broadcast(torch.ones(3), src=0)
+
+
+@planted("skipped_collective", [1])
+def test_the_second_call_of_a_function_is_skipped(group: Group) -> None:
+    for step in range(6):
+        reduce_and_share(skips=group.rank == 1 and step == AT)
+
+
+@planted("skipped_collective", [1], n=3, reason="ran out of data")
+def test_one_batch_less_in_an_epoch(ddp: DDP) -> None:
+    trainer = Trainer(ddp.wrap(net()), ddp.rank)
+    for _ in range(2):
+        trainer.fit(3 if ddp.rank == 1 else 4)
+        dist.barrier()
