@@ -1,6 +1,6 @@
 """The corpus of planted faults: who gets which verdict, how soon, and what the existing tools say of the same faults.
 
-    python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools]
+    python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools [N]]
 
 Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Time to announcement and to
 verdict are counted from when the ranks stood still. ``--tools`` runs the same functions on ranks without this plugin: as torch
@@ -160,7 +160,10 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
-    parser.add_argument("--tools", action="store_true", help="also what torch says without this plugin")
+    parser.add_argument(
+        "--tools", type=int, nargs="?", const=1, default=0, metavar="N",
+        help="also what others say without this plugin, of every Nth fault (default: of all)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -188,9 +191,11 @@ def main() -> None:
         "verdict_after_s": {"median": statistics.median(verdict_after), "worst": max(verdict_after)},
         "a_thousand_healthy_steps": calm,
         "matrix": {f"{planted} -> {told}": n for (planted, told), n in sorted(matrix.items())},
-        "tools": compare_tools(every, arguments.workers) if arguments.tools else None,
     }  # fmt: skip
     keep(figures, arguments.json)
+    if arguments.tools:
+        figures["tools"] = compare_tools(every[:: arguments.tools], arguments.workers)
+        keep(figures, arguments.json)
 
 
 if __name__ == "__main__":
