@@ -32,7 +32,7 @@ from figures import keep
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MODULES = ("groups", "order", "ranks", "standing", "training")
+MODULES = ("groups", "loops", "order", "ranks", "standing", "training")
 TOOL_LIMIT_S = 14
 HEALTHY = """
 import subprocess, sys

@@ -193,9 +193,8 @@ class Trainer:
                 )
             # Statistics that a recomputed layer leaves are the same the second time: they need no second trace.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        self.model.compile(
-            fullgraph=not isinstance(self.model, DistributedDataParallel)
-        )  # which splits it at its buckets
+        # DDP splits the graph at its buckets.
+        self.model.compile(fullgraph=not isinstance(self.model, DistributedDataParallel))
         self._cross_entropy, self._update = torch.compile(_cross_entropy), torch.compile(self.optimizer.step)
 
     def _optimize(self, lr: float) -> None:

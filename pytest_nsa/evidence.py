@@ -43,6 +43,11 @@ class RaisedException:
         """``file:line in function``."""
         return f"{self.file}:{self.line} in {self.function}" if self.file else ""
 
+    @property
+    def headline(self) -> str:
+        """The first line of its message, '' where it has none."""
+        return next(iter(self.message.strip().splitlines()), "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:

@@ -31,24 +31,38 @@ class Checksums:
         self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._size = 0
         self._count = 0  # of the models so far: of those that have gone, too
-        self._named: set[int] = set()  # models whose tensors' names are written
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._called: list[weakref.ref[torch.nn.Module]] = []  # since the last backward, each once
+        self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
+        self._has_updated = False
 
-    def after_backward(self, root: torch.nn.Module, step: int) -> None:
-        """The gradients in ``root``, which has been called since the last backward, where DDP has just reduced them."""
-        for ddp in _wrappers_in(root):
-            if _keeps_equal(ddp):
-                self._write("gradient", step, ddp, ddp)
+    def called(self, root: torch.nn.Module) -> None:
+        """A module is called, from outside any other, to be trained."""
+        if self._has_updated:
+            self._trained, self._has_updated = [], False
+        _add(self._called, weakref.ref(root))
 
-    def after_step(self, root: torch.nn.Module, step: int) -> None:
-        """The parameters in ``root``, where DDP keeps them equal; after local steps it does not."""
-        inside = _wrappers_in(root)
-        for ddp in inside:
-            if _keeps_equal(ddp):
-                self._write("parameter", step, ddp, ddp)
-        wrapper = None if inside else _wrapper_of(root)
-        if wrapper is not None and _keeps_equal(wrapper):
-            self._write("unwrapped", step, root, wrapper)
+    def after_backward(self, step: int) -> None:
+        """The gradients in what has been called since the last backward, where DDP has just reduced them."""
+        for root in _alive(self._called):
+            for ddp in _wrappers_in(root):
+                if _keeps_equal(ddp):
+                    self._write("gradient", step, ddp, ddp)
+        for reference in self._called:
+            _add(self._trained, reference)
+        self._called = []
+
+    def after_update(self, step: int) -> None:
+        """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
+        self._has_updated = True
+        for root in _alive(self._trained):
+            inside = _wrappers_in(root)
+            for ddp in inside:
+                if _keeps_equal(ddp):
+                    self._write("parameter", step, ddp, ddp)
+            wrapper = None if inside else _wrapper_of(root)
+            if wrapper is not None and _keeps_equal(wrapper):
+                self._write("unwrapped", step, root, wrapper)
 
     def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         if self._size > MAX_BYTES:
@@ -62,19 +76,29 @@ class Checksums:
         found = iter(norms.tolist())
         values = [next(found) if t is not None and not t.is_sparse else None for t in tensors]
         ranks = dist.get_process_group_ranks(ddp.process_group)
-        if root not in self._models:
+        is_new = root not in self._models
+        if is_new:
             self._count += 1
             self._models[root] = self._count
-        model = self._models[root]
-        record: dict[str, object] = {"kind": kind, "step": step, "model": model, "ranks": ranks, "norms": values}
-        if model not in self._named:
-            self._named.add(model)
+        record: dict[str, object] = {
+            "kind": kind, "step": step, "model": self._models[root], "ranks": ranks, "norms": values,
+        }  # fmt: skip
+        if is_new:
             record["names"] = [name for name, _ in kept]
         self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
         """No more is written."""
         os.close(self._file)
+
+
+def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:
+    if reference not in references:
+        references.append(reference)
+
+
+def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Module]:
+    return [module for reference in references if (module := reference()) is not None]
 
 
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:

@@ -45,10 +45,13 @@ def message_of(error: BaseException) -> str:
         return f"<its text could not be made: {type(failure).__name__} in __str__>"
 
 
+def _user_line(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    return next((f for f in reversed(frames) if is_user_file(f.filename)), None)
+
+
 def origin(error: BaseException) -> dict[str, str]:
     """The user's line that raised, and what the exception was raised after, '' where it was by itself."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = next((f for f in reversed(frames) if is_user_file(f.filename)), None)
+    place = _user_line(traceback.extract_tb(error.__traceback__))
     before = error.__cause__ or error.__context__
     return {
         "where": f"{place.filename}:{place.lineno} in {place.name}" if place else "",
@@ -65,7 +68,7 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
         inner = traceback.extract_tb(cause.__traceback__)
         chain.append((message_of(cause), inner[-1].filename if inner else "", type(cause).__name__))
         cause = cause.__cause__ or cause.__context__
-    place = next((f for f in reversed(frames) if is_user_file(f.filename)), frames[-1] if frames else None)
+    place = _user_line(frames) or (frames[-1] if frames else None)
     record(
         folder,
         event="exception",

@@ -119,8 +119,6 @@ class Observer:
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
-    _called: list[weakref.ref[nn.Module]]  # roots, since the last backward; where checksums are asked for
-    _trained: list[weakref.ref[nn.Module]]  # and in this step, each once
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -143,7 +141,7 @@ class Observer:
         self._remove_hooks()
         self._roots = WeakSet()
         self._models = WeakSet()
-        self._called, self._trained, self._has_updated, self._updating = [], [], False, 0
+        self._updating = 0  # optimizers' steps that run, one inside the other
 
     def install(self) -> None:
         """Register everything, once a process."""
@@ -168,11 +166,7 @@ class Observer:
                 del self._calls[-1:]
                 self._phase("body")
             if self.checksums is not None:
-                for reference in self._called:
-                    if (root := reference()) is not None:
-                        self.checksums.after_backward(root, self.board.count("step"))
-            self._trained += [reference for reference in self._called if reference not in self._trained]
-            self._called = []
+                self.checksums.after_backward(self.board.count("step"))
 
         torch.autograd.backward = observed_backward
         give_way_to_user_hooks()
@@ -190,11 +184,8 @@ class Observer:
             return
         self._updating = 0
         self._phase("body")
-        self._has_updated = True
         if self.checksums is not None:
-            for reference in self._trained:
-                if (root := reference()) is not None:
-                    self.checksums.after_step(root, self.board.count("step"))
+            self.checksums.after_update(self.board.count("step"))
 
     def _note_loss(self, tensors: Any) -> None:
         """Before a backward: is the loss a number, and will DDP reduce? A loss on a GPU is not looked at: that would wait."""
@@ -297,11 +288,7 @@ class Observer:
                     "the module %s is not traced: %s: %s", type(module).__name__, type(error).__name__, error
                 )
         if self.checksums is not None and module.training and torch.is_grad_enabled():
-            if self._has_updated:
-                self._trained, self._has_updated = [], False
-            reference = weakref.ref(module)
-            if reference not in self._called:
-                self._called.append(reference)
+            self.checksums.called(module)
         if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
             if module.training and torch.is_grad_enabled():
                 self._end_step()

@@ -58,7 +58,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
             facts=all_facts(evidence.ranks),
         )
     if missed.op.startswith(("send", "recv")):
-        return _unmatched(evidence, left)
+        return _unmatched(evidence, culprits, left)
     if is_for_a_later_rank(missed.site) or len(left) < len(finished):
         who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
         return Finding(
@@ -74,10 +74,9 @@ def left_alone(evidence: Evidence) -> Finding | None:
     return skipped(evidence, culprits, missed, why)
 
 
-def _unmatched(evidence: Evidence, left: list[RankEvidence]) -> Finding:
+def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:
     """Sends and receives without their other half: first those whose peer has ended its test."""
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
-    finished = {r.rank for r in evidence.ranks if r.finished and r.passed}
     alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
     told = "; ".join(
         f"rank {rank} waits in {c.describe()}"

@@ -50,17 +50,16 @@ def _is_of_memory(error: RaisedException) -> bool:
 
 def _told(error: RaisedException) -> tuple[str, str]:
     """What an exception says in a line, and where: one that a data loader's worker raised carries its traceback as its text."""
-    lines = [line for line in error.message.strip().splitlines() if line.strip()] or ["no message"]
-    caught = _CAUGHT.match(lines[0])
+    caught = _CAUGHT.match(error.headline)
     if caught is None:
         before = next(((kind, text.strip()) for text, _, kind in error.chain), None)
         after = (
             f", after {before[0]}: {before[1].splitlines()[0][:100] if before[1] else 'no message'}" if before else ""
         )
-        return f"{error.type}: {lines[0][:200]}{after}", error.where
+        return f"{error.type}: {error.headline[:200] or 'no message'}{after}", error.where
     frames = [Frame(m["file"], int(m["line"]), m["function"]) for m in _TRACEBACK.finditer(error.message)]
     where = next((f.describe() for f in reversed(frames) if f.is_user), error.where)
-    return f"{lines[-1][:200]}, in {caught['worker']}", where
+    return f"{error.message.strip().splitlines()[-1][:200]}, in {caught['worker']}", where
 
 
 def is_victim_text(message: str) -> bool:
@@ -209,12 +208,11 @@ def only_victims(evidence: Evidence) -> Finding | None:
     if not errors or evidence.stop == "host_died":  # there, whoever killed the host may have killed a rank as well
         return None
     rank, error = min(errors, key=lambda pair: pair[1].time)
-    complaint = error.message.strip().splitlines()[0][:200] if error.message.strip() else ""
     return Finding(
         cause="rank_exception",
         ranks=(rank.rank,),
         where=error.where,
-        reason=f"{error.type}: {complaint} (the first of such complaints; no rank is known to have gone)",
+        reason=f"{error.type}: {error.headline[:200]} (the first of such complaints; no rank is known to have gone)",
         confidence=0.3,
         facts=tuple(exception_fact(r, e) for r, e in errors),
     )

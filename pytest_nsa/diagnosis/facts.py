@@ -30,12 +30,11 @@ def exit_fact(rank: RankEvidence) -> Fact:
 
 def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
     """The first line of an exception and where it was raised."""
-    first = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
     return Fact(
         rank=rank.rank,
         kind="exception",
         file=f"rank{rank.rank}/events.jsonl",
-        says=f"{error.type}: {first} at {error.where}",
+        says=f"{error.type}: {error.headline[:300]} at {error.where}",
     )
 
 

@@ -39,7 +39,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     first = min((e["time"] for _, e in odd if e["kind"] == "not_finite"), default=0.0)
     if error.time < first:
         return None  # what failed before has other reasons
-    text = error.message.strip().splitlines()[0][:120] if error.message.strip() else error.type
+    text = error.headline[:120] or error.type
     return Finding(
         cause="nan_loss",
         ranks=ranks,
@@ -70,7 +70,7 @@ def _said_by_the_test(evidence: Evidence) -> Finding | None:
         cause="nan_loss",
         ranks=ranks,
         where=error.where,
-        reason=f"the test's assertion found no finite number: {error.message.strip().splitlines()[0][:120]}",
+        reason=f"the test's assertion found no finite number: {error.headline[:120]}",
         certain=True,
         confidence=0.8,
         facts=(exception_fact(rank, error),),

@@ -8,7 +8,14 @@ from collections import Counter
 from pytest_nsa.diagnosis.exits import is_victim
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.oddities import oddity, other_path
-from pytest_nsa.diagnosis.places import Parting, comes_first, lines_where_paths_part, recomputes, where_they_part
+from pytest_nsa.diagnosis.places import (
+    Parting,
+    comes_first,
+    lines_where_paths_part,
+    recomputes,
+    user_frames,
+    where_they_part,
+)
 from pytest_nsa.diagnosis.source import are_alternatives, is_for_a_later_rank, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence import Evidence, RankEvidence
@@ -97,7 +104,7 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
             confidence=0.85 if crossed else 0.6, facts=facts,
         )  # fmt: skip
     behind = tuple(r for r in sorted(found) if r not in ahead)
-    # Who is in no group that the others wait in has gone on without nothing.
+    # Only members of the group that the others wait in can have gone on without its call.
     ahead = tuple(r for r in ahead if r in evidence.members(_group(found[behind[0]]))) or ahead
     if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence.ranks[r], found[r]) for r in behind):
         who = describe_ranks(behind, evidence.job.world_size)
@@ -189,7 +196,7 @@ def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
 
 def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
     """Whether two ranks stand in the two branches of one ``if``: nobody has gone on past the others."""
-    places = {r: {c.site, *_user_places(evidence.ranks[r])} for r, c in found.items()}
+    places = {r: _places(evidence.ranks[r], c) for r, c in found.items()}
     return any(
         are_alternatives(a, b) for r, s in itertools.combinations(places, 2) for a in places[r] for b in places[s]
     )
@@ -209,12 +216,13 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
     return tuple(sorted(departing)) if len(departing) < len(found) else ()
 
 
-def _user_places(rank: RankEvidence) -> list[str]:
-    return [f.describe() for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
-
-
 def _is_for_a_later_rank(rank: RankEvidence, collective: Collective) -> bool:
-    return any(is_for_a_later_rank(place) for place in (collective.site, *_user_places(rank)))
+    return any(is_for_a_later_rank(place) for place in _places(rank, collective))
+
+
+def _places(rank: RankEvidence, collective: Collective) -> set[str]:
+    """The lines that a rank stands in, from its test down to a call."""
+    return {collective.site, *(frame.describe() for frame in user_frames(rank))}
 
 
 def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
@@ -262,29 +270,26 @@ def _kind(before: list[Collective], mine: Collective, other: Collective, parted:
         return "skipped_collective", OUT_OF_DATA
     if parted.turned.has_left:
         return "extra_collective", "makes another round of the loop that the others have left"
-    is_ahead = comes_first(there, here) and not parted.goes_round
+    is_new = _is_new(before, mine)
     if comes_first(here, there) and not parted.goes_round:
-        return "extra_collective", "which the others have gone past" if _is_new(
-            before, mine
-        ) else "once more than the others"
+        return "extra_collective", "which the others have gone past" if is_new else "once more than the others"
     shapes = [c.shape for c in before]
     if _expected(shapes) is not None:
         usual = {c.site for c in before if c.shape == mine.shape}
         if _expected([*shapes, other.shape]) == mine.shape:
             swapped = mine.site not in usual
             return ("collective_mismatch", ", in another order") if swapped else ("skipped_collective", "call skipped")
-        if not usual and _is_new(
-            before, other
-        ):  # nobody expects either: the one that comes first in the program is left out
+        if not usual and _is_new(before, other):
+            # Nobody expects either: the one that comes first in the program is left out.
             return ("extra_collective", "") if comes_first(here, there) else ("skipped_collective", "call skipped")
         if not usual:
             function, others_function = (c.site.rpartition(" in ")[2] for c in (mine, other))
             if (mine.op, mine.phase, function) == (other.op, other.phase, others_function):
                 return "collective_mismatch", ""
-            if not is_ahead:
+            if not comes_first(there, here) or parted.goes_round:
                 return "extra_collective", ""
             return "skipped_collective", "ran out of data" if mine.step < other.step else "call skipped"
-    if _is_new(before, mine) and comes_first(here, there):
+    if is_new and comes_first(here, there):
         return "extra_collective", ""
     return "skipped_collective", "call skipped"
 

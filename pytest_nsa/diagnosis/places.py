@@ -43,14 +43,11 @@ class Parting:
 def where_they_part(one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> Parting:
     """By their stacks, else by the sites of their calls."""
     mine, others = user_frames(one), user_frames(other)
-    in_loop = False
-    for depth, (a, b) in enumerate(zip(mine, others, strict=False)):
-        if (a.file, a.function) != (b.file, b.function):
-            break
-        if a.line != b.line:
-            below, other_below = (any(is_in_loop(f.describe()) for f in path[depth + 1 :]) for path in (mine, others))
-            return Parting(a.describe(), b.describe(), in_loop, below, other_below)
-        in_loop = in_loop or is_in_loop(a.describe())
+    common, parted = _common(mine, others)
+    in_loop = _any_in_loop(mine[:common])
+    if parted:
+        below, other_below = (_any_in_loop(path[common + 1 :]) for path in (mine, others))
+        return Parting(parted[0].describe(), parted[1].describe(), in_loop, below, other_below)
     there, here = _place_in(other, site), _place_in(one, other_site)
     return Parting(site, there, in_loop) if there else Parting(here or site, other_site, in_loop)
 
@@ -69,14 +66,22 @@ def _place_in(rank: RankEvidence, site: str) -> str:
 
 def lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
     """The lines of the ranks in the innermost function that all of them are in, where those differ."""
-    paths = [user_frames(rank) for rank in ranks]
+    _, parted = _common(*(user_frames(rank) for rank in ranks))
+    return [frame.line for frame in parted] or None
+
+
+def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
+    """How many outermost frames the paths share, and the next ones where these are of one function; () where they are not."""
+    depth = 0
     for frames in zip(*paths, strict=False):
-        if len({(f.file, f.function) for f in frames}) > 1:
-            return None
-        lines = [f.line for f in frames]
-        if len(set(lines)) > 1:
-            return lines
-    return None
+        if len(set(frames)) > 1:
+            return depth, frames if len({(f.file, f.function) for f in frames}) == 1 else ()
+        depth += 1
+    return depth, ()
+
+
+def _any_in_loop(frames: list[Frame]) -> bool:
+    return any(is_in_loop(frame.describe()) for frame in frames)
 
 
 def comes_first(place: str, other: str) -> bool:

@@ -20,15 +20,20 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-def _around(place: str) -> list[ast.stmt]:
-    """The statements that enclose ``file:line in function``, outermost first; [] where the source is not here."""
+@lru_cache(maxsize=512)
+def _around(place: str) -> tuple[ast.stmt, ...]:
+    """The statements that enclose ``file:line in function``, outermost first; () where the source is not here."""
     match = _PLACE.match(place)
     tree = _tree(match["file"]) if match else None
     if match is None or tree is None:
-        return []
+        return ()
     line = int(match["line"])
     found = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
-    return sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno)))
+    return tuple(sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno))))
+
+
+def _loops(place: str) -> list[ast.For | ast.While]:
+    return [statement for statement in _around(place) if isinstance(statement, ast.For | ast.While)]
 
 
 def calls_nothing(place: str) -> bool:
@@ -57,18 +62,17 @@ def is_past_the_loop(place: str, other: str) -> bool:
     a, b = _PLACE.match(place), _PLACE.match(other)
     if a is None or b is None or a["file"] != b["file"]:
         return False
-    loops = [n for n in _around(other) if isinstance(n, ast.For | ast.While)]
-    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in loops)
+    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in _loops(other))
 
 
 def is_in_while(place: str) -> bool:
     """Whether a line stands in a ``while``, or is its condition."""
-    return any(isinstance(statement, ast.While) for statement in _around(place))
+    return any(isinstance(loop, ast.While) for loop in _loops(place))
 
 
 def is_in_loop(place: str) -> bool:
     """Whether a line stands in a ``for`` or a ``while``."""
-    return any(isinstance(statement, ast.For | ast.While) for statement in _around(place))
+    return bool(_loops(place))
 
 
 def is_here(place: str) -> bool:
@@ -78,8 +82,7 @@ def is_here(place: str) -> bool:
 
 def share_a_loop(place: str, other: str) -> bool:
     """Whether one loop has both lines, and neither is past another loop that the other one is in."""
-    loops = [n for n in _around(place) if isinstance(n, ast.For | ast.While)]
-    return any(loop in _around(other) for loop in loops) and not is_past_the_loop(place, other)
+    return any(loop in _loops(other) for loop in _loops(place)) and not is_past_the_loop(place, other)
 
 
 def are_alternatives(place: str, other: str) -> bool:

@@ -68,9 +68,8 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     facts = asdict(after)
     facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
-    facts["kernel_share"] = round(
-        (after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3
-    )  # of that
+    # Of the time that it computed.
+    facts["kernel_share"] = round((after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3)
     facts["faults_per_s"] = round((after.faults - before.faults) / elapsed, 1)
     facts["switches_per_s"] = round((after.voluntary_switches - before.voluntary_switches) / elapsed, 1)
     return facts

@@ -127,8 +127,8 @@ def test_the_innermost_native_symbol_is_the_main_thread_s() -> None:
     ("file", "is_user"),
     [
         ("/cache/dp/cdpylwfpvbwisca6y56bb35maq57joe5ezbllccri67bj3jfv7p2.py", False),
-        ("/work/dp/cdpyl.py", True),
-        ("/work/train.py", True),
+        ("/home/me/dp/cdpyl.py", True),
+        ("/home/me/train.py", True),
     ],
 )
 def test_what_a_compiler_wrote_is_nobody_s_line(file: str, is_user: bool) -> None:

@@ -12,7 +12,7 @@ from pytest_nsa.testing import ExampleResult, run_in
 from tests_cpu.faults.planting import Planted
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("groups", "order", "ranks", "standing", "training")
+MODULES = ("groups", "loops", "order", "ranks", "standing", "training")
 
 
 def faults(module: str) -> dict[str, Planted]:

@@ -48,6 +48,21 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.fixture
+def selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each selection of blocks."""
+    from nsa.kernels import blocks
+
+    select, calls = blocks.select, []
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        return select(*args, **kwargs)
+
+    monkeypatch.setattr(blocks, "select", counted)
+    return calls
+
+
 def divided(world_size: int, accumulation: int) -> dict[str, Any]:
     return {"train.batch_size": SAMPLES // world_size // accumulation, "train.accumulation": accumulation}
 
@@ -101,25 +116,14 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     assert begun + rest == once
 
 
-def test_nothing_is_selected_twice_where_the_selection_is_kept(
-    artifacts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from nsa.kernels import blocks
-
-    select, calls = blocks.select, []
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1)
-        return select(*args, **kwargs)
-
-    monkeypatch.setattr(blocks, "select", counted)
+def test_nothing_is_selected_twice_where_the_selection_is_kept(artifacts: Path, selections: list[int]) -> None:
     found = {}
     for keep in (False, True):
-        calls.clear()
+        selections.clear()
         losses, _ = train(
             configured(**divided(1, 1), **{"train.gc_keep_selection": keep}), RankInfo(), artifacts, steps=2
         )
-        found[keep] = (len(calls), losses)
+        found[keep] = (len(selections), losses)
     layers, steps = SIZES["n_layers"], 2
     assert found[False][0] == 2 * layers * steps
     assert found[True] == (layers * steps, found[False][1])
@@ -159,28 +163,21 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of torch's own, as its compiler is imported and used
 @world_size(1)
 @pytest.mark.timeout(170)
-def test_a_step_that_is_compiled_whole(group: Group, artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa.kernels import blocks
-
-    select, calls = blocks.select, []
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(1)
-        return select(*args, **kwargs)
-
-    monkeypatch.setattr(blocks, "select", counted)
+def test_a_step_that_is_compiled_whole(
+    group: Group, artifacts: Path, monkeypatch: pytest.MonkeyPatch, selections: list[int]
+) -> None:
     # The same graphs, without the minute that a C++ compiler takes for them.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     ranks, steps = RankInfo(), 4
     found = {}
     for compiled in ("none", "step"):
-        calls.clear()
+        selections.clear()
         config = configured(
             **divided(1, 2),
             **{"n_layers": 1, "parallel.mode": "ddp", "train.compile": compiled, "train.gc_keep_selection": True},
         )
         losses, trainer = train(config, ranks, artifacts, steps=steps)
-        found[compiled] = losses, gradients(trainer), len(calls)
+        found[compiled] = losses, gradients(trainer), len(selections)
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(steps / 20 * 1e-3)
     (truth, expected, _), (whole, compiled_gradients, selected) = found["none"], found["step"]
     assert whole == pytest.approx(truth, rel=TOLERANCE)
