@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa import decoding
 from nsa.config import BRANCHES, Branch, ModelConfig
-from nsa.decoding import KVCache, attend
+from nsa.decoding import KVCache
 from nsa.gate import Gate
-from nsa.kernels.dispatch import check_backend, check_sizes, choose, pack_ends, run_branches, sum_branches
+from nsa.kernels.dispatch import attend, check_backend, check_sizes, choose, pack_ends, run_branches, sum_branches
 
 
 class Rotary(nn.Module):
@@ -47,7 +48,9 @@ class MeanCompression(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] < self.l:
             return x[:, :0]
-        return x.unfold(1, self.l, self.d).mean(-1)
+        # Of each stride first, which l / d blocks share.
+        strides = x[:, : x.shape[1] // self.d * self.d].unflatten(1, (-1, self.d)).mean(2)
+        return strides.unfold(1, self.l // self.d, 1).mean(-1)
 
 
 class MLPCompression(nn.Module):
@@ -73,6 +76,15 @@ class MLPCompression(nn.Module):
 def _zero_times(*tensors: torch.Tensor) -> torch.Tensor:
     """A zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
     return torch.stack([(t * 0).sum() for t in tensors]).sum()
+
+
+def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
+    """What each of several Linears without bias makes of x [N, dim], in one product; one by one where somebody hooks a call."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    if any(type(one) is not nn.Linear or any(getattr(one, name) for name in hooks) for one in linears):
+        return [one(x) for one in linears]
+    weights = [one.weight for one in linears]
+    return F.linear(x, torch.cat(weights)).split([len(w) for w in weights], -1)
 
 
 class NSAAttention(nn.Module):
@@ -163,16 +175,16 @@ class NSAAttention(nn.Module):
         # Once: a Linear of three dimensions does it for itself, with two nodes of the graph each.
         flat = x.flatten(0, 1)
 
-        def projected(linear: nn.Module, heads: int) -> torch.Tensor:
-            found: torch.Tensor = linear(flat)
-            return found.view(B, S, heads, math.prod(found.shape[1:]) // heads)
+        def by_head(found: torch.Tensor, heads: int) -> torch.Tensor:
+            return found.unflatten(-1, (heads, math.prod(found.shape[1:]) // heads)).unflatten(0, (B, S))
 
         t = torch.arange(start, start + S, device=x.device)
-        q = self.rotary(projected(self.w_q, self.n_heads), t)
-        k_sel, k_win, k_cmp = (projected(p, self.n_kv_heads) for p in (self.k_sel, self.k_win, self.k_cmp))
-        v_sel, v_win, v_cmp = (projected(p, self.n_kv_heads) for p in (self.v_sel, self.v_win, self.v_cmp))
+        q = self.rotary(by_head(self.w_q(flat), self.n_heads), t)
+        linears = (self.k_sel, self.k_win, self.k_cmp, self.v_sel, self.v_win, self.v_cmp)
+        found = _side_by_side(flat, linears)
+        k_sel, k_win, k_cmp, v_sel, v_win, v_cmp = (by_head(one, self.n_kv_heads) for one in found)
         tensors = (q, k_cmp, v_cmp, self.rotary(k_sel, t), v_sel, self.rotary(k_win, t), v_win)
-        gates = projected(self.gate, self.n_heads)
+        gates = by_head(self.gate(flat).flatten(1), self.n_heads)
         if cu_seqlens is None:
             y = self._attend(*tensors, gates, start=start, cache=cache)
         else:
@@ -211,14 +223,16 @@ class NSAAttention(nn.Module):
         sizes = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
         scale = self.d_k**-0.5
         if cache is not None and start:
-            out, chosen = attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=branches)
-        else:
+            out, chosen = decoding.attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=branches)
+            y = out[forced] if forced else sum_branches(out, gates, self.backend)
+        elif forced:
             out, chosen = run_branches(q, cmp, sel, win, **sizes, scale=scale, backend=self.backend, branches=branches)
+            y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+        else:
+            y, chosen = attend(q, cmp, sel, win, gates, **sizes, scale=scale, backend=self.backend)
         if chosen is not None and self.selection_listener is not None:
             self.selection_listener(chosen)
-        if forced:
-            return out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-        return sum_branches(out, gates, self.backend)
+        return y
 
 
 class DenseAttention(nn.Module):

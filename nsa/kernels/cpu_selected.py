@@ -1,121 +1,98 @@
-"""The selected branch on a CPU: causal where all blocks are chosen, then block by block the queries that chose it.
+"""The selected branch on a CPU: causal while every block is chosen; from there on, of each block the queries that chose it.
 
-See `nsa.kernels.cpu`, whose pieces this is made of. Block 0, a query's own block and the one before are always chosen
-(paper, section 4.1), so they need no list: they are one product with a mask.
+See `nsa.kernels.cpu_tiles`. A query and a whole block that it chose are an *entry*. Entries lie block by block, as a block's are
+one product with its keys, and each makes a part of its query's output: these are weighted and summed query by query
+(FlashAttention, arXiv 2205.14135, section 3.1), as are the parts of its gradient. A query's own block, of which it sees but a part,
+makes one part more. A block's own gradient comes from its entries alone: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
-from nsa.kernels.blocks import selected_visible, wide
-from nsa.kernels.cpu import (
-    AT_ONCE,
+from nsa.kernels import cpu_tiles
+from nsa.kernels.blocks import selected_visible
+from nsa.kernels.cpu import window_tiles
+from nsa.kernels.cpu_tiles import (
+    Backward,
+    Forward,
+    Rooms,
     Tensors3,
-    _backward,
-    _forward,
-    _merge,
-    _rows,
-    _same_width,
-    _unrows,
-    sliding_backward,
-    sliding_forward,
-)  # fmt: skip
+    Tile,
+    Work,
+    each,
+    exponentials,
+    queries_of_tile,
+    row_sums,
+    run_backward,
+    run_forward,
+)
 
-QUERIES_AT_ONCE = 2048  # what is gathered and merged again and again shall stay in the cache
-LIST_ROWS = 768  # of a block's list in one product: from there on torch's kernel takes its longest steps
+QUERIES_AT_ONCE = 1024  # whose parts are kept until they are summed
+SHORT = 256  # tokens; up to there products under a mask cost less than the calls that lists would
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Queries first ... end - 1, whole selection blocks but for the last one; B, G and h as everywhere."""
+    """The entries of queries first ... end - 1 of one group, and where their parts lie.
 
-    B: int
-    G: int
-    h: int
-    first: int
-    end: int
-    l_sel: int
-
-    @property
-    def rows(self) -> int:
-        """The number of (b, t, g) rows."""
-        return self.B * (self.end - self.first) * self.G
-
-    @property
-    def n_blocks(self) -> int:
-        return -(-(self.end - self.first) // self.l_sel)
-
-    def by_row(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, H, ...] -> [rows, h, ...]: what the heads of a group have of a query lies in one piece."""
-        return x[:, self.first : self.end].reshape(self.rows, self.h, *x.shape[3:])
-
-    def by_block(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries, or what goes with them, [B, S, H, ...] -> [B*blocks*G, 1, l_sel*h, ...]."""
-        return _rows(self._filled(x).flatten(0, 1), self.h).unsqueeze(1)
-
-    def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        part = x[:, self.first : self.end]
-        missing = -part.shape[1] % self.l_sel
-        if missing:
-            part = torch.cat((part, part.new_zeros(self.B, missing, *part.shape[2:])), 1)
-        return part.unflatten(1, (-1, self.l_sel))
-
-    def from_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """What `by_block` did, undone: [rows, h, ...]."""
-        blocks = _unrows(x.squeeze(1), self.B * self.n_blocks, self.l_sel).unflatten(0, (self.B, self.n_blocks))
-        return blocks.flatten(1, 2)[:, : self.end - self.first].reshape(self.rows, self.h, *x.shape[3:])
-
-    def always(self, x: torch.Tensor) -> torch.Tensor:
-        """K or V [B, S, G, D]: block 0, the block before, the own one, for each block: [B*blocks*G, 1, 3*l_sel, D]."""
-        own = self._filled(x)
-        initial = x[:, None, : self.l_sel].expand_as(own)
-        before = x[:, self.first - self.l_sel : self.first + (self.n_blocks - 1) * self.l_sel].unflatten(
-            1, (-1, self.l_sel)
-        )
-        return torch.cat((initial, before, own), 2).transpose(2, 3).flatten(0, 2).unsqueeze(1)
-
-    def add_always(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Add the gradients of `always` to ``total`` [B, S, G, D]."""
-        blocks = part.view(self.B, self.n_blocks, self.G, 3, self.l_sel, -1).permute(3, 0, 1, 4, 2, 5)
-        total[:, : self.l_sel] += blocks[0].sum(1)
-        start = self.first - self.l_sel
-        total[:, start : start + self.n_blocks * self.l_sel] += blocks[1].flatten(1, 2)
-        total[:, self.first : self.end] += blocks[2].flatten(1, 2)[:, : self.end - self.first]
-
-    def mask(self, like: torch.Tensor) -> torch.Tensor:
-        """[1, 1, l_sel*h, 3*l_sel]: 0 where a row sees a key of `always`, else -inf."""
-        later = torch.ones(self.l_sel, self.l_sel, dtype=torch.bool, device=like.device).triu(1)
-        mask = torch.zeros(self.l_sel, 3 * self.l_sel, dtype=like.dtype, device=like.device)
-        mask[:, 2 * self.l_sel :].masked_fill_(later, float("-inf"))
-        return mask.repeat_interleave(self.h, 0)[None, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """The queries of a chunk that chose one block of keys beyond those that all have, in lists of equal length.
-
-    rows [B*G*T, m] are their rows in the chunk; where a group has fewer than others, one past the last row.
+    query int64 [n]: whose an entry is, counted from ``first``; starts: the first entry of each block, and n. Part i < n is that of
+    entry i, part n + t that of query t's own block; parts int64 [queries, m] are a query's, filled up with one that is nobody's.
     """
 
-    start: int
-    l_sel: int
-    rows: torch.Tensor
-    per_group: int
+    b: int
+    g: int
+    first: int
+    end: int
+    query: torch.Tensor
+    starts: list[int]
+    parts: torch.Tensor
 
-    def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """The block of K or V [B, S, G, D] for each of its lists: [B*G*T, 1, l_sel, D]."""
-        block = x[:, self.start : self.start + self.l_sel].transpose(1, 2)
-        return block.unsqueeze(2).expand(-1, -1, self.per_group, -1, -1).flatten(0, 2).unsqueeze(1)
+    @property
+    def n_parts(self) -> int:
+        return len(self.query) + self.end - self.first + 1
 
-    def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
-        """Add the gradients of `keys` to ``total`` [B, S, G, D]."""
-        B, G, D = total.shape[0], total.shape[2], total.shape[3]
-        summed = part.view(B, G, self.per_group, self.l_sel, D).sum(2)
-        total[:, self.start : self.start + self.l_sel] += summed.transpose(1, 2)
+    def steps(self, at_once: int) -> Iterator[tuple[int, int, list[int], list[int]]]:
+        """Runs of at most ``at_once`` entries: (first, length, blocks, how many entries each of these has in the run)."""
+        block = 0
+        for start in range(0, len(self.query), at_once):
+            end = min(start + at_once, len(self.query))
+            found, sizes = [], []
+            while self.starts[block] < end:
+                inside = min(self.starts[block + 1], end) - max(self.starts[block], start)
+                if inside > 0:
+                    found.append(block)
+                    sizes.append(inside)
+                if self.starts[block + 1] > end:
+                    break
+                block += 1
+            yield start, end - start, found, sizes
+
+    def own_blocks(self, l_sel: int) -> Iterator[tuple[int, int, int]]:
+        """(first token, tokens, length of a sequence): whole blocks, then what is left."""
+        tokens = self.end - self.first
+        whole = tokens // l_sel * l_sel
+        if whole:
+            yield self.first, whole, l_sel
+        if whole < tokens:
+            yield self.first + whole, tokens - whole, tokens - whole
+
+    def sequences(self, z: Work, first: int, tokens: int, length: int, **parts: torch.Tensor) -> Work:
+        """Tokens of the group as a batch of sequences; ``parts`` [n_parts, ...] take what they write, by its name."""
+        h, group = z.q.shape[3], self.b * z.q.shape[1] + self.g
+
+        def others(x: torch.Tensor) -> torch.Tensor:
+            heads = h if x.dim() == 2 else 1
+            return x[group].narrow(0, first * heads, tokens * heads).unflatten(0, (-1, length * heads))
+
+        found = each(z, lambda x: x[self.b, self.g].narrow(0, first, tokens).unflatten(0, (-1, 1, length)), others)
+        at = len(self.query) + first - self.first
+        there = {name: x.narrow(0, at, tokens) for name, x in parts.items()}
+        return replace(found, **{name: x.view_as(getattr(found, name)) for name, x in there.items()})
 
 
 def covered(chosen: torch.Tensor, l_sel: int) -> int:
@@ -126,47 +103,118 @@ def covered(chosen: torch.Tensor, l_sel: int) -> int:
     return S if not len(missing) else int(missing[0]) // l_sel * l_sel
 
 
-def _tiles(chosen: torch.Tensor, chunk: Chunk) -> Iterator[Tile]:
-    """The lists of every block. chosen bool [B, S, G, Ns]."""
-    n_blocks, groups = chosen.shape[3], chunk.B * chunk.G
-    own = torch.arange(chunk.first, chunk.end, device=chosen.device) // chunk.l_sel
-    j = torch.arange(n_blocks, device=chosen.device)[:, None]
-    listed = (j > 0) & (j < own - 1)
-    picks = chosen[:, chunk.first : chunk.end].permute(3, 0, 2, 1).flatten(1, 2) & listed[:, None]  # [Ns, B*G, queries]
-    block, group, query = picks.nonzero().unbind(1)
-    counts = picks.sum(2)
-    starts = counts.flatten().cumsum(0) - counts.flatten()
-    rank = torch.arange(len(block), device=chosen.device) - starts[block * groups + group]
-    row = (group // chunk.G * (chunk.end - chunk.first) + query) * chunk.G + group % chunk.G
-    at = 0
-    for number, (n, total) in enumerate(zip(counts.amax(1).tolist(), counts.sum(1).tolist(), strict=True)):
-        if not n:
-            continue
-        per_group = -(-n * chunk.h // LIST_ROWS)
-        m = -(-n // per_group)
-        rows = row.new_full((groups, per_group * m), chunk.rows)
-        rows[group[at : at + total], rank[at : at + total]] = row[at : at + total]
-        at += total
-        yield Tile(number * chunk.l_sel, chunk.l_sel, rows.view(-1, m), per_group)
-
-
-def _chunks(q: torch.Tensor, k: torch.Tensor, first: int, l_sel: int) -> Iterator[Chunk]:
+def _chunks(chosen: torch.Tensor, first: int, l_sel: int) -> Iterator[Chunk]:
+    B, S, G, n_blocks = chosen.shape
     step = max(1, QUERIES_AT_ONCE // l_sel) * l_sel
-    for at in range(first, q.shape[1], step):
-        G = k.shape[2]
-        yield Chunk(q.shape[0], G, q.shape[2] // G, at, min(at + step, q.shape[1]), l_sel)
+    j = torch.arange(n_blocks, device=chosen.device)[:, None]
+    for at in range(first, S, step):
+        end = min(at + step, S)
+        earlier = j < torch.arange(at, end, device=chosen.device) // l_sel
+        for b in range(B):
+            for g in range(G):
+                picks = chosen[b, at:end, g].t() & earlier  # [Ns, queries]
+                starts = [0, *picks.sum(1).cumsum(0).tolist()]
+                there = torch.cat((picks, torch.ones_like(picks[:1])))  # and each query's own block
+                number = (there.flatten().cumsum(0) - 1).view_as(there).t()
+                counts = there.sum(0)
+                parts = number.new_full((end - at, int(counts.max())), starts[-1] + end - at)
+                parts[torch.arange(parts.shape[1], device=parts.device) < counts[:, None]] = number[there.t()]
+                yield Chunk(b, g, at, end, picks.nonzero()[:, 1], starts, parts)
 
 
-def _chosen_mask(chosen: torch.Tensor, l_sel: int, h: int, like: torch.Tensor) -> torch.Tensor:
-    """[B*G, 1, S*h, S]: 0 where a row sees a token, else -inf."""
-    visible = selected_visible(chosen, l_sel).flatten(0, 1)  # [B*G, S, S]
-    mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
-    return mask.repeat_interleave(h, 1).unsqueeze(1)
+def _summed(parts: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """[queries, h, D], the sum of each query's parts. parts [n_parts, h, D], numbers [queries, m], weights [queries, m, h]."""
+    h, D = parts.shape[1:]
+    by_head = numbers[:, None] * h + torch.arange(h, device=numbers.device)[None, :, None]
+    by_row = None if weights is None else weights.transpose(1, 2).flatten(0, 1)
+    found = F.embedding_bag(by_head.flatten(0, 1), parts.view(-1, D), mode="sum", per_sample_weights=by_row)
+    return found.view(-1, h, D)
 
 
-def _all_keys(x: torch.Tensor) -> torch.Tensor:
-    """K or V [B, S, G, D] -> [B*G, 1, S, D]."""
-    return x.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+def _group(z: Work, chunk: Chunk) -> Work:
+    """What the chunk's queries have, [queries, h, D], the group's keys [N, D], and its queries' rows [queries*h]; views."""
+    h, n, group = z.q.shape[3], chunk.end - chunk.first, chunk.b * z.q.shape[1] + chunk.g
+
+    def others(x: torch.Tensor) -> torch.Tensor:
+        return x[group].narrow(0, chunk.first * h, n * h) if x.dim() == 2 else x[group]
+
+    return each(z, lambda x: x[chunk.b, chunk.g].narrow(0, chunk.first, n), others)
+
+
+def _rows(name: str, x: torch.Tensor, numbers: torch.Tensor, rooms: Rooms) -> torch.Tensor:
+    """[n*h, D]: what queries have, [queries, h, D], of those with these numbers."""
+    return torch.index_select(x, 0, numbers, out=rooms(name, len(numbers), *x.shape[1:])).flatten(0, 1)
+
+
+def _forward(z: Forward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
+    h, here = z.q.shape[3], _group(z, chunk)
+    out = rooms("parts", chunk.n_parts, h, z.v.shape[2])
+    top, total = (rooms(name, chunk.n_parts, h) for name in ("top", "total"))
+    out[-1], top[-1], total[-1] = 0, float("-inf"), 1
+    for first, tokens, length in chunk.own_blocks(l_sel):
+        own = chunk.sequences(z, first, tokens, length, out=out, top=top, total=total)
+        run_forward(own, window_tiles(length, length, h, own.q.device), rooms)
+    out[len(chunk.query) : -1] *= total[
+        len(chunk.query) : -1, :, None
+    ]  # as those below, which are weighted with their sums
+    q = rooms("chunk of q", *here.q.shape).copy_(here.q)
+    keys, values = here.k.mT.split(l_sel, 1), here.v.split(l_sel)
+    for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (h * l_sel))):
+        rows = _rows("rows of q", q, chunk.query.narrow(0, start, n), rooms)
+        p, sizes = rooms("scores", n * h, l_sel), [size * h for size in sizes]
+        of_block = p.split(sizes)
+        for j, some, x in zip(found, rows.split(sizes), of_block, strict=True):
+            torch.mm(some, keys[j], out=x)
+        exponentials(p, *(x.narrow(0, start, n).view(-1) for x in (top, total)))
+        for j, x, some in zip(found, of_block, out.narrow(0, start, n).view(n * h, -1).split(sizes), strict=True):
+            torch.mm(x, values[j], out=some)
+    each_top = top[chunk.parts]  # [queries, m, h]
+    highest = each_top.amax(1)
+    weights = each_top.sub_(highest.unsqueeze(1)).exp2_()
+    sums = (weights * total[chunk.parts]).sum(1)
+    here.out.copy_(_summed(out, chunk.parts, weights.div_(sums.unsqueeze(1))))
+    here.top.copy_(highest.flatten())
+    here.total.copy_(sums.flatten())
+
+
+def _backward(z: Backward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
+    h, here = z.q.shape[3], _group(z, chunk)
+    dq = rooms("parts", chunk.n_parts, h, z.k.shape[2])
+    dq[-1] = 0
+    for first, tokens, length in chunk.own_blocks(l_sel):
+        own = replace(chunk.sequences(z, first, tokens, length, dq=dq), add=False)
+        run_backward(own, window_tiles(length, length, h, own.q.device), rooms)
+    q, grad = (rooms(f"chunk of {name}", *x.shape).copy_(x) for name, x in (("q", here.q), ("grad", here.grad)))
+    if here.gate is not None:
+        grad.mul_(here.gate)
+    lse, delta = (x.view(-1, h) for x in (here.lse, here.delta))
+    keys, values = (x.mT.split(l_sel, 1) for x in (here.k, here.v))
+    plain_keys, dk, dv = (x.split(l_sel) for x in (here.plain_k, here.dk, here.dv))
+    for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (h * l_sel))):
+        query, sizes = chunk.query.narrow(0, start, n), [size * h for size in sizes]
+        rows, do = _rows("rows of q", q, query, rooms), _rows("rows of grad", grad, query, rooms)
+        p, ds = (rooms(name, n * h, l_sel) for name in ("scores", "ds"))
+        of_block = list(zip(found, *(x.split(sizes) for x in (rows, do, p, ds)), strict=True))
+        for j, a, da, x, dx in of_block:
+            torch.mm(a, keys[j], out=x)
+            torch.mm(da, values[j], out=dx)
+        p.sub_(lse[query].view(-1, 1)).exp2_()
+        ds.sub_(delta[query].view(-1, 1)).mul_(p)
+        there = dq.narrow(0, start, n).view(n * h, -1).split(sizes)
+        for (j, a, da, x, dx), some in zip(of_block, there, strict=True):
+            dv[j].addmm_(x.t(), da)
+            dk[j].addmm_(dx.t(), a)
+            torch.mm(dx, plain_keys[j], out=some)
+    z.put(here.dq, _summed(dq, chunk.parts))
+
+
+def _masked_tiles(chosen: torch.Tensor, l_sel: int, h: int) -> Iterator[Tile]:
+    """Of all groups, which see different keys: all keys up to their last query's, under a mask."""
+    S = chosen.shape[1]
+    hidden = ~selected_visible(chosen, l_sel).flatten(0, 1).unsqueeze(2)  # [B*G, S, 1, S]
+    step = queries_of_tile(h, S)
+    for at, end in ((at, min(at + step, S)) for at in range(0, S, step)):
+        yield Tile(at, end - at, 0, end, ((0, end, hidden[:, at:end, :, :end]),))
 
 
 def selected_forward(
@@ -176,40 +224,16 @@ def selected_forward(
 
     Output [B, S, H, Dv] and log-sum-exp [B, S, H].
     """
-    B, S, H, _ = q.shape
-    d_v, dtype = v.shape[-1], wide(q.dtype)
-    if S <= AT_ONCE:
-        h = H // k.shape[2]
-        q, k, v = _same_width(q, k, v)
-        mask = _chosen_mask(chosen, l_sel, h, q)
-        found = _forward(_rows(q, h).unsqueeze(1), _all_keys(k), _all_keys(v), 0.0, False, attn_mask=mask, scale=scale)
-        return _unrows(found[0].squeeze(1), B, S)[..., :d_v], _unrows(found[1].squeeze(1), B, S)
-    out, lse = q.new_empty(B, S, H, d_v), q.new_empty(B, S, H, dtype=dtype)
+    z, rooms = Forward.of(q, k, v, scale), Rooms(q)
+    if q.shape[1] <= SHORT:
+        for tile in _masked_tiles(chosen, l_sel, z.q.shape[3]):
+            tile.forward(z, rooms)
+        return z.results()
     first = covered(chosen, l_sel)
-    if first:  # a window of all tokens is causal attention
-        out[:, :first], lse[:, :first] = sliding_forward(q[:, :first], k[:, :first], v[:, :first], first, scale)
-    q, k, v = _same_width(q, k, v)
-    for chunk in _chunks(q, k, first, l_sel):
-        found = _forward(
-            chunk.by_block(q), chunk.always(k), chunk.always(v), 0.0, False, attn_mask=chunk.mask(q), scale=scale
-        )
-        # One row more than there are: what fills up a list lands there.
-        rows, rows_lse = (
-            torch.cat((chunk.from_blocks(x).to(dtype), x.new_zeros(1, chunk.h, *x.shape[3:], dtype=dtype)))
-            for x in found
-        )
-        q_rows = chunk.by_row(q)
-        for tile in _tiles(chosen, chunk):
-            flat = tile.rows.flatten()
-            queries = q_rows.index_select(0, flat.clamp(max=chunk.rows - 1)).view(len(tile.rows), 1, -1, q.shape[-1])
-            more, more_lse = _forward(queries, tile.keys(k), tile.keys(v), 0.0, False, scale=scale)
-            merged, merged_lse = rows.index_select(0, flat), rows_lse.index_select(0, flat)
-            _merge(merged, merged_lse, more.reshape(merged.shape), more_lse.reshape(merged_lse.shape))
-            rows.index_copy_(0, flat, merged)
-            rows_lse.index_copy_(0, flat, merged_lse)
-        out[:, chunk.first : chunk.end] = rows[:-1, :, :d_v].view(B, -1, H, d_v)
-        lse[:, chunk.first : chunk.end] = rows_lse[:-1].view(B, -1, H)
-    return out, lse
+    run_forward(z, window_tiles(first, first, z.q.shape[3], q.device), rooms)  # a window of all tokens is causal
+    for chunk in _chunks(chosen, first, l_sel):
+        _forward(z, chunk, l_sel, rooms)
+    return z.results()
 
 
 def selected_backward(
@@ -217,53 +241,21 @@ def selected_backward(
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float,
 ) -> Tensors3:  # fmt: skip
     """Gradients of q, k and v; the selection has none."""
-    B, S, H, d_k = q.shape
-    d_v, dtype = v.shape[-1], wide(q.dtype)
-    if S <= AT_ONCE:
-        G = k.shape[2]
-        grad, q, k, v, out = _same_width(grad, q, k, v, out)
-        rows = [_rows(x, H // G).unsqueeze(1) for x in (grad, q, out, lse)]
-        found = _backward(
-            rows[0], rows[1], _all_keys(k), _all_keys(v), rows[2], rows[3], 0.0, False,
-            attn_mask=_chosen_mask(chosen, l_sel, H // G, q), scale=scale,
-        )  # fmt: skip
-        dk, dv = (x.squeeze(1).unflatten(0, (B, G)).transpose(1, 2) for x in found[1:])
-        return _unrows(found[0].squeeze(1), B, S)[..., :d_k], dk[..., :d_k], dv[..., :d_v]
-    first = covered(chosen, l_sel)
     dq = torch.empty_like(q)
-    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
-    if first:
-        start = slice(0, first)
-        dq[:, start], dk[:, start], dv[:, start] = sliding_backward(
-            grad[:, start], q[:, start], k[:, start], v[:, start], out[:, start], lse[:, start], first, scale
-        )
-    grad, q, k, v, out = _same_width(grad, q, k, v, out)
-    dk, dv = _same_width(dk, dv, q)[:2]
-    for chunk in _chunks(q, k, first, l_sel):
-        found = _backward(
-            chunk.by_block(grad), chunk.by_block(q), chunk.always(k), chunk.always(v), chunk.by_block(out),
-            chunk.by_block(lse), 0.0, False, attn_mask=chunk.mask(q), scale=scale,
-        )  # fmt: skip
-        chunk.add_always(dk, found[1])
-        chunk.add_always(dv, found[2])
-        rows = chunk.from_blocks(found[0]).to(dtype)
-        rows = torch.cat((rows, torch.zeros_like(rows[:1])))
-        q_rows, out_rows, lse_rows, grad_rows = (chunk.by_row(x) for x in (q, out, lse, grad))
-        # What fills up a list has no gradient, and a probability of 0 whatever its scores.
-        grad_rows = torch.cat((grad_rows, torch.zeros_like(grad_rows[:1])))
-        lse_rows = torch.cat((lse_rows, torch.full_like(lse_rows[:1], float("inf"))))
-        for tile in _tiles(chosen, chunk):
-            flat = tile.rows.flatten()
-            there = flat.clamp(max=chunk.rows - 1)
-            shape = (len(tile.rows), 1, -1, q.shape[-1])
-            found = _backward(
-                grad_rows.index_select(0, flat).view(shape), q_rows.index_select(0, there).view(shape),
-                tile.keys(k), tile.keys(v), out_rows.index_select(0, there).view(shape),
-                lse_rows.index_select(0, flat).view(shape[:-1]), 0.0, False, scale=scale,
-            )  # fmt: skip
-            summed = rows.index_select(0, flat)
-            rows.index_copy_(0, flat, summed.add_(found[0].reshape(summed.shape)))
-            tile.add(dk, found[1])
-            tile.add(dv, found[2])
-        dq[:, chunk.first : chunk.end] = rows[:-1, :, :d_k].view(B, -1, H, d_k)
-    return dq, dk[..., :d_k].to(q.dtype), dv[..., :d_v].to(q.dtype)
+    z = Backward.of(grad, q, k, v, lse, row_sums(grad, out), scale, dq)
+    selected_gradients(z, chosen, l_sel)
+    return dq, *z.of_keys_and_values(k, v, scale)
+
+
+def selected_gradients(z: Backward, chosen: torch.Tensor, l_sel: int) -> None:
+    """Write those of q, k and v."""
+    _, _, S, h, _ = z.q.shape
+    rooms = Rooms(z.q)
+    if S <= SHORT:
+        for tile in _masked_tiles(chosen, l_sel, h):
+            tile.backward(z, rooms)
+        return
+    first = covered(chosen, l_sel)
+    run_backward(z, window_tiles(first, first, h, z.q.device), rooms)
+    for chunk in _chunks(chosen, first, l_sel):
+        _backward(z, chunk, l_sel, rooms)

@@ -44,10 +44,11 @@ class Backend(Protocol):
         """The branches' outputs, weighted and summed."""
 
 
+_CPU = Operators("cpu")
 BACKENDS: dict[str, Backend] = {
     "reference": reference,
     "sdpa": sdpa,
-    "cpu": Operators("cpu"),
+    "cpu": _CPU,
     "triton": Operators("triton"),
     "flash": flash,
 }
@@ -91,7 +92,7 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
     if dtype == torch.float64:
         return "reference", "float64 is for checking against the equations"
     if device.type == "cpu":
-        return "cpu", f"torch's blocked attention, merged, serves {dtype} on cpu"
+        return "cpu", f"our tiles serve {dtype} on cpu"
     reason = why_not("triton", dtype, device, d_k, d_v)
     return ("sdpa", reason) if reason else ("triton", f"our kernels serve {dtype} on {device.type}")
 
@@ -146,14 +147,38 @@ def run_branches(
     return out, chosen
 
 
+def attend(
+    q: torch.Tensor,
+    cmp: tuple[torch.Tensor, torch.Tensor],
+    sel: tuple[torch.Tensor, torch.Tensor],
+    win: tuple[torch.Tensor, torch.Tensor],
+    gates: torch.Tensor,
+    *,
+    l: int,
+    d: int,
+    l_sel: int,
+    n_sel: int,
+    w: int,
+    scale: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All three branches, weighted and summed (Eq. 5): [B, S, H, Dv], and the selection. Shapes as in `nsa_attention`."""
+    wanted = backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1]
+    if q.shape[0] and q.shape[1] and _named(*wanted) == "cpu":
+        _counted(*wanted)
+        return _CPU.whole(q, cmp, sel, win, gates.to(q.dtype), l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
+    out, chosen = run_branches(q, cmp, sel, win, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale, backend=backend)
+    return sum_branches(out, gates, backend), chosen
+
+
 def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor, backend: str) -> torch.Tensor:
     """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed, by the backend that made them."""
     o = out["cmp"]
-    return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1])].gated_sum(out, gates.to(o.dtype))
+    return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1], o.shape[-1])].gated_sum(out, gates.to(o.dtype))
 
 
-def _named(backend: str, dtype: torch.dtype, device: torch.device, width: int) -> str:
-    return explain(backend, dtype, device, width, width)[0]
+def _named(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
+    return explain(backend, dtype, device, d_k, d_v)[0]
 
 
 # What torch.compiler.assume_constant_result does, but for the second that it takes to import the compiler.
@@ -208,20 +233,8 @@ def nsa_attention(
         qs, kc, vc, ks, vs, kw, vw, g = (
             t[:, c0:c1] if index in (1, 2) else t[:, s0:s1] for index, t in enumerate(tensors)
         )
-        out, _ = run_branches(
-            qs,
-            (kc, vc),
-            (ks, vs),
-            (kw, vw),
-            l=l,
-            d=d,
-            l_sel=l_sel,
-            n_sel=n_sel,
-            w=w,
-            scale=scale,
-            backend=backend,
-        )
-        parts.append(sum_branches(out, g, backend))
+        sizes = {"l": l, "d": d, "l_sel": l_sel, "n_sel": n_sel, "w": w}
+        parts.append(attend(qs, (kc, vc), (ks, vs), (kw, vw), g, **sizes, scale=scale, backend=backend)[0])
     if not parts:  # a pack of empty sequences
         return q.new_zeros(q.shape[0], 0, q.shape[2], v_sel.shape[-1])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from nsa.config import Branch
-from nsa.kernels import blocks, cpu, cpu_selected, reference
+from nsa.kernels import blocks, cpu, cpu_selected, cpu_whole, reference
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -58,7 +58,7 @@ def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def compressed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output [B, S, H, Dv], log-sum-exp [B, S, H] (empty for cpu, which needs none) and importance [B, S, G, Ns]."""
+    """Output [B, S, H, Dv], log-sum-exp [B, S, H] and importance [B, S, G, Ns]."""
     return _contiguous(*_module(backend, "compressed").compressed_forward(q, k, v, l, d, l_sel, scale))
 
 
@@ -69,7 +69,7 @@ def _(
     dtype = blocks.wide(q.dtype)
     n_blocks = blocks.num_selection(q.shape[1], l_sel)
     importance = q.new_empty(q.shape[0], q.shape[1], k.shape[2], n_blocks, dtype=dtype)
-    return _output(q, v), q.new_empty(0 if backend == "cpu" else q.shape[:3], dtype=dtype), importance
+    return _output(q, v), q.new_empty(q.shape[:3], dtype=dtype), importance
 
 
 @torch.library.custom_op("nsa::compressed_backward", mutates_args=())
@@ -286,6 +286,62 @@ def _gated_sum_backward(ctx: Any, grad: torch.Tensor) -> Any:
 gated_sum.register_autograd(_gated_sum_backward, setup_context=_gated_sum_setup)
 
 
+# --- the whole, on a CPU ----------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("nsa::whole", mutates_args=())
+@_plainly
+def whole(
+    gates: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor,
+    v_sel: torch.Tensor, k_win: torch.Tensor, v_win: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor,
+    o_win: torch.Tensor, lse_cmp: torch.Tensor, lse_sel: torch.Tensor, lse_win: torch.Tensor, chosen: torch.Tensor,
+    l: int, d: int, l_sel: int, w: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Eq. 5 from the branches' outputs, gates [B, S, H, 3]; its gradients are those of gates, q and all keys and values.
+
+    One backward for the three branches: what is between gates and branches is never kept, and q's gradient is summed in place.
+    """
+    return cast(torch.Tensor, cpu_whole.gated_sum(gates, (o_cmp, o_sel, o_win)))
+
+
+@whole.register_fake
+def _(gates: torch.Tensor, q: torch.Tensor, *others: Any) -> torch.Tensor:
+    return _output(q, others[1])
+
+
+@torch.library.custom_op("nsa::whole_backward", mutates_args=())
+@_plainly
+def whole_backward(
+    grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor,
+    k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor, v_win: torch.Tensor, o_cmp: torch.Tensor,
+    o_sel: torch.Tensor, o_win: torch.Tensor, lse_cmp: torch.Tensor, lse_sel: torch.Tensor, lse_win: torch.Tensor,
+    chosen: torch.Tensor, l: int, d: int, l_sel: int, w: int, scale: float,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """Gradients of gates, q, and keys and values of the three branches."""
+    keys = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
+    outputs, lse = (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win)
+    return _contiguous(*cpu_whole.backward(grad, gates, q, *keys, outputs, lse, chosen, l, d, l_sel, w, scale))
+
+
+@whole_backward.register_fake
+def _(grad: torch.Tensor, *others: Any) -> Any:
+    return _like(*others[:8])
+
+
+def _whole_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:15])
+    ctx.sizes = inputs[15:]
+
+
+def _whole_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    return *whole_backward(grad, *ctx.saved_tensors, *ctx.sizes), *(None for _ in range(12))
+
+
+whole.register_autograd(_whole_backward, setup_context=_whole_setup)
+
+
 class Operators:
     """One backend's branches, called as `nsa.kernels.reference`'s are."""
 
@@ -326,3 +382,17 @@ class Operators:
         if self.backend == "triton":
             return gated_sum(out["cmp"], out["sel"], out["win"], gates)
         return reference.gated_sum(out, gates)
+
+    def whole(
+        self, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, l: int, d: int, l_sel: int,
+        n_sel: int, w: int, scale: float,
+    ) -> Pair:  # fmt: skip
+        """`dispatch.attend` on a CPU: the three branches forward, one after another, and their backward in one."""
+        n_sel, w, backend = min(n_sel, blocks.num_selection(q.shape[1], l_sel)), min(w, q.shape[1]), self.backend
+        with torch.no_grad():  # `whole` has the gradients
+            o_cmp, lse_cmp, importance = compressed(q, *cmp, l, d, l_sel, scale, backend)
+            chosen = select(importance, l_sel, n_sel, backend)
+            o_sel, lse_sel = selected(q, *sel, chosen, l_sel, n_sel, scale, backend)
+            o_win, lse_win = sliding(q, *win, w, scale, backend)
+        outputs = o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win, chosen
+        return whole(gates, q, *cmp, *sel, *win, *outputs, l, d, l_sel, w, scale), chosen

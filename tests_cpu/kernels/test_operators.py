@@ -36,6 +36,12 @@ def test_operators_are_registered_as_torch_asks() -> None:
     torch.library.opcheck(ops.sliding, (q, k, v, 9, 0.3, "cpu"))
     torch.library.opcheck(ops.selected, (q, k, v, chosen, 16, 3, 0.3, "cpu"))
     torch.library.opcheck(ops.compressed, (q, c, c, 8, 4, 16, 0.3, "cpu"))
+    with torch.no_grad():
+        o_cmp, lse_cmp, _ = ops.compressed(q, c, c, 8, 4, 16, 0.3, "cpu")
+        o_sel, lse_sel = ops.selected(q, k, k, chosen, 16, 3, 0.3, "cpu")
+        o_win, lse_win = ops.sliding(q, k, k, 9, 0.3, "cpu")
+    made = (o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win, chosen)
+    torch.library.opcheck(ops.whole, (random(1, 40, 4, 3), q, c, c, k, k, k, k, *made, 8, 4, 16, 9, 0.3))
 
 
 def test_a_block_compiles_without_a_graph_break() -> None:
@@ -89,6 +95,17 @@ def test_the_same_bits_every_time() -> None:
         out.square().sum().backward()
         runs.append([out.detach(), *gradients(module)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_hook_of_one_projection_is_called() -> None:
+    """Projections are one product where nobody looks; here somebody does, and the result is the same."""
+    module = make_module()
+    x = torch.randn(2, 100, 32)
+    wanted = module(x)
+    seen: list[torch.Size] = []
+    module.v_win.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
+    torch.testing.assert_close(module(x), wanted, rtol=0, atol=1e-6)
+    assert seen == [torch.Size([200, 16])]
 
 
 def test_autocast() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa import nsa_attention, reference_attention
-from nsa.kernels import blocks, cpu, cpu_selected, ops, reference
+from nsa.kernels import blocks, cpu, cpu_selected, cpu_tiles, ops, reference
 from nsa.kernels.dispatch import BACKENDS
 
 # Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
@@ -57,8 +57,9 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a long sequence is attended: tiles, chunks and lists, here so small that a short one has several of each."""
     for module, name, value in (
-        (cpu, "AT_ONCE", 0), (cpu_selected, "AT_ONCE", 0), (cpu, "TILE", 16), (cpu, "TILES_AT_ONCE", 3), (cpu, "CMP_CHUNK", 40),
-        (cpu_selected, "QUERIES_AT_ONCE", 100), (cpu_selected, "LIST_ROWS", 24),
+        (cpu_tiles, "SCORES_AT_ONCE", 600), (cpu_tiles, "FEWEST", 3), (cpu_tiles, "MOST", 7), (cpu_tiles, "STEP", 2),
+        (cpu_selected, "SHORT", 0), (cpu, "STEP", 2),
+        (cpu_selected, "QUERIES_AT_ONCE", 100),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
@@ -95,10 +96,18 @@ def check_each_branch(z: dict[str, Any]) -> None:
     torch.testing.assert_close(importance.double(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("pieces", ["small", "as shipped"])
 @examples
 @given(z=shapes(), data=st.data())
-def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
+def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject, pieces: str) -> None:
     """In float64, where no rounding can change the selection. A pack is each of its sequences alone, an empty one too."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if pieces == "small":
+            in_small_pieces(monkeypatch)
+        check_the_whole_of_a_pack(z, data)
+
+
+def check_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
     torch.manual_seed(z["seed"])
     lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=3).filter(any))
     S, H, G = sum(lengths), z["H"], z["G"]
@@ -113,6 +122,19 @@ def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     found = nsa_attention(*inputs, **sizes, cu_seqlens=ends, backend="cpu")
     compare(found, reference_attention(*exact, **sizes, cu_seqlens=ends), inputs, exact)
+
+
+@examples
+@given(z=shapes())
+def test_the_whole_in_every_dtype(z: dict[str, Any]) -> None:
+    """Where so many blocks are selected that rounding cannot change which."""
+    torch.manual_seed(z["seed"])
+    B, S, H, G = z["B"], z["S"], z["H"], z["G"]
+    n_cmp = blocks.num_compressed(S, z["l"], z["d"])
+    keys = ((B, n, G, D) for n in (n_cmp, S, S) for D in (z["Dk"], z["Dv"]))
+    inputs, exact = leaves(z["dtype"], (B, S, H, z["Dk"]), *keys, (B, S, H, 3))
+    sizes = {name: z[name] for name in ("l", "d", "l_sel", "w")} | {"n_sel": 3 + S // z["l_sel"]}
+    compare(nsa_attention(*inputs, **sizes, backend="cpu"), reference_attention(*exact, **sizes), inputs, exact)
 
 
 @pytest.mark.parametrize("chunks", ["small", "as shipped"])

@@ -118,7 +118,7 @@ def test_a_backend_that_cannot_serve_is_an_error_where_it_was_asked_for(backend:
 
 
 def test_the_automatic_choice_is_explained_and_counted() -> None:
-    choice = ("cpu", "torch's blocked attention, merged, serves torch.float32 on cpu")
+    choice = ("cpu", "our tiles serve torch.float32 on cpu")
     assert explain("auto", torch.float32, torch.device("cpu")) == choice
     assert explain("auto", torch.float64, torch.device("cpu"))[0] == "reference"
     before = counters["auto", *choice]

@@ -1,0 +1,49 @@
+"""The three branches and their gates as one on a CPU: Eq. 5 of the paper, and one backward for everything.
+
+What gates and branches have between them is made tile by tile: a branch's share of the gradient is grad * gate, and delta, the row
+sum of that share and the branch's output, is the gate times the gate's own gradient. The branches add to one gradient of q.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nsa.kernels.cpu import compressed_gradients, sliding_gradients
+from nsa.kernels.cpu_selected import selected_gradients
+from nsa.kernels.cpu_tiles import Backward, in_runs, row_sums
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def gated_sum(gates: torch.Tensor, outputs: Tensors3) -> torch.Tensor:
+    """[B, S, H, Dv] from gates [B, S, H, 3] and three of that shape, some tokens at a time, so that they stay in the cache."""
+    found = torch.empty_like(outputs[0])
+    for run in in_runs(found):
+        total = found[:, run].zero_()
+        for gate, out in zip(gates[:, run].split(1, -1), outputs, strict=True):
+            total.addcmul_(gate, out[:, run])
+    return found
+
+
+def backward(
+    grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, outputs: Tensors3,
+    lse: Tensors3, chosen: torch.Tensor, l: int, d: int, l_sel: int, w: int, scale: float,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Gradients of gates, q, and keys and values in the order of the arguments."""
+    of_gates = [row_sums(grad, out) for out in outputs]
+    dq, found = torch.empty_like(q), {}
+    # The window first: it writes every query's gradient, to which the others add.
+    for name, i, (k, v) in (("win", 2, win), ("cmp", 0, cmp), ("sel", 1, sel)):
+        gate = gates[..., i]
+        z = Backward.of(
+            grad, q, k, v, lse[i], of_gates[i] * gate, scale, dq=dq, gate=gate.unsqueeze(-1), add=name != "win"
+        )
+        if name == "win":
+            sliding_gradients(z, w)
+        elif name == "cmp":
+            compressed_gradients(z, l, d)
+        else:
+            selected_gradients(z, chosen, l_sel)
+        found[name] = z.of_keys_and_values(k, v, scale)
+    return torch.stack(of_gates, -1).to(gates.dtype), dq, *found["cmp"], *found["sel"], *found["win"]
