@@ -1,19 +1,19 @@
-"""Agreement with a peer: fla's reference functions, as `golden.py` recorded them."""
+"""Agreement with peers: fla's reference functions and lucidrains' window, as `golden.py` recorded them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from nsa.kernels import blocks, cpu, cpu_selected, reference
-from tests_cpu.kernels.golden import BLOCK, CHOSEN, GOLDEN, WIDTH
+from nsa.kernels import blocks, cpu, cpu_selected, cpu_tiles, ops, reference
+from tests_cpu.kernels.golden import BLOCK, CHOSEN, FOLDER, WIDTH, WINDOW
 
 SIZES = {"l": BLOCK, "d": BLOCK, "l_sel": BLOCK, "scale": WIDTH**-0.5}
 
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(GOLDEN, weights_only=True)
+    found: dict[str, torch.Tensor] = torch.load(FOLDER / "golden_fla.pt", weights_only=True)
     return found
 
 
@@ -61,3 +61,11 @@ def test_the_fast_kernels_too(golden: dict[str, torch.Tensor], monkeypatch: pyte
     assert torch.equal(blocks.select(importance, BLOCK, CHOSEN), chosen(golden))
     out, _ = cpu_selected.selected_forward(q, k, v, chosen(golden), BLOCK, CHOSEN, WIDTH**-0.5)
     torch.testing.assert_close(out, golden["sel.out"], rtol=0, atol=2e-6)
+
+
+def test_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = torch.load(FOLDER / "golden_lucidrains.pt", weights_only=True)
+    q, k, v = leaves = inputs(golden)
+    compare(golden, "win", reference.sliding(q, k, v, w=WINDOW, scale=WIDTH**-0.5), leaves)
+    monkeypatch.setattr(cpu_tiles, "MOST", 16)
+    compare(golden, "win", ops.sliding(q, k, v, WINDOW, WIDTH**-0.5, "cpu")[0], leaves)
