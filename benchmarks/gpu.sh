@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
 #   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention train'
+# A further stage, tune, writes OUT/tiles.json: the fastest tile sizes on this GPU, which belong into nsa/kernels/tiles.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -13,6 +14,7 @@ status=0
 for stage in ${2:-tests attention train}; do
   case $stage in
     tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
+    tune) cp -n nsa/kernels/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
     attention) timeout 400 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
     train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --json "$out/train_gpu.json" || status=$? ;;
   esac

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +17,8 @@ from nsa.kernels import blocks, triton_gates, triton_selected, triton_strided
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 NO_WINDOW = 1 << 30
+MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
+MEASURED = Path(__file__).with_name("tiles.json")  # written by benchmarks/tune_gpu.py
 WIDE_GROUP = 16  # heads a group, from which on a query at a time fills a product's rows
 SEGMENT = 16384  # rows (query, head) of a block's list that one program of the backward adds up
 
@@ -27,8 +32,36 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tiles:
-    """The tile sizes of a kernel. They fit the shared memory of sm_80 (163 KiB); tests compile all of them."""
+def tiles(kernel: str, q: torch.Tensor, d_v: int) -> Tiles:
+    """The tile sizes of a kernel: those measured on a GPU like that of ``q``, where it was measured, else `fitting`."""
+    d_k, itemsize = q.shape[-1], q.element_size()
+    if q.is_cuda:
+        found = measured(capability(q.device.index or 0)).get(tile_name(kernel, d_k, d_v, itemsize))
+        if found is not None:
+            return found
+    return fitting(kernel, d_k, d_v, itemsize)
+
+
+def tile_name(kernel: str, d_k: int, d_v: int, itemsize: int) -> str:
+    """As tiles.json names what it has: 'dkv 192/128 2' are the head dims and the bytes of an element."""
+    return f"{kernel} {d_k}/{d_v} {itemsize}"
+
+
+@functools.cache
+def capability(device: int) -> str:
+    """As tiles.json names a GPU: 'sm_90'."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def measured(capability: str) -> dict[str, Tiles]:
+    """What tiles.json has for a GPU: by `tile_name`, the fastest of those that were tried."""
+    table = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
+    return {name: Tiles(*sizes) for name, sizes in table.get(capability, {}).items()}
+
+
+def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tiles:
+    """Chosen by what the compiler says: they fit the shared memory of sm_80 (163 KiB); tests compile all of them."""
     wide = max(d_k, d_v) > 128
     if itemsize == 4:
         return Tiles(16, 16, 4, 1) if wide else Tiles(32, 32, 8 if kernel.endswith("dkv") else 4, 1)
@@ -56,9 +89,13 @@ def _widths(q: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-    """Run a kernel on the device of ``like``; a grid without programs is no run."""
+    """Run a kernel on the device of ``like``; a grid without programs is no run. ValueError for more than a GPU can number."""
     if 0 in grid:
         return
+    if any(n > MOST_PROGRAMS for n in grid[1:]):
+        raise ValueError(
+            f"batch times heads, {like.shape[0]} x {like.shape[2]}: a GPU numbers {MOST_PROGRAMS} of them; split the batch"
+        )
     on = torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext()
     with on:
         kernel[grid](*arguments, **settings)
@@ -88,7 +125,7 @@ def _strided_forward(
     B, S, H, _ = q.shape
     out = q.new_empty(B, S, H, v.shape[-1])
     lse = q.new_empty(B, S, H, dtype=torch.float32)
-    t = tiles("forward", q.shape[-1], v.shape[-1], q.element_size())
+    t = tiles("forward", q, v.shape[-1])
     _launch(
         triton_strided.strided_forward, (triton.cdiv(S, t.bm), B * H), q, q, k, v, out, lse, S, k.shape[1], H, k.shape[2],
         window, scale, STRIDE=stride, OFFSET=offset, BM=t.bm, BN=t.bn, **_widths(q, v), **_meta(t),
@@ -106,12 +143,12 @@ def _strided_backward(
     delta = _delta(grad, out)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     common = {"STRIDE": stride, "OFFSET": offset, **_widths(q, v)}
-    t = tiles("dq", q.shape[-1], v.shape[-1], q.element_size())
+    t = tiles("dq", q, v.shape[-1])
     _launch(
         triton_strided.strided_dq, (triton.cdiv(S, t.bm), B * H), q, q, k, v, grad, lse, delta, dq, S, N, H, G, window, scale,
         BM=t.bm, BN=t.bn, **common, **_meta(t),
     )  # fmt: skip
-    t = tiles("dkv", q.shape[-1], v.shape[-1], q.element_size())
+    t = tiles("dkv", q, v.shape[-1])
     _launch(
         triton_strided.strided_dkv, (triton.cdiv(N, t.bn), B * G), q, q, k, v, grad, lse, delta, dk, dv, S, N, H, G, window,
         scale, BM=t.bm, BN=t.bn, **common, **_meta(t),
@@ -143,7 +180,7 @@ def compressed_forward(
     B, S, H, _ = q.shape
     G, n_blocks = k.shape[2], blocks.num_selection(S, l_sel)
     importance = q.new_empty(B, S, G, n_blocks, dtype=torch.float32)
-    t = tiles("importance", q.shape[-1], v.shape[-1], q.element_size())
+    t = tiles("importance", q, v.shape[-1])
     widths = _widths(q, v)
     _launch(
         triton_strided.block_importance, (triton.cdiv(S, t.bm), triton.cdiv(n_blocks, 16), B * G), q, q, k, lse, importance,
@@ -237,7 +274,7 @@ def by_query(
     B, S, H, _ = q.shape
     G = k.shape[2]
     out, lse = q.new_empty(B, S, H, v.shape[-1]), q.new_empty(B, S, H, dtype=torch.float32)
-    t = tiles("by_query", q.shape[-1], v.shape[-1], q.element_size())
+    t = tiles("by_query", q, v.shape[-1])
     _launch(
         triton_selected.selected_by_query, (S, B * G), q, q, k, v, _picks(chosen, n_sel), out, lse, S, H, G, n_sel, scale,
         L_SEL=l_sel, BH=_padded(H // G), BN=min(t.bn, _padded(l_sel)), **_widths(q, v), **_meta(t),
@@ -253,7 +290,7 @@ def by_block(
     G, n_blocks, d_v = k.shape[2], chosen.shape[3], v.shape[-1]
     h = H // G
     lists = _lists(chosen, n_sel)
-    t = tiles("by_block", q.shape[-1], d_v, q.element_size())
+    t = tiles("by_block", q, d_v)
     block, starts = _cut(lists.offsets, h, t.bm, B * S * G * n_sel * h)
     part = q.new_empty(B * S * G * n_sel * h, d_v)
     part_lse = q.new_empty(B * S * G * n_sel * h, dtype=torch.float32)
@@ -282,12 +319,12 @@ def selected_backward(
     h = H // G
     lists, delta, widths = _lists(chosen, n_sel), _delta(grad, out), _widths(q, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    t = tiles("by_query", d_k, d_v, q.element_size())
+    t = tiles("by_query", q, d_v)
     _launch(
         triton_selected.selected_dq, (S, B * G), q, q, k, v, lists.picks, grad, lse, delta, dq, S, H, G, n_sel, scale,
         L_SEL=l_sel, BH=_padded(h), BN=min(t.bn, _padded(l_sel)), **widths, **_meta(t),
     )  # fmt: skip
-    t = tiles("selected_dkv", d_k, d_v, q.element_size())
+    t = tiles("selected_dkv", q, d_v)
     bn = min(t.bn, _padded(l_sel))
     block, starts = _cut(lists.offsets, h, SEGMENT, B * S * G * n_sel * h)
     part_k = q.new_empty(len(block) * l_sel, d_k, dtype=torch.float32)

@@ -1,0 +1,54 @@
+"""The GPU benchmarks run to their end where there is no GPU: in Triton's interpreter, on a tiny shape, keeping nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytest.importorskip("triton")
+
+
+def run(*arguments: str, interpret: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_INTERPRET": "1" if interpret else "0"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=150)
+
+
+def test_every_contender_is_measured_or_absent_for_a_reason() -> None:
+    done = run("benchmarks/attention_gpu.py", "--dry-run", "--lengths", "70", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["shapes"]["tiny"]["70"]
+    for name in ("sliding", "compressed", "selected", "nsa", "dense"):
+        for way in ("forward", "backward"):
+            assert found["ms"][f"{name} {way}"] > 0
+            assert found["share_of_roofline"][f"{name} {way}"] > 0
+    assert set(found["over"]) | set(found["absent"]) == {"dense", "flex", "flash_attn", "fla"}
+
+
+def test_without_a_gpu_nothing_is_measured() -> None:
+    done = run("benchmarks/attention_gpu.py", interpret=False)
+    assert done.returncode == 1
+    assert "no GPU here; --dry-run with TRITON_INTERPRET=1" in done.stderr
+
+
+def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
+    table = tmp_path / "tiles.json"
+    table.write_text('{"sm_80": {"forward 64/64 2": [128, 64, 4, 2]}}')
+    done = run(
+        "benchmarks/tune_gpu.py", "--json", str(table), "--length", "70", "--rounds", "1", "--kernels", "importance"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(table.read_text())
+    assert found["sm_80"] == {"forward 64/64 2": [128, 64, 4, 2]}
+    assert [len(sizes) for sizes in found["interpreter"].values()] == [4]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["kernel"] == "importance 16/16 2"
+    assert len(said["ms"]) > 3
