@@ -6,6 +6,8 @@ k [B, S, G, Dk], v [B, S, G, Dv]. The log-sum-exp is [B, S, H], float32, or floa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from nsa.kernels import blocks
@@ -16,6 +18,7 @@ from nsa.kernels.cpu_tiles import (
     Rooms,
     Tensors3,
     Tile,
+    minus_infinity,
     of_keys_undone,
     queries_of_tile,
     row_sums,
@@ -26,19 +29,28 @@ from nsa.kernels.cpu_tiles import (
 # --- the window -------------------------------------------------------------------------------------------------------
 
 
-def window_tiles(S: int, w: int, h: int, device: torch.device) -> list[Tile]:
-    """For S queries, each of which sees the last ``w`` tokens, its own included."""
-    tiles, at = [], 0
+def window_tiles(S: int, w: int, q: torch.Tensor) -> list[Tile]:
+    """For S queries, each of which sees the last ``w`` tokens, its own included. q [B, G, ..., h, D]."""
+    tiles: list[Tile] = []
+    masks: dict[tuple[int, int], tuple[tuple[int, int, torch.Tensor], ...]] = {}
+    at, h = 0, q.shape[3]
     while at < S:
         end, first = min(at + queries_of_tile(h, min(at, w)), S), max(0, at - w + 1) // STEP * STEP
-        t, keys = (torch.arange(a, end, device=device) for a in (at, first))
-        hidden = [(at - first, end - at, (t[None] > t[:, None])[:, None])]
-        gone = end - w - first  # of the first keys, those that some query has left behind
-        if gone > 0:
-            hidden.append((0, gone, (keys[None, :gone] <= t[:, None] - w)[:, None]))
-        tiles.append(Tile(at, end - at, first, end - first, tuple(hidden)))
+        before, n = at - first, end - at
+        if (before, n) not in masks:
+            masks[before, n] = tuple(_hidden_by_window(before, n, w, q))
+        tiles.append(Tile(at, n, first, end - first, masks[before, n]))
         at = end
     return tiles
+
+
+def _hidden_by_window(before: int, n: int, w: int, q: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """As `Tile.hidden`, for n queries and the keys from ``before`` the first of them on."""
+    t, key = torch.arange(before, before + n, device=q.device)[:, None], torch.arange(before + n, device=q.device)
+    yield before, n, minus_infinity(key[before:] > t, q)[:, None]
+    gone = before + n - w  # of the first keys, those that some query has left behind
+    if gone > 0:
+        yield 0, gone, minus_infinity(key[:gone] <= t - w, q)[:, None]
 
 
 def sliding_forward(
@@ -46,7 +58,7 @@ def sliding_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the last ``w`` tokens, the query's own included: output [B, S, H, Dv] and log-sum-exp."""
     z = Forward.of(q, k, v, scale)
-    run_forward(z, window_tiles(q.shape[1], w, z.q.shape[3], q.device), Rooms(q))
+    run_forward(z, window_tiles(q.shape[1], w, z.q), Rooms(q))
     return z.results()
 
 
@@ -63,23 +75,23 @@ def sliding_backward(
 
 def sliding_gradients(z: Backward, w: int) -> None:
     """Write those of q, k and v."""
-    _, _, S, h, _ = z.q.shape
-    run_backward(z, window_tiles(S, w, h, z.q.device), Rooms(z.q))
+    run_backward(z, window_tiles(z.q.shape[2], w, z.q), Rooms(z.q))
 
 
 # --- the compressed branch --------------------------------------------------------------------------------------------
 
 
-def compressed_tiles(S: int, n_cmp: int, l: int, d: int, h: int, device: torch.device) -> list[Tile]:
-    """For every query that sees a compressed block; the first is at l - 1."""
+def compressed_tiles(n_cmp: int, l: int, d: int, q: torch.Tensor) -> list[Tile]:
+    """For every query that sees a compressed block; the first is at l - 1. q [B, G, S, h, D]."""
+    S, h = q.shape[2:4]
     tiles, at = [], l - 1
     while n_cmp and at < S:
         by_first = blocks.num_compressed(at + 1, l, d)
         end = min(at + queries_of_tile(h, by_first), S)
         by_last = blocks.num_compressed(end, l, d)
-        last = torch.arange(by_first, by_last, device=device) * d + (l - 1)
-        mask = last[None] > torch.arange(at, end, device=device)[:, None]
-        tiles.append(Tile(at, end - at, 0, by_last, ((by_first, by_last - by_first, mask[:, None]),)))
+        last = torch.arange(by_first, by_last, device=q.device) * d + (l - 1)
+        mask = minus_infinity(last > torch.arange(at, end, device=q.device)[:, None], q)[:, None]
+        tiles.append(Tile(at, end - at, 0, by_last, ((by_first, by_last - by_first, mask),)))
         at = end
     return tiles
 
@@ -102,7 +114,7 @@ def compressed_forward(
         summed = p.div_(total).unflatten(1, (-1, h)).sum(2)
         importance[groups].narrow(1, tile.at, tile.n).copy_(summed @ shared[: tile.keys])
 
-    run_forward(z, compressed_tiles(S, n_cmp, l, d, h, q.device), Rooms(q), add_importance)
+    run_forward(z, compressed_tiles(n_cmp, l, d, z.q), Rooms(q), add_importance)
     return *z.results(), of_keys_undone(importance, B)
 
 
@@ -119,5 +131,4 @@ def compressed_backward(
 
 def compressed_gradients(z: Backward, l: int, d: int) -> None:
     """Write those of q, but for the first l - 1, and of k and v."""
-    _, _, S, h, _ = z.q.shape
-    run_backward(z, compressed_tiles(S, z.k.shape[1], l, d, h, z.q.device), Rooms(z.q))
+    run_backward(z, compressed_tiles(z.k.shape[1], l, d, z.q), Rooms(z.q))

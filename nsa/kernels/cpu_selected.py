@@ -26,6 +26,7 @@ from nsa.kernels.cpu_tiles import (
     Work,
     each,
     exponentials,
+    minus_infinity,
     queries_of_tile,
     row_sums,
     run_backward,
@@ -153,7 +154,7 @@ def _forward(z: Forward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     out[-1], top[-1], total[-1] = 0, float("-inf"), 1
     for first, tokens, length in chunk.own_blocks(l_sel):
         own = chunk.sequences(z, first, tokens, length, out=out, top=top, total=total)
-        run_forward(own, window_tiles(length, length, h, own.q.device), rooms)
+        run_forward(own, window_tiles(length, length, own.q), rooms)
     out[len(chunk.query) : -1] *= total[
         len(chunk.query) : -1, :, None
     ]  # as those below, which are weighted with their sums
@@ -183,7 +184,7 @@ def _backward(z: Backward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     dq[-1] = 0
     for first, tokens, length in chunk.own_blocks(l_sel):
         own = replace(chunk.sequences(z, first, tokens, length, dq=dq), add=False)
-        run_backward(own, window_tiles(length, length, h, own.q.device), rooms)
+        run_backward(own, window_tiles(length, length, own.q), rooms)
     q, grad = (rooms(f"chunk of {name}", *x.shape).copy_(x) for name, x in (("q", here.q), ("grad", here.grad)))
     if here.gate is not None:
         grad.mul_(here.gate)
@@ -208,11 +209,11 @@ def _backward(z: Backward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     z.put(here.dq, _summed(dq, chunk.parts))
 
 
-def _masked_tiles(chosen: torch.Tensor, l_sel: int, h: int) -> Iterator[Tile]:
-    """Of all groups, which see different keys: all keys up to their last query's, under a mask."""
+def _masked_tiles(chosen: torch.Tensor, l_sel: int, q: torch.Tensor) -> Iterator[Tile]:
+    """Of all groups, which see different keys: all keys up to their last query's, under a mask. q [B, G, S, h, D]."""
     S = chosen.shape[1]
-    hidden = ~selected_visible(chosen, l_sel).flatten(0, 1).unsqueeze(2)  # [B*G, S, 1, S]
-    step = queries_of_tile(h, S)
+    hidden = minus_infinity(~selected_visible(chosen, l_sel), q).flatten(0, 1).unsqueeze(2)  # [B*G, S, 1, S]
+    step = queries_of_tile(q.shape[3], S)
     for at, end in ((at, min(at + step, S)) for at in range(0, S, step)):
         yield Tile(at, end - at, 0, end, ((0, end, hidden[:, at:end, :, :end]),))
 
@@ -226,11 +227,11 @@ def selected_forward(
     """
     z, rooms = Forward.of(q, k, v, scale), Rooms(q)
     if q.shape[1] <= SHORT:
-        for tile in _masked_tiles(chosen, l_sel, z.q.shape[3]):
+        for tile in _masked_tiles(chosen, l_sel, z.q):
             tile.forward(z, rooms)
         return z.results()
     first = covered(chosen, l_sel)
-    run_forward(z, window_tiles(first, first, z.q.shape[3], q.device), rooms)  # a window of all tokens is causal
+    run_forward(z, window_tiles(first, first, z.q), rooms)  # a window of all tokens is causal
     for chunk in _chunks(chosen, first, l_sel):
         _forward(z, chunk, l_sel, rooms)
     return z.results()
@@ -249,13 +250,12 @@ def selected_backward(
 
 def selected_gradients(z: Backward, chosen: torch.Tensor, l_sel: int) -> None:
     """Write those of q, k and v."""
-    _, _, S, h, _ = z.q.shape
     rooms = Rooms(z.q)
-    if S <= SHORT:
-        for tile in _masked_tiles(chosen, l_sel, h):
+    if z.q.shape[2] <= SHORT:
+        for tile in _masked_tiles(chosen, l_sel, z.q):
             tile.backward(z, rooms)
         return
     first = covered(chosen, l_sel)
-    run_backward(z, window_tiles(first, first, h, z.q.device), rooms)
+    run_backward(z, window_tiles(first, first, z.q), rooms)
     for chunk in _chunks(chosen, first, l_sel):
         _backward(z, chunk, l_sel, rooms)

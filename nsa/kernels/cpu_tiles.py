@@ -201,8 +201,8 @@ class Rooms:
 class Tile:
     """Queries at ... at + n - 1 and keys first ... first + keys - 1.
 
-    ``hidden`` are ranges of these keys, (start, length), and which of them which query does not see, bool [n, 1, length], or by
-    group [b*g, n, 1, length]. Every query sees a key.
+    ``hidden`` are ranges of these keys, (start, length), and what is added to their scores, 0 or -inf: [n, 1, length], or by group
+    [b*g, n, 1, length]. Every query sees a key.
     """
 
     at: int
@@ -232,7 +232,7 @@ class Tile:
         """[b*g, n*h, keys], -inf where hidden, from rows of q."""
         scores = torch.bmm(q, self.seen(k).mT, out=rooms("scores", *q.shape[:2], self.keys))
         for start, length, mask in self.hidden:
-            scores.unflatten(1, (self.n, -1)).narrow(3, start, length).masked_fill_(mask, float("-inf"))
+            scores.unflatten(1, (self.n, -1)).narrow(3, start, length).add_(mask)
         return scores
 
     def forward(self, z: Forward, rooms: Rooms) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,6 +256,11 @@ class Tile:
         self.seen(z.dk).baddbmm_(ds.mT, q)
         there = z.dq.narrow(2, self.at, self.n)
         z.put(there, torch.bmm(ds, self.seen(z.plain_k), out=rooms("out", *q.shape)).view(there.shape))
+
+
+def minus_infinity(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What `Tile.hidden` has, in what ``like`` is summed in, from bool: adding it takes a quarter of the time of filling in."""
+    return torch.zeros(hidden.shape, dtype=wide(like.dtype), device=like.device).masked_fill_(hidden, float("-inf"))
 
 
 def exponentials(scores: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
