@@ -88,6 +88,8 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
         reason = why_not(backend, dtype, device, d_k, d_v)
         if reason:
             raise ValueError(f"backend={backend!r}: {reason}; use backend='auto'")
+        if backend == "flash" and not flash.is_there():
+            return backend, "asked for; flash-attn is not installed, so the window is torch's own fused attention"
         return backend, "asked for"
     if dtype == torch.float64:
         return "reference", "float64 is for checking against the equations"

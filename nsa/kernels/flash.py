@@ -1,4 +1,7 @@
-"""NSA with flash-attn (an optional package) for the sliding window; the other branches by Triton where it can serve, else sdpa."""
+"""NSA with flash-attn (an optional package) for the sliding window, and for dense attention, which is a window of all tokens.
+
+Where flash-attn is not installed torch's own fused attention takes its place. The other branches are Triton's, or sdpa's.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,19 @@ MAX_HEAD_DIM = 256
 
 
 def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
-    """'' when flash-attn can serve such tensors, else the reason that it cannot."""
+    """'' when flash-attn, or torch in its place, can serve such tensors, else the reason that it cannot."""
     if device.type != "cuda":
         return f"flash-attn needs a GPU, and the tensors are on {device.type}"
-    if not triton_launch.is_installed("flash_attn"):
-        return "flash-attn is not installed"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn takes float16 and bfloat16, not {dtype}"
-    if d_k != d_v or d_k > MAX_HEAD_DIM:
+    if is_there() and (d_k != d_v or d_k > MAX_HEAD_DIM):
         return f"flash-attn takes equal head dims up to {MAX_HEAD_DIM}, not {d_k} and {d_v}"
     return ""
+
+
+def is_there() -> bool:
+    """Whether flash-attn is installed."""
+    return triton_launch.is_installed("flash_attn")
 
 
 def _others(q: torch.Tensor, v: torch.Tensor) -> Any:
@@ -51,6 +57,8 @@ def selected(
 
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
     """As `reference.sliding`. flash-attn's window counts the keys to the left of the query's own."""
+    if not is_there():
+        return sdpa.sliding(q, k, v, w=w, scale=scale)
     from flash_attn import flash_attn_func
 
     return flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=(w - 1, 0))

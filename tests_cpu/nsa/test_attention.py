@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 import types
@@ -105,9 +106,24 @@ def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -
         )
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
+    monkeypatch.setattr(flash, "is_there", lambda: True)
     q, k, v = make_inputs(90)[0], *make_inputs(90)[5:7]
     found = flash.sliding(q, k, v, w=24, scale=0.3)
     torch.testing.assert_close(found, reference.sliding(q, k, v, w=24, scale=0.3), rtol=0, atol=1e-12)
+
+
+def test_torch_takes_the_place_of_flash_attn() -> None:
+    """On a machine without it; the choice says so."""
+    assert importlib.util.find_spec("flash_attn") is None
+    q, k, v = make_inputs(90)[0], *make_inputs(90)[5:7]
+    found = flash.sliding(q, k, v, w=24, scale=0.3)
+    torch.testing.assert_close(found, reference.sliding(q, k, v, w=24, scale=0.3), rtol=0, atol=1e-12)
+    gpu = torch.device("cuda")
+    name, why = explain("flash", torch.bfloat16, gpu, 192, 128)
+    assert name == "flash"
+    assert why == "asked for; flash-attn is not installed, so the window is torch's own fused attention"
+    with pytest.raises(ValueError, match=r"backend='flash': flash-attn takes float16 and bfloat16, not torch.float32"):
+        explain("flash", torch.float32, gpu)
 
 
 @pytest.mark.parametrize("backend", ["flash", "triton"])
