@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, H query heads, G KV groups, Nc compressed blocks, Ns 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -79,12 +80,17 @@ def _zero_times(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """What each of several Linears without bias makes of x [N, dim], in one product; one by one where somebody hooks a call."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    if any(type(one) is not nn.Linear or any(getattr(one, name) for name in hooks) for one in linears):
+    """What each of several Linears makes of x [N, dim], in one product; one by one where one is another kind, or is hooked."""
+    if not all(_is_plain(one) for one in linears):
         return [one(x) for one in linears]
     weights = [one.weight for one in linears]
     return F.linear(x, torch.cat(weights)).split([len(w) for w in weights], -1)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """A product with its weight and nothing else, which nobody watches or changes."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return type(linear) is nn.Linear and linear.bias is None and not any(getattr(linear, name) for name in hooks)
 
 
 class NSAAttention(nn.Module):
@@ -186,7 +192,8 @@ class NSAAttention(nn.Module):
         tensors = (q, k_cmp, v_cmp, self.rotary(k_sel, t), v_sel, self.rotary(k_win, t), v_win)
         gates = by_head(self.gate(flat).flatten(1), self.n_heads)
         if cu_seqlens is None:
-            y = self._attend(*tensors, gates, start=start, cache=cache)
+            with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
+                y = self._attend(*tensors, gates, start=start, cache=cache)
         else:
             if cache is not None:
                 raise ValueError("cu_seqlens: a KVCache is of sequences that are not packed")

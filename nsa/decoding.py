@@ -5,6 +5,9 @@ Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from nsa.config import BRANCHES, Branch
@@ -38,6 +41,13 @@ class _Growing:
         self._used = end
         return self._buffer[:, :end]
 
+    def shorten(self, used: int) -> None:
+        """Forget what was appended after the first ``used``."""
+        self._used = used
+
+    def __len__(self) -> int:
+        return self._used
+
 
 class KVCache:
     """What one NSA layer keeps of the tokens it has seen; for inference, so without gradients.
@@ -52,6 +62,19 @@ class KVCache:
         self._selected = (_Growing(), _Growing())
         self._window: Pair | None = None
         self._tail: Pair | None = None  # tokens from the first block on that is not whole
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """A call inside that raises leaves the cache as it was."""
+        growing = (*self._compressed, *self._selected)
+        before = self.length, self._window, self._tail, [len(one) for one in growing]
+        try:
+            yield
+        except BaseException:
+            self.length, self._window, self._tail, used = before
+            for one, n in zip(growing, used, strict=True):
+                one.shorten(n)
+            raise
 
     def tail(self, new: Pair) -> Pair:
         """The tokens of which further compressed blocks are made, ``new`` the last."""

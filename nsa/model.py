@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -103,9 +104,12 @@ class NSATransformer(nn.Module):
                 raise ValueError("caches: only attention='nsa' decodes with a KVCache")
             if len(caches) != len(self.blocks):
                 raise ValueError(f"caches has {len(caches)} entries: must have {len(self.blocks)}, one a layer")
-            for block, cache in zip(self.blocks, caches, strict=True):
-                x = block(x, cache=cache)
-            return self.head(self.norm(x))
+            with contextlib.ExitStack() as stack:
+                for cache in caches:
+                    stack.enter_context(cache.all_or_nothing())
+                for block, cache in zip(self.blocks, caches, strict=True):
+                    x = block(x, cache=cache)
+                return self.head(self.norm(x))
         packed = () if cu_seqlens is None else (cu_seqlens,)
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):

@@ -46,6 +46,27 @@ def test_the_model() -> None:
         torch.testing.assert_close(found, model(tokens), rtol=0, atol=1e-9)
 
 
+def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
+    """Here in the second layer, when the first has taken the tokens in."""
+    config = load_config("configs/tiny_cpu.yaml")
+    model = build_model(config).double().eval()
+    tokens = torch.randint(0, config.model.vocab_size, (1, 70))
+    caches = [KVCache() for _ in range(config.model.n_layers)]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with torch.no_grad():
+        model(tokens[:, :60], caches)
+        hook = model.blocks[1].attn.out.register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            model(tokens[:, 60:], caches)
+        hook.remove()
+        assert [cache.length for cache in caches] == [60] * len(caches)
+        found = model(tokens[:, 60:], caches)
+        torch.testing.assert_close(found, model(tokens)[:, 60:], rtol=0, atol=1e-9)
+
+
 def test_gradients_are_refused() -> None:
     module = NSAAttention(32, 4, 2, 8, 8, **SIZES)
     with pytest.raises(RuntimeError, match=r"a KVCache keeps no gradients: decode under torch\.no_grad"):

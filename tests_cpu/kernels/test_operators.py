@@ -97,8 +97,8 @@ def test_the_same_bits_every_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_a_hook_of_one_projection_is_called() -> None:
-    """Projections are one product where nobody looks; here somebody does, and the result is the same."""
+def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
+    """They are one product where nobody does."""
     module = make_module()
     x = torch.randn(2, 100, 32)
     wanted = module(x)
@@ -106,6 +106,10 @@ def test_a_hook_of_one_projection_is_called() -> None:
     module.v_win.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
     torch.testing.assert_close(module(x), wanted, rtol=0, atol=1e-6)
     assert seen == [torch.Size([200, 16])]
+    with_bias = torch.nn.Linear(32, 16)
+    module.k_win = with_bias
+    module(x).sum().backward()
+    assert with_bias.bias.grad is not None
 
 
 def test_autocast() -> None:
