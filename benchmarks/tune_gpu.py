@@ -50,7 +50,7 @@ def jobs(shape: str, S: int, dtype: torch.dtype) -> dict[str, Call]:
         )
 
     def forward() -> Any:
-        return triton_ops.sliding_forward(q, k, v, SIZES["w"], scale)
+        return (*triton_ops.sliding_forward(q, k, v, SIZES["w"], scale), *compressed())
 
     def compressed() -> Any:
         return triton_ops.compressed_forward(q, k_cmp, v_cmp, *blocked)
@@ -61,7 +61,8 @@ def jobs(shape: str, S: int, dtype: torch.dtype) -> dict[str, Call]:
     return {
         "forward": forward, "importance": compressed, "dq": backward, "dkv": backward,
         "by_query": lambda: triton_ops.by_query(q, k, v, *selection),
-        "by_block": lambda: triton_ops.by_block(q, k, v, *selection), "selected_dkv": selected_backward,
+        "by_block": lambda: triton_ops.by_block(q, k, v, *selection), "selected_dq": selected_backward,
+        "selected_dkv": selected_backward,
     }  # fmt: skip
 
 
@@ -123,19 +124,24 @@ def main() -> None:
     arguments = parser.parse_args()
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
     gpu = triton_ops.capability(0) if DEVICE == "cuda" else "interpreter"
+    table = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    known = table.setdefault(gpu, {})
+    todo = []
     for shape in arguments.shapes:
         _, _, d_k, d_v = SHAPES[shape]
         for kernel, call in jobs(shape, arguments.length, dtype).items():
-            if arguments.kernels and kernel not in arguments.kernels:
-                continue
-            name = triton_ops.tile_name(kernel, d_k, d_v, 2)
-            start = triton_ops.measured(gpu).get(name) or triton_ops.fitting(kernel, d_k, d_v, 2)
-            best, tried = tune(kernel, call, start, arguments.rounds, tolerance=0.1)
-            print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
-            if arguments.json:
-                table = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-                table.setdefault(gpu, {})[name] = list(best)
-                arguments.json.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            if not arguments.kernels or kernel in arguments.kernels:
+                todo.append(
+                    (triton_ops.tile_name(kernel, d_k, d_v, 2), triton_ops.fitting(kernel, d_k, d_v, 2), kernel, call)
+                )
+    # What the table has comes last: a run that was cut off goes on where it was.
+    for name, fitting, kernel, call in sorted(todo, key=lambda job: job[0] in known):
+        start = Tiles(*known[name]) if name in known else fitting
+        best, tried = tune(kernel, call, start, arguments.rounds, tolerance=0.1)
+        print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
+        known[name] = list(best)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,7 @@ class MeanCompression(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] < self.l:
             return x[:, :0]
-        # Of each stride first, which l / d blocks share.
-        strides = x[:, : x.shape[1] // self.d * self.d].unflatten(1, (-1, self.d)).mean(2)
+        strides = x.unfold(1, self.d, self.d).mean(-1)  # l / d blocks share each of them
         return strides.unfold(1, self.l // self.d, 1).mean(-1)
 
 
@@ -90,7 +89,13 @@ def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[tor
 def _is_plain(linear: nn.Module) -> bool:
     """A product with its weight and nothing else, which nobody watches or changes."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return type(linear) is nn.Linear and linear.bias is None and not any(getattr(linear, name) for name in hooks)
+    return (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and type(linear.weight) in (nn.Parameter, torch.Tensor)  # a quantised weight, say, may not be joined to others
+        and "forward" not in vars(linear)
+        and not any(getattr(linear, name) for name in hooks)
+    )
 
 
 class NSAAttention(nn.Module):
@@ -187,8 +192,11 @@ class NSAAttention(nn.Module):
         t = torch.arange(start, start + S, device=x.device)
         q = self.rotary(by_head(self.w_q(flat), self.n_heads), t)
         linears = (self.k_sel, self.k_win, self.k_cmp, self.v_sel, self.v_win, self.v_cmp)
-        found = _side_by_side(flat, linears)
+        # One token is no product that pays for joining the weights.
+        found = _side_by_side(flat, linears) if cache is None else [one(flat) for one in linears]
         k_sel, k_win, k_cmp, v_sel, v_win, v_cmp = (by_head(one, self.n_kv_heads) for one in found)
+        # Kept for the backward as they are, and views would keep all six.
+        v_sel, v_win = v_sel.contiguous(), v_win.contiguous()
         tensors = (q, k_cmp, v_cmp, self.rotary(k_sel, t), v_sel, self.rotary(k_win, t), v_win)
         gates = by_head(self.gate(flat).flatten(1), self.n_heads)
         if cu_seqlens is None:
@@ -258,15 +266,21 @@ class DenseAttention(nn.Module):
         """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1], B = 1) packed sequences."""
         S = x.shape[1]
         t = torch.arange(S, device=x.device)
-        q = self.rotary(self.w_q(x).unflatten(-1, (self.n_heads, -1)), t)
-        k = self.rotary(self.w_k(x).unflatten(-1, (self.n_kv_heads, -1)), t)
-        v = self.w_v(x).unflatten(-1, (self.n_kv_heads, -1))
+        q, k, v = (
+            one.unflatten(-1, (heads, one.shape[-1] // heads))
+            for one, heads in (
+                (self.w_q(x), self.n_heads),
+                (self.w_k(x), self.n_kv_heads),
+                (self.w_v(x), self.n_kv_heads),
+            )
+        )
+        q, k = self.rotary(q, t), self.rotary(k, t)
         kernels = choose(self.backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
         ends = [0, S] if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
         parts = [  # a window of all tokens is causal attention
             kernels.sliding(q[:, a:b], k[:, a:b], v[:, a:b], w=b - a, scale=q.shape[-1] ** -0.5)
             for a, b in itertools.pairwise(ends)
-            if b > a
+            if b > a and len(x)
         ]
-        y = torch.cat(parts, dim=1) if parts else q.new_zeros(x.shape[0], 0, self.n_heads, v.shape[-1])
+        y = torch.cat(parts, dim=1) if parts else q.new_zeros(*x.shape[:2], self.n_heads, v.shape[-1])
         return self.out(y.flatten(-2))

@@ -82,7 +82,11 @@ class KVCache:
 
     def add_compressed(self, blocks_made: Pair, tail: Pair, d: int) -> Pair:
         """Take in the blocks that ``tail`` made; returns all."""
-        self._tail = (tail[0][:, blocks_made[0].shape[1] * d :], tail[1][:, blocks_made[1].shape[1] * d :])
+        # Copies: a view would keep all tokens of the call.
+        self._tail = (
+            tail[0][:, blocks_made[0].shape[1] * d :].clone(),
+            tail[1][:, blocks_made[1].shape[1] * d :].clone(),
+        )
         return self._compressed[0].append(blocks_made[0]), self._compressed[1].append(blocks_made[1])
 
     def add_selected(self, new: Pair) -> Pair:

@@ -31,6 +31,7 @@ from nsa.kernels.cpu_tiles import (
     row_sums,
     run_backward,
     run_forward,
+    some_groups,
 )
 
 QUERIES_AT_ONCE = 1024  # whose parts are kept until they are summed
@@ -155,9 +156,10 @@ def _forward(z: Forward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     for first, tokens, length in chunk.own_blocks(l_sel):
         own = chunk.sequences(z, first, tokens, length, out=out, top=top, total=total)
         run_forward(own, window_tiles(length, length, own.q), rooms)
-    out[len(chunk.query) : -1] *= total[
-        len(chunk.query) : -1, :, None
-    ]  # as those below, which are weighted with their sums
+    own_parts = slice(len(chunk.query), chunk.n_parts - 1)
+    out[own_parts] *= total[own_parts].unsqueeze(
+        -1
+    )  # parts are weighted with their sums, and a tile has divided by them
     q = rooms("chunk of q", *here.q.shape).copy_(here.q)
     keys, values = here.k.mT.split(l_sel, 1), here.v.split(l_sel)
     for start, n, found, sizes in chunk.steps(max(1, cpu_tiles.SCORES_AT_ONCE // (h * l_sel))):
@@ -209,13 +211,15 @@ def _backward(z: Backward, chunk: Chunk, l_sel: int, rooms: Rooms) -> None:
     z.put(here.dq, _summed(dq, chunk.parts))
 
 
-def _masked_tiles(chosen: torch.Tensor, l_sel: int, q: torch.Tensor) -> Iterator[Tile]:
-    """Of all groups, which see different keys: all keys up to their last query's, under a mask. q [B, G, S, h, D]."""
-    S = chosen.shape[1]
-    hidden = minus_infinity(~selected_visible(chosen, l_sel), q).flatten(0, 1).unsqueeze(2)  # [B*G, S, 1, S]
-    step = queries_of_tile(q.shape[3], S)
-    for at, end in ((at, min(at + step, S)) for at in range(0, S, step)):
-        yield Tile(at, end - at, 0, end, ((0, end, hidden[:, at:end, :, :end]),))
+def _masked(z: Work, chosen: torch.Tensor, l_sel: int) -> Iterator[tuple[Work, Tile]]:
+    """Parts of ``z``, whose groups see different keys, and their tiles: all keys up to the last query's, under a mask."""
+    S, h = z.q.shape[2:4]
+    step = queries_of_tile(h, S)
+    by_group = chosen.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # [B*G, S, 1, Ns]
+    for part, groups in some_groups(z, cpu_tiles.SCORES_AT_ONCE // (step * h * S)):
+        hidden = minus_infinity(~selected_visible(by_group[groups], l_sel), z.q).transpose(1, 2)  # [groups, S, 1, S]
+        for at, end in ((at, min(at + step, S)) for at in range(0, S, step)):
+            yield part, Tile(at, end - at, 0, end, ((0, end, hidden[:, at:end, :, :end]),))
 
 
 def selected_forward(
@@ -227,8 +231,8 @@ def selected_forward(
     """
     z, rooms = Forward.of(q, k, v, scale), Rooms(q)
     if q.shape[1] <= SHORT:
-        for tile in _masked_tiles(chosen, l_sel, z.q):
-            tile.forward(z, rooms)
+        for part, tile in _masked(z, chosen, l_sel):
+            tile.forward(part, rooms)
         return z.results()
     first = covered(chosen, l_sel)
     run_forward(z, window_tiles(first, first, z.q), rooms)  # a window of all tokens is causal
@@ -252,8 +256,8 @@ def selected_gradients(z: Backward, chosen: torch.Tensor, l_sel: int) -> None:
     """Write those of q, k and v."""
     rooms = Rooms(z.q)
     if z.q.shape[2] <= SHORT:
-        for tile in _masked_tiles(chosen, l_sel, z.q):
-            tile.backward(z, rooms)
+        for part, tile in _masked(z, chosen, l_sel):
+            tile.backward(part, rooms)
         return
     first = covered(chosen, l_sel)
     run_backward(z, window_tiles(first, first, z.q), rooms)

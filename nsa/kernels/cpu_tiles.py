@@ -23,7 +23,7 @@ from nsa.kernels.blocks import wide
 
 SCORES_AT_ONCE = 3 << 16  # of float32: about what the second-level cache of a core holds
 FEWEST, MOST = 16, 64  # queries of a tile: few make a slow product, many see keys that are hidden from most of them
-STEP = 16  # a tile's queries and keys come in multiples of it, as products are faster so
+STEP = 16  # a window's tiles but for the last have queries and keys in multiples of it, as products are faster so
 
 LOG2_E = math.log2(math.e)
 
@@ -35,7 +35,7 @@ Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def of_queries(x: torch.Tensor, G: int) -> torch.Tensor:
     """[B, S, H, D] -> [B, G, S, h, D], a view."""
-    return x.unflatten(2, (G, -1)).transpose(1, 2)
+    return x.unflatten(2, (G, x.shape[2] // G)).transpose(1, 2)
 
 
 def of_keys(x: torch.Tensor) -> torch.Tensor:

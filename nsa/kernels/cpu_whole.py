@@ -10,10 +10,9 @@ import torch
 
 from nsa.kernels.cpu import compressed_gradients, sliding_gradients
 from nsa.kernels.cpu_selected import selected_gradients
-from nsa.kernels.cpu_tiles import Backward, in_runs, row_sums
+from nsa.kernels.cpu_tiles import Backward, Tensors3, in_runs, row_sums
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def gated_sum(gates: torch.Tensor, outputs: Tensors3) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks, flash, reference, sdpa, triton_launch
-from nsa.kernels.ops import Operators
+from nsa.kernels.ops import Operators, attend_on_cpu
 
 
 class Backend(Protocol):
@@ -44,11 +44,10 @@ class Backend(Protocol):
         """The branches' outputs, weighted and summed."""
 
 
-_CPU = Operators("cpu")
 BACKENDS: dict[str, Backend] = {
     "reference": reference,
     "sdpa": sdpa,
-    "cpu": _CPU,
+    "cpu": Operators("cpu"),
     "triton": Operators("triton"),
     "flash": flash,
 }
@@ -168,7 +167,7 @@ def attend(
     wanted = backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1]
     if q.shape[0] and q.shape[1] and _named(*wanted) == "cpu":
         _counted(*wanted)
-        return _CPU.whole(q, cmp, sel, win, gates.to(q.dtype), l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
+        return attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
     out, chosen = run_branches(q, cmp, sel, win, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale, backend=backend)
     return sum_branches(out, gates, backend), chosen
 

@@ -342,6 +342,32 @@ def _whole_backward(ctx: Any, grad: torch.Tensor) -> Any:
 whole.register_autograd(_whole_backward, setup_context=_whole_setup)
 
 
+# --- no second derivatives --------------------------------------------------------------------------------------------
+
+
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError("NSA's fast kernels have no second derivative: use backend='reference' or backend='sdpa' for it")
+
+
+for _backward in (compressed_backward, selected_backward, sliding_backward, gated_sum_backward, whole_backward):
+    _backward.register_autograd(_refuse)
+
+
+def attend_on_cpu(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
+    scale: float,
+) -> Pair:  # fmt: skip
+    """`dispatch.attend` by the cpu backend: the three branches forward, one after another, and their backward in one."""
+    n_sel, w = min(n_sel, blocks.num_selection(q.shape[1], l_sel)), min(w, q.shape[1])
+    with torch.no_grad():  # `whole` has the gradients
+        o_cmp, lse_cmp, importance = compressed(q, *cmp, l, d, l_sel, scale, "cpu")
+        chosen = select(importance, l_sel, n_sel, "cpu")
+        o_sel, lse_sel = selected(q, *sel, chosen, l_sel, n_sel, scale, "cpu")
+        o_win, lse_win = sliding(q, *win, w, scale, "cpu")
+    outputs = o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win, chosen
+    return whole(gates, q, *cmp, *sel, *win, *outputs, l, d, l_sel, w, scale), chosen
+
+
 class Operators:
     """One backend's branches, called as `nsa.kernels.reference`'s are."""
 
@@ -382,17 +408,3 @@ class Operators:
         if self.backend == "triton":
             return gated_sum(out["cmp"], out["sel"], out["win"], gates)
         return reference.gated_sum(out, gates)
-
-    def whole(
-        self, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, l: int, d: int, l_sel: int,
-        n_sel: int, w: int, scale: float,
-    ) -> Pair:  # fmt: skip
-        """`dispatch.attend` on a CPU: the three branches forward, one after another, and their backward in one."""
-        n_sel, w, backend = min(n_sel, blocks.num_selection(q.shape[1], l_sel)), min(w, q.shape[1]), self.backend
-        with torch.no_grad():  # `whole` has the gradients
-            o_cmp, lse_cmp, importance = compressed(q, *cmp, l, d, l_sel, scale, backend)
-            chosen = select(importance, l_sel, n_sel, backend)
-            o_sel, lse_sel = selected(q, *sel, chosen, l_sel, n_sel, scale, backend)
-            o_win, lse_win = sliding(q, *win, w, scale, backend)
-        outputs = o_cmp, o_sel, o_win, lse_cmp, lse_sel, lse_win, chosen
-        return whole(gates, q, *cmp, *sel, *win, *outputs, l, d, l_sel, w, scale), chosen

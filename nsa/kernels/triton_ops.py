@@ -71,6 +71,7 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tiles:
         "dkv": Tiles(32, 64, 8, 1) if wide else Tiles(32, 64, 8, 2),
         "importance": Tiles(64, 32, 4, 2) if wide else Tiles(64, 64, 8, 2),
         "by_query": Tiles(0, 32, 4, 2) if wide else Tiles(0, 64, 2, 2),
+        "selected_dq": Tiles(0, 32, 4, 2) if wide else Tiles(0, 64, 2, 2),
         "by_block": Tiles(64, 64, 4, 2),
         "selected_dkv": Tiles(32, 64, 8, 1) if wide else Tiles(64, 64, 8, 2),
     }
@@ -319,7 +320,7 @@ def selected_backward(
     h = H // G
     lists, delta, widths = _lists(chosen, n_sel), _delta(grad, out), _widths(q, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    t = tiles("by_query", q, d_v)
+    t = tiles("selected_dq", q, d_v)
     _launch(
         triton_selected.selected_dq, (S, B * G), q, q, k, v, lists.picks, grad, lse, delta, dq, S, H, G, n_sel, scale,
         L_SEL=l_sel, BH=_padded(h), BN=min(t.bn, _padded(l_sel)), **widths, **_meta(t),

@@ -110,6 +110,41 @@ def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
     module.k_win = with_bias
     module(x).sum().backward()
     assert with_bias.bias.grad is not None
+    calls: list[torch.Tensor] = []
+    plain = module.k_cmp.forward
+    module.k_cmp.forward = lambda x: calls.append(x) or plain(x)  # type: ignore[method-assign, func-returns-value]
+    module(x)
+    assert len(calls) == 1
+
+
+def test_what_is_kept_for_the_backward_is_what_it_reads() -> None:
+    """No view of a projection that others share keeps them all: keys before their rotation, say."""
+    module = NSAAttention(64, 4, 4, 16, 16, l=8, d=4, l_sel=16, n_sel=5, w=24)
+    kept: dict[int, int] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        module(torch.randn(1, 500, 64))
+    assert max(kept.values()) == 500 * 64 * 4  # bytes of x, of q, of k and v of a branch, and of an output
+
+
+def test_a_second_derivative_is_refused_with_a_way_out() -> None:
+    module = make_module()
+    x = torch.randn(1, 60, 32, requires_grad=True)
+    (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative: use backend='reference' or backend='sdpa'"):
+        gradient.sum().backward()
+
+
+def test_the_module_is_exported_for_any_length() -> None:
+    module = make_module()
+    length = torch.export.Dim("length", min=33, max=500)
+    exported = torch.export.export(module, (torch.randn(2, 90, 32),), dynamic_shapes=({1: length},))
+    x = torch.randn(2, 201, 32)
+    torch.testing.assert_close(exported.module()(x), module(x), rtol=0, atol=1e-6)
 
 
 def test_autocast() -> None:
