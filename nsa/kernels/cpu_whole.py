@@ -31,18 +31,18 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Gradients of gates, q, and keys and values in the order of the arguments."""
     of_gates = [row_sums(grad, out) for out in outputs]
-    dq, found = torch.empty_like(q), {}
-    # The window first: it writes every query's gradient, to which the others add.
-    for name, i, (k, v) in (("win", 2, win), ("cmp", 0, cmp), ("sel", 1, sel)):
-        gate = gates[..., i]
-        z = Backward.of(
-            grad, q, k, v, lse[i], of_gates[i] * gate, scale, dq=dq, gate=gate.unsqueeze(-1), add=name != "win"
-        )
-        if name == "win":
-            sliding_gradients(z, w)
-        elif name == "cmp":
-            compressed_gradients(z, l, d)
-        else:
-            selected_gradients(z, chosen, l_sel)
-        found[name] = z.of_keys_and_values(k, v, scale)
-    return torch.stack(of_gates, -1).to(gates.dtype), dq, *found["cmp"], *found["sel"], *found["win"]
+    dq = torch.empty_like(q)
+
+    def begin(branch: int, keys: Pair, *, add: bool = True) -> Backward:
+        gate = gates[..., branch]
+        delta = of_gates[branch] * gate
+        return Backward.of(grad, q, *keys, lse[branch], delta, scale, dq, gate=gate.unsqueeze(-1), add=add)
+
+    of_win = begin(2, win, add=False)  # the window first: it writes every query's gradient, to which the others add
+    sliding_gradients(of_win, w)
+    of_cmp, of_sel = begin(0, cmp), begin(1, sel)
+    compressed_gradients(of_cmp, l, d)
+    selected_gradients(of_sel, chosen, l_sel)
+    branches = ((of_cmp, cmp), (of_sel, sel), (of_win, win))
+    keys = [x for z, pair in branches for x in z.of_keys_and_values(*pair, scale)]
+    return torch.stack(of_gates, -1).to(gates.dtype), dq, *keys

@@ -46,6 +46,11 @@ def _contiguous(*tensors: torch.Tensor) -> Any:
     return tuple(t.contiguous() for t in tensors)
 
 
+def _backward_fake(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+    """What a branch's backward returns."""
+    return _like(q, k, v)
+
+
 def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
@@ -80,14 +85,6 @@ def compressed_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     return _contiguous(*_module(backend, "compressed").compressed_backward(grad, q, k, v, out, lse, l, d, scale))
-
-
-@compressed_backward.register_fake
-def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    l: int, d: int, scale: float, backend: str,
-) -> Any:  # fmt: skip
-    return _like(q, k, v)
 
 
 def _compressed_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -173,14 +170,6 @@ def selected_backward(
     )
 
 
-@selected_backward.register_fake
-def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
-) -> Any:  # fmt: skip
-    return _like(q, k, v)
-
-
 def _selected_setup(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend = inputs
     ctx.mark_non_differentiable(output[1])
@@ -221,14 +210,6 @@ def sliding_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     return _contiguous(*_module(backend, "sliding").sliding_backward(grad, q, k, v, out, lse, w, scale))
-
-
-@sliding_backward.register_fake
-def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    w: int, scale: float, backend: str,
-) -> Any:  # fmt: skip
-    return _like(q, k, v)
 
 
 def _sliding_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -342,13 +323,15 @@ def _whole_backward(ctx: Any, grad: torch.Tensor) -> Any:
 whole.register_autograd(_whole_backward, setup_context=_whole_setup)
 
 
-# --- no second derivatives --------------------------------------------------------------------------------------------
+# --- every backward ---------------------------------------------------------------------------------------------------
 
 
 def _refuse(*_: Any) -> Any:
     raise RuntimeError("NSA's fast kernels have no second derivative: use backend='reference' or backend='sdpa' for it")
 
 
+for _backward in (compressed_backward, selected_backward, sliding_backward):
+    _backward.register_fake(_backward_fake)
 for _backward in (compressed_backward, selected_backward, sliding_backward, gated_sum_backward, whole_backward):
     _backward.register_autograd(_refuse)
 
