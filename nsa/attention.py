@@ -93,7 +93,7 @@ def _is_plain(linear: nn.Module) -> bool:
         type(linear) is nn.Linear
         and linear.bias is None
         and type(linear.weight) in (nn.Parameter, torch.Tensor)  # a quantised weight, say, may not be joined to others
-        and "forward" not in vars(linear)
+        and "forward" not in linear.__dict__
         and not any(getattr(linear, name) for name in hooks)
     )
 
