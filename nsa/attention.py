@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -187,7 +186,7 @@ class NSAAttention(nn.Module):
         flat = x.flatten(0, 1)
 
         def by_head(found: torch.Tensor, heads: int) -> torch.Tensor:
-            return found.unflatten(-1, (heads, math.prod(found.shape[1:]) // heads)).unflatten(0, (B, S))
+            return found.unflatten(1, (heads, found.shape[1] // heads)).unflatten(0, (B, S))
 
         t = torch.arange(start, start + S, device=x.device)
         q = self.rotary(by_head(self.w_q(flat), self.n_heads), t)
@@ -198,7 +197,7 @@ class NSAAttention(nn.Module):
         # Kept for the backward as they are, and views would keep all six.
         v_sel, v_win = v_sel.contiguous(), v_win.contiguous()
         tensors = (q, k_cmp, v_cmp, self.rotary(k_sel, t), v_sel, self.rotary(k_win, t), v_win)
-        gates = by_head(self.gate(flat).flatten(1), self.n_heads)
+        gates = self.gate(flat).unflatten(0, (B, S))
         if cu_seqlens is None:
             with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
                 y = self._attend(*tensors, gates, start=start, cache=cache)

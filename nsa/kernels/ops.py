@@ -14,9 +14,8 @@ import torch
 
 from nsa.config import Branch
 from nsa.kernels import blocks, cpu, cpu_selected, cpu_whole, reference
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from nsa.kernels.cpu_tiles import Tensors3
+from nsa.kernels.cpu_whole import Pair
 
 
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +69,7 @@ def compressed(
 @compressed.register_fake
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
-) -> Triple:
+) -> Tensors3:
     dtype = blocks.wide(q.dtype)
     n_blocks = blocks.num_selection(q.shape[1], l_sel)
     importance = q.new_empty(q.shape[0], q.shape[1], k.shape[2], n_blocks, dtype=dtype)

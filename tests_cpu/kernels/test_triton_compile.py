@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -30,3 +32,22 @@ def test_kernels_fit(monkeypatch: pytest.MonkeyPatch, shape: str, capability: in
         code = compile_for(launch, capability)
         assert code.shared <= SHARED[capability], code
         assert code.spilled <= SPILLED, code
+
+
+def test_tile_sizes_are_those_that_were_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from nsa.kernels import triton_ops
+
+    table = tmp_path / "tiles.json"
+    table.write_text('{"sm_90": {"dq 192/128 2": [32, 64, 8, 3]}}')
+    monkeypatch.setattr(triton_ops, "MEASURED", table)
+    found = triton_ops.measured.__wrapped__("sm_90")
+    assert found == {triton_ops.tile_name("dq", 192, 128, 2): triton_ops.Tiles(32, 64, 8, 3)}
+    assert triton_ops.measured.__wrapped__("sm_80") == {}
+
+
+def test_more_programs_than_a_gpu_numbers_are_refused() -> None:
+    from nsa.kernels import triton_ops
+
+    q = torch.empty(35_000, 1, 2, 16, device="meta")
+    with pytest.raises(ValueError, match="batch times heads, 35000 x 2: a GPU numbers 65535 of them; split the batch"):
+        triton_ops.sliding_forward(q, q, q, 8, 0.1)

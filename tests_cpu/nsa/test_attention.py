@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import NSAAttention, explain, nsa_attention, reference_attention
+from nsa import NSAAttention, explain, load_config, nsa_attention, reference_attention
+from nsa.attention import DenseAttention
 from nsa.kernels import flash, reference
 from nsa.kernels.dispatch import counters
 
@@ -290,3 +291,10 @@ def test_learnable_compression_is_trained() -> None:
         if name.startswith("compress"):
             assert parameter.grad is not None
             assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0)])
+def test_dense_attention_of_nothing_is_nothing(B: int, S: int) -> None:
+    module = DenseAttention(load_config("configs/tiny_cpu.yaml").model)
+    width = module.w_q.in_features
+    assert module(torch.randn(B, S, width)).shape == (B, S, width)
