@@ -1,4 +1,4 @@
-# Two commands: `make plan` runs the diagnostic plan on CPU (phases 1 to 5; all of them: PHASES='[1-9]'), `make test` the CPU suite. Both install what they need.
+# Two commands (and `make slow` for what takes long): `make plan` runs the diagnostic plan on CPU (phases 1 to 5; all of them: PHASES='[1-9]'), `make test` the CPU suite. Both install what they need.
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -10,7 +10,7 @@ WORKERS ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
 
-.PHONY: plan test lint install clean
+.PHONY: plan test slow lint install clean
 
 install: $(STAMP)
 
@@ -33,6 +33,9 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile $(ARGS)
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist

@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 from attention_gpu import DEVICE, SHAPES, SIZES, timed
+from nsa.kernels.triton_ops import Tiles
 
 from nsa.kernels import blocks, triton_ops
-from nsa.kernels.triton_ops import Tiles
 
 GAIN = 0.02
 LIMITS = Tiles(256, 128, 16, 5)

@@ -17,7 +17,17 @@ from nsa import decoding
 from nsa.config import BRANCHES, Branch, ModelConfig
 from nsa.decoding import KVCache
 from nsa.gate import Gate
-from nsa.kernels.dispatch import attend, check_backend, check_sizes, choose, pack_ends, run_branches, sum_branches
+from nsa.kernels.dispatch import (
+    Pair,
+    attend,
+    attend_densely,
+    check_backend,
+    check_sizes,
+    pack_ends,
+    run_branches,
+    spans,
+    sum_branches,
+)
 
 
 class Rotary(nn.Module):
@@ -27,25 +37,40 @@ class Rotary(nn.Module):
         super().__init__()
         self.d, self.theta = d, theta
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """x [B, N, heads, d] rotated to ``positions`` [N]; same shape and dtype."""
+    def table(self, positions: torch.Tensor, dtype: torch.dtype) -> Pair:
+        """What turns x [B, N, heads, d] to ``positions`` [N]: two factors [1, N, 1, d], once for all tensors that share
+        positions.
+        """
         # No buffer: `model.bfloat16()` would round the frequencies, and with them every angle.
-        frequencies = self.theta ** (-torch.arange(0, self.d, 2, device=x.device, dtype=torch.float32) / self.d)
+        frequencies = self.theta ** (-torch.arange(0, self.d, 2, device=positions.device, dtype=torch.float32) / self.d)
         angles = positions.float()[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         # (a cos - b sin, b cos + a sin) of the halves a and b, in two products.
-        both, crossed = (torch.cat(pair, -1)[None, :, None].to(x.dtype) for pair in ((cos, cos), (-sin, sin)))
-        return torch.addcmul(x * both, x.roll(x.shape[-1] // 2, -1), crossed)
+        both, crossed = (torch.cat(pair, -1)[None, :, None].to(dtype) for pair in ((cos, cos), (-sin, sin)))
+        return both, crossed
+
+    def turn(self, x: torch.Tensor, table: Pair) -> torch.Tensor:
+        """x [B, N, heads, d] rotated by a `table`; same shape and dtype."""
+        return torch.addcmul(x * table[0], x.roll(x.shape[-1] // 2, -1), table[1])
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [B, N, heads, d] rotated to ``positions`` [N]; same shape and dtype."""
+        return self.turn(x, self.table(positions, x.dtype))
 
 
 class MeanCompression(nn.Module):
-    """phi as the mean over a block of l tokens every d; no parameters. [B, S, G, D] -> [B, Nc, G, D]."""
+    """phi as the mean over a block of l tokens every d; no parameters. [B, S, G, D] -> [B, Nc, G, D].
+
+    ``tokens``: of a pack, those of each block, int64 [Nc, l]; else blocks begin every d tokens.
+    """
 
     def __init__(self, l: int, d: int) -> None:
         super().__init__()
         self.l, self.d = l, d
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        if tokens is not None:
+            return x[:, tokens].mean(2)
         if x.shape[1] < self.l:
             return x[:, :0]
         strides = x.unfold(1, self.d, self.d).mean(-1)  # l / d blocks share each of them
@@ -53,7 +78,7 @@ class MeanCompression(nn.Module):
 
 
 class MLPCompression(nn.Module):
-    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7)."""
+    """phi as a learnable MLP over a block, with a position code inside the block (paper, Eq. 7). Shapes as `MeanCompression`."""
 
     def __init__(self, l: int, d: int, width: int) -> None:
         super().__init__()
@@ -62,9 +87,11 @@ class MLPCompression(nn.Module):
         self.fc1 = nn.Linear(l * width, 2 * width, bias=False)
         self.fc2 = nn.Linear(2 * width, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         B, S, G, D = x.shape
-        if self.l > S:
+        if tokens is not None:
+            windows = x[:, tokens].transpose(2, 3)  # [B, Nc, G, l, D]
+        elif self.l > S:
             # None, and in the graph all the same: every parameter gets a gradient.
             windows = x[:, :0, :, None].expand(B, 0, G, self.l, D)
         else:
@@ -188,43 +215,39 @@ class NSAAttention(nn.Module):
         def by_head(found: torch.Tensor, heads: int) -> torch.Tensor:
             return found.unflatten(1, (heads, found.shape[1] // heads)).unflatten(0, (B, S))
 
-        t = torch.arange(start, start + S, device=x.device)
-        q = self.rotary(by_head(self.w_q(flat), self.n_heads), t)
+        if cu_seqlens is not None and cache is not None:
+            raise ValueError("cu_seqlens: a KVCache is of sequences that are not packed")
+        ends = None if cu_seqlens is None else pack_ends(cu_seqlens, B, S)
+        q = by_head(self.w_q(flat), self.n_heads)
+        table = self.rotary.table(torch.arange(start, start + S, device=x.device), q.dtype)
         linears = (self.k_sel, self.k_win, self.k_cmp, self.v_sel, self.v_win, self.v_cmp)
         # One token is no product that pays for joining the weights.
         found = _side_by_side(flat, linears) if cache is None else [one(flat) for one in linears]
         k_sel, k_win, k_cmp, v_sel, v_win, v_cmp = (by_head(one, self.n_kv_heads) for one in found)
         # Kept for the backward as they are, and views would keep all six.
         v_sel, v_win = v_sel.contiguous(), v_win.contiguous()
-        tensors = (q, k_cmp, v_cmp, self.rotary(k_sel, t), v_sel, self.rotary(k_win, t), v_win)
+        q, k_sel, k_win = (self.rotary.turn(one, table) for one in (q, k_sel, k_win))
         gates = self.gate(flat).unflatten(0, (B, S))
-        if cu_seqlens is None:
-            with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
-                y = self._attend(*tensors, gates, start=start, cache=cache)
-        else:
-            if cache is not None:
-                raise ValueError("cu_seqlens: a KVCache is of sequences that are not packed")
-            ends = pack_ends(cu_seqlens, B, S)
-            parts = [
-                self._attend(*(one[:, a:b] for one in (*tensors, gates)), start=a, cache=None)
-                for a, b in itertools.pairwise(ends)
-                if b > a
-            ]
-            y = torch.cat(parts, dim=1) if parts else q.new_zeros(B, 0, self.n_heads, self.d_v)
+        with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
+            y = self._attend(
+                q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win), gates, start=start, cache=cache, ends=ends
+            )
         return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
 
     def _attend(
-        self, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
-        k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor, *, start: int, cache: KVCache | None,
+        self, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, start: int, cache: KVCache | None,
+        ends: list[int] | None,
     ) -> torch.Tensor:  # fmt: skip
-        """One sequence each, the first of whose tokens stands at ``start``; k_cmp, v_cmp [B, S, G, D] not compressed yet."""
-        S = q.shape[1]
-        tail = (k_cmp, v_cmp) if cache is None else cache.tail((k_cmp, v_cmp))
-        k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
+        """Sequences whose first token has position ``start``; ``cmp`` [B, S, G, D] are not compressed yet. ``ends``: of a pack."""
+        S, tail = q.shape[1], cmp if cache is None else cache.tail(cmp)
+        if ends is None:
+            k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
+            last = torch.arange(k_cmp.shape[1], device=q.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
+        else:
+            tokens = _tokens_of_blocks(ends, self.l, self.d, q.device)
+            k_cmp, v_cmp, last = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens), tokens[:, -1]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
-        ends = torch.arange(k_cmp.shape[1], device=q.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
-        k_cmp = self.rotary(k_cmp, ends)
-        cmp, sel, win = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
+        cmp = (self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
             cmp, sel, win = (
                 cache.add_compressed(cmp, tail, self.d),
@@ -232,21 +255,44 @@ class NSAAttention(nn.Module):
                 cache.add_window(win, self.w),
             )
             cache.length += S
-        forced = self.force_branch
-        branches: tuple[Branch, ...] = (forced,) if forced else BRANCHES
+        forced, listener = self.force_branch, self.selection_listener
         sizes = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
         scale = self.d_k**-0.5
         if cache is not None and start:
+            branches: tuple[Branch, ...] = (forced,) if forced else BRANCHES
             out, chosen = decoding.attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=branches)
-            y = out[forced] if forced else sum_branches(out, gates, self.backend)
-        elif forced:
-            out, chosen = run_branches(q, cmp, sel, win, **sizes, scale=scale, backend=self.backend, branches=branches)
-            y = out[forced] + _zero_times(k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-        else:
-            y, chosen = attend(q, cmp, sel, win, gates, **sizes, scale=scale, backend=self.backend)
-        if chosen is not None and self.selection_listener is not None:
-            self.selection_listener(chosen)
-        return y
+            if chosen is not None and listener is not None:
+                listener(chosen)
+            return out[forced] if forced else sum_branches(out, gates)
+        if forced:
+            y = self._attend_forced(forced, q, cmp, sel, win, ends)
+            return y + _zero_times(*cmp, *sel, *win, gates)
+        return attend(q, cmp, sel, win, gates, **sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
+
+    def _attend_forced(
+        self, forced: Branch, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, ends: list[int] | None
+    ) -> torch.Tensor:
+        """One branch alone, its gate 1; of a pack, one sequence after the other."""
+        S, parts = q.shape[1], []
+        whole = [(0, S, 0, cmp[0].shape[1])]
+        for a, b, c0, c1 in whole if ends is None else spans(ends, self.l, self.d):
+            out, chosen = run_branches(
+                q[:, a:b], (cmp[0][:, c0:c1], cmp[1][:, c0:c1]), (sel[0][:, a:b], sel[1][:, a:b]), (win[0][:, a:b], win[1][:, a:b]),
+                l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, w=self.w, scale=self.d_k**-0.5, backend=self.backend,
+                branches=(forced,),
+            )  # fmt: skip
+            parts.append(out[forced])
+            if chosen is not None and self.selection_listener is not None:
+                self.selection_listener(chosen)
+        return torch.cat(parts, dim=1) if parts else q.new_zeros(*q.shape[:3], self.d_v)
+
+
+def _tokens_of_blocks(ends: Sequence[int], l: int, d: int, device: torch.device) -> torch.Tensor:
+    """The tokens of each compression block of a pack, int64 [Nc, l]; no block lies in two sequences."""
+    firsts = [first for a, b in itertools.pairwise(ends) for first in range(a, b - l + 1, d)]
+    return torch.tensor(firsts, dtype=torch.int64).to(device, non_blocking=True)[:, None] + torch.arange(
+        l, device=device
+    )
 
 
 class DenseAttention(nn.Module):
@@ -273,11 +319,11 @@ class DenseAttention(nn.Module):
                 (self.w_v(x), self.n_kv_heads),
             )
         )
-        q, k = self.rotary(q, t), self.rotary(k, t)
-        kernels = choose(self.backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
+        table = self.rotary.table(t, q.dtype)
+        q, k = self.rotary.turn(q, table), self.rotary.turn(k, table)
         ends = [0, S] if cu_seqlens is None else pack_ends(cu_seqlens, x.shape[0], S)
-        parts = [  # a window of all tokens is causal attention
-            kernels.sliding(q[:, a:b], k[:, a:b], v[:, a:b], w=b - a, scale=q.shape[-1] ** -0.5)
+        parts = [
+            attend_densely(q[:, a:b], k[:, a:b], v[:, a:b], q.shape[-1] ** -0.5, self.backend)
             for a, b in itertools.pairwise(ends)
             if b > a and len(x)
         ]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
 from nsa.config import BRANCHES, Branch
-from nsa.kernels import blocks, flash, reference, sdpa, triton_launch
+from nsa.kernels import blocks, flash, reference, sdpa
 from nsa.kernels.ops import Operators, attend_on_cpu
+from nsa.kernels.triton import support
+from nsa.kernels.triton.operators import attend_on_gpu, selection_mask
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Backend(Protocol):
@@ -40,9 +45,6 @@ class Backend(Protocol):
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
         """Output."""
 
-    def gated_sum(self, out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
-        """The branches' outputs, weighted and summed."""
-
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference,
@@ -63,7 +65,7 @@ def why_not(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_
             "" if device.type == "cpu" else f"the cpu backend is for tensors on a CPU, and these are on {device.type}"
         )
     if backend == "triton":
-        return triton_launch.why_not(dtype, device, d_k, d_v)
+        return support.why_not(dtype, device, d_k, d_v)
     if backend == "flash":
         return flash.why_not(dtype, device, d_k, d_v)
     return ""
@@ -150,9 +152,9 @@ def run_branches(
 
 def attend(
     q: torch.Tensor,
-    cmp: tuple[torch.Tensor, torch.Tensor],
-    sel: tuple[torch.Tensor, torch.Tensor],
-    win: tuple[torch.Tensor, torch.Tensor],
+    cmp: Pair,
+    sel: Pair,
+    win: Pair,
     gates: torch.Tensor,
     *,
     l: int,
@@ -162,20 +164,75 @@ def attend(
     w: int,
     scale: float,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All three branches, weighted and summed (Eq. 5): [B, S, H, Dv], and the selection. Shapes as in `nsa_attention`."""
-    wanted = backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1]
-    if q.shape[0] and q.shape[1] and _named(*wanted) == "cpu":
-        _counted(*wanted)
-        return attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
-    out, chosen = run_branches(q, cmp, sel, win, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale, backend=backend)
-    return sum_branches(out, gates, backend), chosen
+    ends: Sequence[int] | None = None,
+    listener: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """All three branches, weighted and summed (Eq. 5): [B, S, H, Dv]. Shapes as in `nsa_attention`.
+
+    ``ends``: of a pack (B = 1), where its sequences begin and end, 0 first and S last. ``listener`` is given the selection of each
+    sequence, bool [B, S, G, Ns].
+    """
+    sizes: dict[str, Any] = {"l": l, "d": d, "l_sel": l_sel, "n_sel": n_sel, "w": w}
+    if q.shape[0] and q.shape[1]:
+        wanted = backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1]
+        name = _named(*wanted)
+        if name == "triton":
+            _counted(*wanted)
+            return _attend_on_gpu(q, cmp, sel, win, gates, ends, listener, scale=scale, **sizes)
+        if name == "cpu" and ends is None:
+            _counted(*wanted)
+            y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), scale=scale, **sizes)
+            if listener is not None:
+                listener(chosen)
+            return y
+    if ends is not None:
+        one: dict[str, Any] = {**sizes, "scale": scale, "backend": backend, "listener": listener}
+        parts = [attend(*_part(s, q, cmp, sel, win, gates), **one) for s in spans(ends, l, d)]
+        return torch.cat(parts, dim=1) if parts else q.new_zeros(q.shape[0], 0, q.shape[2], sel[1].shape[-1])
+    out, found = run_branches(q, cmp, sel, win, scale=scale, backend=backend, **sizes)
+    if found is not None and listener is not None:
+        listener(found)
+    return sum_branches(out, gates)
 
 
-def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor, backend: str) -> torch.Tensor:
-    """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed, by the backend that made them."""
-    o = out["cmp"]
-    return BACKENDS[_named(backend, o.dtype, o.device, o.shape[-1], o.shape[-1])].gated_sum(out, gates.to(o.dtype))
+def _attend_on_gpu(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, ends: Sequence[int] | None,
+    listener: Callable[[torch.Tensor], None] | None, *, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
+    if listener is not None:
+        if ends is None:
+            listener(selection_mask(picks, blocks.num_selection(q.shape[1], l_sel)).unflatten(0, q.shape[:2]))
+        for a, b in pairwise(ends or ()):
+            if b > a:
+                listener(selection_mask(picks[a:b], blocks.num_selection(b - a, l_sel))[None])
+    return y
+
+
+def _part(
+    span: tuple[int, int, int, int], q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor
+) -> Any:
+    """The arguments of `attend` for one sequence of a pack."""
+    s0, s1, c0, c1 = span
+    pairs = ((pair[0][:, a:b], pair[1][:, a:b]) for pair, a, b in ((cmp, c0, c1), (sel, s0, s1), (win, s0, s1)))
+    return q[:, s0:s1], *pairs, gates[:, s0:s1]
+
+
+def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, backend: str) -> torch.Tensor:
+    """Plain causal attention: q [B, S, H, Dk], k [B, S, G, Dk], v [B, S, G, Dv] -> [B, S, H, Dv].
+
+    By the backend's window of all tokens; on a GPU by torch's fused attention, which is faster there than our window.
+    """
+    kernels = choose(backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
+    if kernels is BACKENDS["triton"]:
+        return sdpa.dense(q, k, v, scale=scale)
+    return kernels.sliding(q, k, v, w=q.shape[1], scale=scale)
+
+
+def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
+    """Eq. 5: gates [B, S, H, 3] times the branches' outputs [B, S, H, Dv], summed."""
+    return reference.gated_sum(out, gates.to(out["cmp"].dtype))
 
 
 def _named(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
@@ -222,23 +279,14 @@ def nsa_attention(
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """
     _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-    spans = [(0, q.shape[1], 0, k_cmp.shape[1])] if cu_seqlens is None else _spans(cu_seqlens, q, l, d)
-    if sum(c1 - c0 for _, _, c0, c1 in spans) != k_cmp.shape[1] or (
-        cu_seqlens is None and k_cmp.shape[1] != blocks.num_compressed(q.shape[1], l, d)
-    ):
+    ends = None if cu_seqlens is None else pack_ends(cu_seqlens, q.shape[0], q.shape[1])
+    lengths = [q.shape[1]] if ends is None else [b - a for a, b in pairwise(ends)]
+    if k_cmp.shape[1] != sum(blocks.num_compressed(length, l, d) for length in lengths):
         raise ValueError(f"k_cmp has {k_cmp.shape[1]} blocks: S={q.shape[1]}, l={l}, d={d} make another number")
-    parts = []
-    for s0, s1, c0, c1 in spans:
-        qs, kc, vc, ks, vs, kw, vw, g = (
-            t[:, c0:c1] if index in (1, 2) else t[:, s0:s1] for index, t in enumerate(tensors)
-        )
-        sizes = {"l": l, "d": d, "l_sel": l_sel, "n_sel": n_sel, "w": w}
-        parts.append(attend(qs, (kc, vc), (ks, vs), (kw, vw), g, **sizes, scale=scale, backend=backend)[0])
-    if not parts:  # a pack of empty sequences
-        return q.new_zeros(q.shape[0], 0, q.shape[2], v_sel.shape[-1])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return attend(
+        q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win), gates, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale, backend=backend, ends=ends,
+    )  # fmt: skip
 
 
 def reference_attention(
@@ -256,15 +304,15 @@ def reference_attention(
     return nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, **{**settings, "backend": "reference"})
 
 
-def _spans(cu_seqlens: torch.Tensor, q: torch.Tensor, l: int, d: int) -> list[tuple[int, int, int, int]]:
+def spans(ends: Sequence[int], l: int, d: int) -> list[tuple[int, int, int, int]]:
     """(first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
-    spans, at = [], 0
-    for start, end in pairwise(pack_ends(cu_seqlens, q.shape[0], q.shape[1])):
+    found, at = [], 0
+    for start, end in pairwise(ends):
         count = blocks.num_compressed(end - start, l, d)
         if end > start:
-            spans.append((start, end, at, at + count))
+            found.append((start, end, at, at + count))
         at += count
-    return spans
+    return found
 
 
 def pack_ends(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:

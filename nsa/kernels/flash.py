@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from nsa.kernels import ops, sdpa, triton_launch
+from nsa.kernels import ops, sdpa
 from nsa.kernels.blocks import select
-from nsa.kernels.reference import gated_sum
+from nsa.kernels.triton import support
 
-__all__ = ["compressed", "gated_sum", "select", "selected", "sliding", "why_not"]
+__all__ = ["compressed", "select", "selected", "sliding", "why_not"]
 
 MAX_HEAD_DIM = 256
 
@@ -31,11 +31,11 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
 
 def is_there() -> bool:
     """Whether flash-attn is installed."""
-    return triton_launch.is_installed("flash_attn")
+    return support.is_installed("flash_attn")
 
 
 def _others(q: torch.Tensor, v: torch.Tensor) -> Any:
-    reason = triton_launch.why_not(q.dtype, q.device, q.shape[-1], v.shape[-1])
+    reason = support.why_not(q.dtype, q.device, q.shape[-1], v.shape[-1])
     return sdpa if reason else ops.Operators("triton")
 
 

@@ -12,13 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from nsa.config import Branch
-from nsa.kernels import blocks, cpu, cpu_selected, cpu_whole, reference
+from nsa.kernels import blocks, cpu, cpu_selected, cpu_whole
 from nsa.kernels.cpu_tiles import Tensors3
 from nsa.kernels.cpu_whole import Pair
 
 
-def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     """An operator's body, without the caller's autocast: what is computed in float32 shall stay so, in the backward too."""
 
     @functools.wraps(function)
@@ -32,9 +31,9 @@ def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 def _module(backend: str, branch: str) -> Any:
     if backend == "cpu":
         return cpu_selected if branch == "selected" else cpu
-    from nsa.kernels import triton_ops
+    from nsa.kernels.triton import single
 
-    return triton_ops
+    return single
 
 
 def _like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -58,7 +57,7 @@ def _output(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("nsa::compressed", mutates_args=())
-@_plainly
+@plainly
 def compressed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, l: int, d: int, l_sel: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,7 +76,7 @@ def _(
 
 
 @torch.library.custom_op("nsa::compressed_backward", mutates_args=())
-@_plainly
+@plainly
 def compressed_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     l: int, d: int, scale: float, backend: str,
@@ -106,7 +105,7 @@ compressed.register_autograd(_compressed_backward, setup_context=_compressed_set
 
 
 @torch.library.custom_op("nsa::select", mutates_args=())
-@_plainly
+@plainly
 def select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
     """`blocks.select`, on ``triton`` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape.
 
@@ -114,9 +113,9 @@ def select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> to
     """
     if backend != "triton":
         return blocks.select(importance, l_sel, n_sel)
-    from nsa.kernels import triton_ops
+    from nsa.kernels.triton import single
 
-    return triton_ops.select(importance, l_sel, n_sel)
+    return single.select_blocks(importance, l_sel, n_sel)
 
 
 @select.register_fake
@@ -128,7 +127,7 @@ def _(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.T
 
 
 @torch.library.custom_op("nsa::selected", mutates_args=())
-@_plainly
+@plainly
 def selected(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -158,7 +157,7 @@ def _(
 
 
 @torch.library.custom_op("nsa::selected_backward", mutates_args=())
-@_plainly
+@plainly
 def selected_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float, backend: str,
@@ -188,7 +187,7 @@ selected.register_autograd(_selected_backward, setup_context=_selected_setup)
 
 
 @torch.library.custom_op("nsa::sliding", mutates_args=())
-@_plainly
+@plainly
 def sliding(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +201,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w: int, scale: float, b
 
 
 @torch.library.custom_op("nsa::sliding_backward", mutates_args=())
-@_plainly
+@plainly
 def sliding_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     w: int, scale: float, backend: str,
@@ -226,51 +225,11 @@ def _sliding_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
 sliding.register_autograd(_sliding_backward, setup_context=_sliding_setup)
 
 
-# --- the gates --------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("nsa::gated_sum", mutates_args=())
-@_plainly
-def gated_sum(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Eq. 5 in one kernel: [B, S, H, Dv] from three of that shape and gates [B, S, H, 3]."""
-    return cast(torch.Tensor, _module("triton", "gates").gated_sum(o_cmp, o_sel, o_win, gates))
-
-
-@gated_sum.register_fake
-def _(o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    return o_cmp.new_empty(o_cmp.shape)
-
-
-@torch.library.custom_op("nsa::gated_sum_backward", mutates_args=())
-@_plainly
-def gated_sum_backward(
-    grad: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the outputs and of the gates."""
-    return _contiguous(*_module("triton", "gates").gated_sum_backward(grad, o_cmp, o_sel, o_win, gates))
-
-
-@gated_sum_backward.register_fake
-def _(grad: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor, o_win: torch.Tensor, gates: torch.Tensor) -> Any:
-    return _like(o_cmp, o_sel, o_win, gates)
-
-
-def _gated_sum_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gated_sum_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    return gated_sum_backward(grad, *ctx.saved_tensors)
-
-
-gated_sum.register_autograd(_gated_sum_backward, setup_context=_gated_sum_setup)
-
-
 # --- the whole, on a CPU ----------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("nsa::whole", mutates_args=())
-@_plainly
+@plainly
 def whole(
     gates: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor,
     v_sel: torch.Tensor, k_win: torch.Tensor, v_win: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor,
@@ -290,7 +249,7 @@ def _(gates: torch.Tensor, q: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op("nsa::whole_backward", mutates_args=())
-@_plainly
+@plainly
 def whole_backward(
     grad: torch.Tensor, gates: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor,
     k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor, v_win: torch.Tensor, o_cmp: torch.Tensor,
@@ -325,14 +284,15 @@ whole.register_autograd(_whole_backward, setup_context=_whole_setup)
 # --- every backward ---------------------------------------------------------------------------------------------------
 
 
-def _refuse(*_: Any) -> Any:
+def refuse(*_: Any) -> Any:
+    """The backward of a backward: RuntimeError."""
     raise RuntimeError("NSA's fast kernels have no second derivative: use backend='reference' or backend='sdpa' for it")
 
 
 for _backward in (compressed_backward, selected_backward, sliding_backward):
     _backward.register_fake(_backward_fake)
-for _backward in (compressed_backward, selected_backward, sliding_backward, gated_sum_backward, whole_backward):
-    _backward.register_autograd(_refuse)
+for _backward in (compressed_backward, selected_backward, sliding_backward, whole_backward):
+    _backward.register_autograd(refuse)
 
 
 def attend_on_cpu(
@@ -360,6 +320,7 @@ class Operators:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
     ) -> Pair:
         """As `reference.compressed`."""
+        q, scale = self._scores(q, scale)
         out, _, importance = compressed(q, k, v, l, d, l_sel, scale, self.backend)
         return out, importance
 
@@ -375,6 +336,7 @@ class Operators:
         scale: float,
     ) -> torch.Tensor:
         """As `reference.selected`."""
+        q, scale = self._scores(q, scale)
         return selected(q, k, v, chosen, l_sel, min(n_sel, chosen.shape[3]), scale, self.backend)[0]
 
     def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
@@ -383,10 +345,15 @@ class Operators:
 
     def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
         """As `reference.sliding`."""
+        q, scale = self._scores(q, scale)
         return sliding(q, k, v, min(w, q.shape[1]), scale, self.backend)[0]
 
-    def gated_sum(self, out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
-        """As `reference.gated_sum`."""
-        if self.backend == "triton":
-            return gated_sum(out["cmp"], out["sel"], out["win"], gates)
-        return reference.gated_sum(out, gates)
+    def _scores(self, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+        return (q, scale) if self.backend == "cpu" else positive_scale(q, scale)
+
+
+def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """The same scores by a scale above zero: the Triton kernels take the maximum of scores before they scale them."""
+    if scale < 0:
+        return -q, -scale
+    return q, scale or 1e-30

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select
-from nsa.kernels.reference import compressed, gated_sum
+from nsa.kernels.reference import compressed
 
-__all__ = ["compressed", "gated_sum", "select", "selected", "sliding"]
+__all__ = ["compressed", "select", "selected", "sliding"]
 
 
 def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
@@ -31,6 +31,16 @@ def selected(
         q.transpose(1, 2), _expand_groups(k, H), _expand_groups(v, H), attn_mask=visible, scale=scale
     )
     return out.transpose(1, 2)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Plain causal attention in one fused call, groups as they are. v is filled up to k's width, as flash attention wants it."""
+    d_v = v.shape[-1]
+    if d_v < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - d_v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)[..., :d_v]
 
 
 def sliding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:

@@ -1,10 +1,15 @@
-"""Compiles the Triton kernels for a GPU that is not there, as `nsa.kernels.triton_ops` launches them; says what they need."""
+"""Compiles the Triton kernels for a GPU that is not there, as `nsa.kernels.triton` launches them; reports what they need.
+
+python -m tests_cpu.kernels.compiled     # writes the table that the tests compare with, for the Triton that is installed
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,57 +31,69 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return str(self.kernel.__name__)
+        """The kernel's, with the branch where several use it."""
+        windowed = self.arguments.get("WINDOWED")
+        branch = "" if windowed is None else " of the window" if windowed else " of the blocks"
+        return f"{self.kernel.__name__}{branch}"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Bytes of shared memory, and registers and spilled bytes a thread."""
+    """Bytes of shared memory, registers and spilled bytes of a thread, and products by wgmma (Hopper's) and mma.sync."""
 
     name: str
     shared: int
     registers: int
     spilled: int
+    wgmma: int
+    mma: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of a call."""
+
+    S: int
+    H: int
+    G: int
+    d_k: int
+    d_v: int
+    dtype: torch.dtype
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """Without memory."""
+        return torch.empty(*shape, dtype=self.dtype, device="meta")
 
 
 def record_launches(
-    monkeypatch: pytest.MonkeyPatch, S: int, H: int, G: int, d_k: int, d_v: int, dtype: torch.dtype
-) -> list[Launch]:
-    """What a forward and backward of all branches would launch, asked with tensors that have no memory; each kernel once."""
-    from nsa.kernels import blocks, triton_ops
+    monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = ""
+) -> tuple[list[Launch], list[Launch]]:
+    """What a whole forward, and its backward, would launch on a GPU with the tiles of ``on`` ('sm_90')."""
+    from nsa.kernels import blocks
+    from nsa.kernels.triton import branches, tiles, whole
 
-    found: dict[str, Launch] = {}
+    found: list[Launch] = []
 
     def note(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
         options = {name: settings.pop(name) for name in ("num_warps", "num_stages") if name in settings}
         named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **settings}
-        assert list(named) == list(kernel.arg_names) or set(named) == set(kernel.arg_names)
+        assert len(arguments) + len(settings) == len(kernel.arg_names)
+        assert set(named) == set(kernel.arg_names)
         assert all(0 < n < 2**31 for n in grid[:1])
         assert all(0 < n < 2**16 for n in grid[1:])
-        width = f"{kernel.__name__}{named.get('PD', named.get('PADDED', ''))}"
-        found.setdefault(width, Launch(kernel, named, options))
+        found.append(Launch(kernel, named, options))
 
-    monkeypatch.setattr(triton_ops, "_launch", note)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    n_cmp = blocks.num_compressed(S, 32, 16)
-    q, do = tensor(1, S, H, d_k), tensor(1, S, H, d_v)
-    k, v, k_cmp, v_cmp = tensor(1, S, G, d_k), tensor(1, S, G, d_v), tensor(1, n_cmp, G, d_k), tensor(1, n_cmp, G, d_v)
-    out, lse = triton_ops.sliding_forward(q, k, v, 512, 0.1)
-    triton_ops.sliding_backward(do, q, k, v, out, lse, 512, 0.1)
-    window = list(found.values())
-    found.clear()
-    out, lse, importance = triton_ops.compressed_forward(q, k_cmp, v_cmp, 32, 16, 64, 0.1)
-    triton_ops.compressed_backward(do, q, k_cmp, v_cmp, out, lse, 32, 16, 0.1)
-    chosen = triton_ops.select(importance, 64, 16)
-    for form in (triton_ops.by_query, triton_ops.by_block):
-        out, lse = form(q, k, v, chosen, 64, 16, 0.1)
-    triton_ops.selected_backward(do, q, k, v, out, lse, chosen, 64, 16, 0.1)
-    gates = tensor(1, S, H, 3)
-    triton_ops.gated_sum_backward(triton_ops.gated_sum(do, do, do, gates), do, do, do, gates)
-    return [*window, *found.values()]
+    monkeypatch.setattr(branches, "launch", note)
+    for module in (branches, tiles):
+        monkeypatch.setattr(module, "capability", lambda device: on)
+    p, n = problem, blocks.num_compressed(problem.S, 32, 16)
+    q = p.tensor(1, p.S, p.H, p.d_k)
+    pairs = [(p.tensor(1, m, p.G, p.d_k), p.tensor(1, m, p.G, p.d_v)) for m in (n, p.S, p.S)]
+    gates, sizes = p.tensor(1, p.S, p.H, 3), whole.Sizes(32, 16, 64, 16, 512, 0.1)
+    out, kept = whole.forward(q, *pairs, gates, None, sizes)
+    of_forward = len(found)
+    whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes)
+    return found[:of_forward], found[of_forward:]
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:
@@ -85,25 +102,28 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {p.name for p in launch.kernel.params if p.is_constexpr}
-    signature = {}
-    for name, value in launch.arguments.items():
-        if name in constants:
-            signature[name] = "constexpr"
+    names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is True or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
+            signature[parameter.name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    places = {name: (launch.kernel.arg_names.index(name),) for name in signature}
-    aligned = {places[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
-    source = ASTSource(
-        launch.kernel, {n: signature[n] for n in launch.kernel.arg_names},
-        {places[n]: launch.arguments[n] for n in constants}, aligned,
-    )  # fmt: skip
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+    source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
     options = {"enable_fp_fusion": True, **launch.options}
     code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    used = ptxas(code.asm["ptx"], capability)
-    return Compiled(launch.name, code.metadata.shared, *used)
+    ptx = code.asm["ptx"]
+    return Compiled(
+        launch.name, code.metadata.shared, *ptxas(ptx, capability), ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
+    )
 
 
 def ptxas(ptx: str, capability: int) -> tuple[int, int]:
@@ -119,3 +139,56 @@ def ptxas(ptx: str, capability: int) -> tuple[int, int]:
     registers = int(re.findall(r"Used (\d+) registers", done.stderr)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
     return registers, spilled
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+PROBLEMS = {
+    "paper": Problem(65536, 64, 4, 192, 128, torch.bfloat16),
+    "paper, 8192 tokens": Problem(8192, 64, 4, 192, 128, torch.bfloat16),
+    "125m": Problem(65536, 12, 2, 64, 64, torch.bfloat16),
+    "125m in float32": Problem(65536, 12, 2, 64, 64, torch.float32),
+    "head dim 128": Problem(8192, 32, 8, 128, 128, torch.float16),
+    "head dim 256": Problem(8192, 16, 2, 256, 256, torch.bfloat16),
+    "one head per group": Problem(8192, 8, 8, 64, 64, torch.bfloat16),
+    "64 heads per group": Problem(8192, 64, 1, 128, 128, torch.bfloat16),
+}
+CAPABILITIES = (80, 90)
+TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernels_compiled.json"
+
+
+def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
+    """Every kernel of a forward and backward, with the tiles that a GPU of that capability gets."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        forward, backward = record_launches(monkeypatch, problem, f"sm_{capability}")
+    launches = {launch.name: launch for launch in (*backward, *forward)}
+    return {name: compile_for(launch, capability) for name, launch in launches.items()}
+
+
+def main() -> None:
+    """Compile everything and keep it under the Triton version that did; what other versions left stays."""
+    import triton
+
+    table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    found = table[triton.__version__] = {}
+    for name, problem in PROBLEMS.items():
+        for capability in CAPABILITIES:
+            codes = compile_all(problem, capability)
+            found[f"{name}, sm_{capability}"] = {
+                kernel: {k: v for k, v in asdict(code).items() if k != "name"} for kernel, code in codes.items()
+            }
+            print(f"{name}, sm_{capability}", flush=True)
+    lines = [f" {json.dumps(version)}: {_by_problem(problems)}" for version, problems in sorted(table.items())]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _by_problem(problems: dict[str, dict[str, Any]]) -> str:
+    """A line per kernel, to be read and compared."""
+    return "{\n" + ",\n".join(
+        f"  {json.dumps(name)}: {{\n" + ",\n".join(f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items()) + "\n  }"
+        for name, kernels in problems.items()
+    ) + "\n }"  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -13,11 +13,14 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is run in one process: the last checks of the second change how keys are cut, for good.
-CHECKS = (("window", "compression", "selection"), ("whole", "selected_by_query", "selected_by_block"))
+# What runs in one process; the last check of each may change how work is cut, for good.
+QUICK = (("window", "compression", "selection", "segments"), ("lists", "selected"), ("whole",))
+SLOW = (("ranges",), ("groups",), ("any_shape",) * 5)
 
 
-@pytest.mark.parametrize("checks", CHECKS, ids=",".join)
+@pytest.mark.parametrize(
+    "checks", [*QUICK, *(pytest.param(checks, marks=pytest.mark.slow) for checks in SLOW)], ids=",".join
+)
 def test_interpreted(checks: tuple[str, ...]) -> None:
     seed = str(random.randrange(1 << 30))
     done = subprocess.run(

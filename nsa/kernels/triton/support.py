@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 
@@ -10,6 +11,7 @@ import torch
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
+MIN_TRITON = (3, 6)
 SHARED = 160 << 10  # bytes a block, less than an A100 has and more than the widest kernel takes
 
 
@@ -17,6 +19,13 @@ SHARED = 160 << 10  # bytes a block, less than an A100 has and more than the wid
 def is_installed(package: str) -> bool:
     """Whether it can be imported; looked for once, as this is asked at each call of the attention."""
     return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """Major and minor of the installed Triton."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 def is_interpreted() -> bool:
@@ -28,6 +37,8 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
     """'' where the kernels can serve such tensors, else the reason that they cannot."""
     if not is_installed("triton"):
         return "triton is not installed"
+    if triton_version() < MIN_TRITON:
+        return "the Triton kernels need Triton {}.{}, and {}.{} is installed".format(*MIN_TRITON, *triton_version())
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
     if max(d_k, d_v) > MAX_HEAD_DIM:
@@ -36,6 +47,11 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
         return "Triton's interpreter multiplies bfloat16 as if it were integers"
     if device.type != "cuda":
         return "" if is_interpreted() else f"the Triton kernels need a GPU, and the tensors are on {device.type}"
+    return _why_not_on(device.index or 0, d_k, d_v)
+
+
+@functools.cache
+def _why_not_on(device: int, d_k: int, d_v: int) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return (

@@ -1,0 +1,116 @@
+"""Importance of selection blocks (Eq. 8 to 10), from the log-sum-exp of the compressed branch.
+
+A program has the rows (query, head) of a tile as columns: s^T = K q^T. The probabilities are summed over the heads of a query
+by one product with a matrix of zeros and ones, and over compressed blocks by one with the strides that both kinds of block
+share; so no S x S/d matrix is written. Both products are of float16 (float32 for float32 inputs): the error is 1e-4 of the
+importance.
+
+Flat layouts (`rows`); the importance is [queries, G, blocks] float32 for the queries from token FIRST on, and holds nothing
+behind a query's own block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.triton.rows import keys_of, load_lse, load_two, product, queries_of, tokens_of, visible_keys
+
+# Probabilities are scaled by 2^SHIFT, so that small ones keep their digits in float16; 64 heads of 1 stay below its largest number.
+SHIFT = tl.constexpr(8.0)
+
+
+@triton.jit
+def _block_scores(
+    q0, q1, lse, heads_of, found, n0, j, at_k, KD0, KD1, row, column, t, N, k_stride, qk,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n = n0 + tl.arange(0, BN)
+    if TMA:
+        k0 = KD0.load([row + n0, column])
+        if D1 > 0:
+            k1 = KD1.load([row + n0, column + D0])
+        else:
+            k1 = k0
+    else:
+        k0, k1 = load_two(at_k, n * k_stride, (n >= 0) & (n < N), DK, D0, D1, MASKED)
+    p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
+    if MASKED:
+        seen = (n * STRIDE + OFFSET)[:, None] <= t[None, :]
+        p = tl.where(seen & ((n >= 0) & (n < N))[:, None], p, 0.0)
+    summed = tl.dot(p.to(heads_of.dtype), heads_of, input_precision=PRECISION)  # over the heads: [BN, queries]
+    shared = tl.minimum(n[None, :] + A, (j[:, None] + 1) * R) - tl.maximum(n[None, :], j[:, None] * R)
+    weight = tl.maximum(shared, 0).to(heads_of.dtype)
+    return tl.dot(weight, summed.to(heads_of.dtype), found, input_precision=PRECISION)
+
+
+@triton.jit
+def block_importance(
+    Q, K, KD0, KD1, LSE, OUT, SEQUENCES, S, N, H, G, BG, LO, HI, FIRST, n_blocks, qk,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, DK: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, STEP: tl.constexpr,
+    INNER: tl.constexpr, CLEAR: tl.constexpr, NQ: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program: BM // h queries of a group, the last first, and all blocks up to theirs, STEP at a time. Grid (tiles * BG,).
+
+    A compressed block has A strides, a selection block R; INNER tiles of BN keys cover the STEP * R + A - 1 strides of STEP blocks;
+    one does if CLEAR, and then those that every query sees whole have no masks.
+    """
+    BQ: tl.constexpr = BM // h
+    bg = tl.program_id(0) % BG
+    b, g = bg // G, bg % G
+    s0, S = tokens_of(SEQUENCES, b, S, PACKED)
+    key0, N = keys_of(SEQUENCES, b, s0, S, N, False, PACKED)
+    lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
+    first = lo + (tl.cdiv(HI - LO, BQ) - 1 - tl.program_id(0) // BG) * BQ
+    if PACKED and first >= hi:
+        return
+    r = tl.arange(0, BM)
+    t = first + r // h
+    there = (r < BQ * h) & (t < hi)
+    rows = (s0 + t).to(tl.int64) * H + g * h + r % h
+    q0, q1 = load_two(Q, rows * DK, there, DK, D0, D1, True)
+    half: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
+    lse = load_lse(LSE, rows, there) - SHIFT
+    heads_of = ((r // h)[:, None] == tl.arange(0, NQ)[None, :]) & there[:, None]
+    heads_of = heads_of.to(half)
+    at_k = K + (key0.to(tl.int64) * G + g) * DK
+    query = tl.arange(0, NQ)
+    at = OUT + ((s0 + first - FIRST + query).to(tl.int64) * G + g) * n_blocks
+    last = tl.minimum(first + BQ, hi) - 1
+    blocks = tl.minimum(n_blocks, last // (R * STRIDE) + 1)
+    # The first tile begins before key 0; from the second up to ``clear`` every query sees them whole.
+    if CLEAR:
+        whole = visible_keys(first, N, STRIDE, OFFSET) - BN + (A - 1)
+        clear = tl.where(whole >= STEP * R, whole // (STEP * R), 0) * STEP + STEP
+    else:
+        clear = STEP
+    jj = tl.arange(0, BJ)
+    zero = tl.zeros([BJ, NQ], tl.float32)
+    for j0 in tl.range(0, tl.minimum(STEP, blocks), STEP):
+        found = zero
+        for inner in range(INNER):
+            found = _block_scores(
+                q0, q1, lse, heads_of, found, j0 * R - (A - 1) + inner * BN, j0 + jj, at_k, KD0, KD1, key0, g * DK, t, N,
+                G * DK, qk, STRIDE, OFFSET, A, R, DK, D0, D1, BN, True, False, PRECISION,
+            )  # fmt: skip
+        mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
+        tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)
+    if CLEAR:
+        for j0 in tl.range(STEP, tl.minimum(clear, blocks), STEP):
+            found = _block_scores(
+                q0, q1, lse, heads_of, zero, j0 * R - (A - 1), j0 + jj, at_k, KD0, KD1, key0, g * DK, t, N, G * DK, qk,
+                STRIDE, OFFSET, A, R, DK, D0, D1, BN, False, TMA, PRECISION,
+            )  # fmt: skip
+            mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
+            tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)
+    for j0 in tl.range(clear, blocks, STEP):
+        found = zero
+        for inner in range(INNER):
+            found = _block_scores(
+                q0, q1, lse, heads_of, found, j0 * R - (A - 1) + inner * BN, j0 + jj, at_k, KD0, KD1, key0, g * DK, t, N,
+                G * DK, qk, STRIDE, OFFSET, A, R, DK, D0, D1, BN, True, False, PRECISION,
+            )  # fmt: skip
+        mask = ((jj < STEP) & (j0 + jj < n_blocks))[:, None] & ((query < BQ) & (first + query < hi))[None, :]
+        tl.store(at[None, :] + (j0 + jj)[:, None], found * (1.0 / 256), mask=mask)

@@ -1,0 +1,117 @@
+"""The whole of NSA on a GPU as operators of torch.library: opaque to torch.compile, one node in the autograd graph.
+
+Triton is imported as they run, not before: a machine without it can import this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsa.kernels import blocks
+from nsa.kernels.ops import Pair, plainly, positive_scale, refuse
+
+KEPT = 7  # outputs behind the first, which have no gradient
+
+
+def _sizes(l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float) -> Any:
+    from nsa.kernels.triton.whole import Sizes
+
+    return Sizes(l, d, l_sel, n_sel, w, scale)
+
+
+@torch.library.custom_op("nsa::attention", mutates_args=())
+@plainly
+def attention(
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor,
+    v_win: torch.Tensor, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, l: int, d: int, l_sel: int, n_sel: int, w: int,
+    scale: float,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """Eq. 5, [B, S, H, Dv], and what `whole.Kept` names. ``cu_seqlens``: a pack's, on the CPU, so that nothing waits for the
+    device.
+    """
+    from nsa.kernels.triton import whole
+
+    pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
+    out, kept = whole.forward(q, *pairs, gates, cu_seqlens, _sizes(l, d, l_sel, n_sel, w, scale))
+    return out, *kept
+
+
+@attention.register_fake
+def _(
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor, k_win: torch.Tensor,
+    v_win: torch.Tensor, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, l: int, d: int, l_sel: int, n_sel: int, w: int,
+    scale: float,
+) -> Any:  # fmt: skip
+    from nsa.kernels.triton import whole
+
+    kept = whole.empty_kept(q, v_sel, cu_seqlens, _sizes(l, d, l_sel, n_sel, w, scale))
+    return q.new_empty(*q.shape[:3], v_sel.shape[-1]), *kept
+
+
+@torch.library.custom_op("nsa::attention_backward", mutates_args=())
+@plainly
+def attention_backward(
+    grad: torch.Tensor, q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
+    k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor, o_cmp: torch.Tensor, o_sel: torch.Tensor,
+    o_win: torch.Tensor, lse: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, totals: torch.Tensor,
+    cu_seqlens: torch.Tensor | None, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    """Gradients of q, keys and values, and gates, in the order of the arguments."""
+    from nsa.kernels.triton import whole
+
+    pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
+    kept = whole.Kept(o_cmp, o_sel, o_win, lse, picks, entries, totals)
+    found = whole.backward(grad, q, *pairs, gates, kept, cu_seqlens, _sizes(l, d, l_sel, n_sel, w, scale))
+    return found
+
+
+@attention_backward.register_fake
+def _(grad: torch.Tensor, *others: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in others[:8])
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    tensors, cu_seqlens, ctx.sizes = inputs[:8], inputs[8], inputs[9:]
+    ctx.save_for_backward(*tensors, *output[1:], *(() if cu_seqlens is None else (cu_seqlens,)))
+
+
+def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+    saved, count = ctx.saved_tensors, 8 + KEPT
+    cu_seqlens = saved[count] if len(saved) > count else None
+    found = attention_backward(grad.to(saved[0].dtype), *saved[:count], cu_seqlens, *ctx.sizes)
+    return *found, *(None for _ in range(7))
+
+
+attention.register_autograd(_backward, setup_context=_setup)
+attention_backward.register_autograd(refuse)
+
+
+@torch.library.custom_op("nsa::selection_mask", mutates_args=())
+def selection_mask(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    """bool [T, G, n_blocks], as `blocks.select` makes it, of picks int32 [T, G, n]."""
+    from nsa.kernels.triton import single
+
+    return single.mask_of(picks, n_blocks)
+
+
+@selection_mask.register_fake
+def _(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    return picks.new_empty(*picks.shape[:2], n_blocks, dtype=torch.bool)
+
+
+def attend_on_gpu(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, *, l: int, d: int,
+    l_sel: int, n_sel: int, w: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`dispatch.attend` by the triton backend: the output, and the picks int32 [B * S, G, n] of each query."""
+    q, scale = positive_scale(q, scale)
+    w, n_sel = min(w, q.shape[1]), min(n_sel, blocks.num_selection(q.shape[1], l_sel))
+    found = attention(q, *cmp, *sel, *win, gates, cu_seqlens, l, d, l_sel, n_sel, w, scale)
+    return found[0], found[5]

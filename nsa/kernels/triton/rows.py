@@ -1,0 +1,164 @@
+"""What the kernels share: packed rows, head dims in two parts, sequences of a batch or a pack.
+
+Rows. All heads of a group attend to the same keys, so a program's rows are (query, head of the group) pairs: BM rows are BM
+// h whole queries; row r is query r // h, head r % h, and rows beyond are idle. Masks depend on the query alone, and the sum
+over the heads of a group lies in one program.
+
+Head dims. D columns are loaded as D0 + D1, both powers of two (192 = 128 + 64; D1 is 0 where D is a power of two), as
+products need; only what is no sum of two powers is padded with zeros. A product over D is two chained products.
+
+Sequences. Tensors are flat over tokens: q [T, H, D]; k, v [T, G, D] or, compressed, [Nc, G, D]. A batch has its sequences at
+multiples of S; a pack (PACKED) has a table, int32 [sequences, 8]: first token, tokens, first compressed key, compressed keys,
+first and end of the queries at work, first chunk of lists, nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NO_HINT = tl.constexpr("")  # of how long a cache keeps what was read or written
+FIELDS = tl.constexpr(8)  # of a sequence in the table
+
+
+@triton.jit
+def load_part(
+    base, at, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
+    EVICT: tl.constexpr = NO_HINT,
+):  # fmt: skip
+    """[len(at), WIDTH]: columns from FIRST on of the rows at ``at`` (in elements); zero beyond D, and, if MASKED, where not
+    ``there``.
+    """
+    column = FIRST + tl.arange(0, WIDTH)
+    where = base + at[:, None] + column[None, :]
+    if FIRST + WIDTH > D:
+        if MASKED:
+            x = tl.load(where, mask=there[:, None] & (column < D)[None, :], other=0.0, eviction_policy=EVICT)
+        else:
+            x = tl.load(where, mask=(column < D)[None, :], other=0.0, eviction_policy=EVICT)
+    elif MASKED:
+        x = tl.load(where, mask=there[:, None], other=0.0, eviction_policy=EVICT)
+    else:
+        x = tl.load(where, eviction_policy=EVICT)
+    return x
+
+
+@triton.jit
+def load_two(
+    base, at, there, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr = NO_HINT,
+):  # fmt: skip
+    """Both parts of rows of D columns; the first one twice where there is no second."""
+    x0 = load_part(base, at, there, 0, D0, D, MASKED, EVICT)
+    if D1 > 0:
+        x1 = load_part(base, at, there, D0, D1, D, MASKED, EVICT)
+    else:
+        x1 = x0
+    return x0, x1
+
+
+@triton.jit
+def store_part(
+    base, at, there, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EVICT: tl.constexpr = NO_HINT
+):
+    """What `load_part` reads, in the pointer's dtype."""
+    column = FIRST + tl.arange(0, WIDTH)
+    where = base + at[:, None] + column[None, :]
+    if FIRST + WIDTH > D:
+        mask = there[:, None] & (column < D)[None, :]
+    else:
+        mask = there[:, None]
+    tl.store(where, x.to(base.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+
+
+@triton.jit
+def store_two(
+    base, at, there, x0, x1, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, EVICT: tl.constexpr = NO_HINT,
+):  # fmt: skip
+    """Both parts of rows of D columns."""
+    store_part(base, at, there, x0, 0, D0, D, EVICT)
+    if D1 > 0:
+        store_part(base, at, there, x1, D0, D1, D, EVICT)
+
+
+@triton.jit
+def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
+    """a b^T over both parts of the head dim: [len(a), len(b)] float32."""
+    s = tl.dot(a0, b0.T, input_precision=PRECISION)
+    if D1 > 0:
+        s = tl.dot(a1, b1.T, s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_product(p, b0, b1, acc0, acc1, D1: tl.constexpr, PRECISION: tl.constexpr):
+    """p b added to both parts of an accumulator."""
+    acc0 = tl.dot(p, b0, acc0, input_precision=PRECISION)
+    if D1 > 0:
+        acc1 = tl.dot(p, b1, acc1, input_precision=PRECISION)
+    return acc0, acc1
+
+
+@triton.jit
+def zeros_two(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """An accumulator of N rows in two parts."""
+    x0 = tl.zeros([N, D0], tl.float32)
+    if D1 > 0:
+        x1 = tl.zeros([N, D1], tl.float32)
+    else:
+        x1 = 0.0
+    return x0, x1
+
+
+@triton.jit
+def tokens_of(SEQUENCES, b, S, PACKED: tl.constexpr):
+    """First token and number of tokens of sequence b."""
+    if PACKED:
+        return tl.load(SEQUENCES + b * FIELDS), tl.load(SEQUENCES + b * FIELDS + 1)
+    else:
+        return b * S, S
+
+
+@triton.jit
+def keys_of(SEQUENCES, b, s0, S, N, WINDOWED: tl.constexpr, PACKED: tl.constexpr):
+    """First key and number of keys of sequence b: its tokens under a window, else its compressed blocks."""
+    if WINDOWED:
+        return s0, S
+    elif PACKED:
+        return tl.load(SEQUENCES + b * FIELDS + 2), tl.load(SEQUENCES + b * FIELDS + 3)
+    else:
+        return b * N, N
+
+
+@triton.jit
+def queries_of(SEQUENCES, b, LO, HI, PACKED: tl.constexpr):
+    """First and end of the queries at work, counted in sequence b."""
+    if PACKED:
+        return tl.load(SEQUENCES + b * FIELDS + 4), tl.load(SEQUENCES + b * FIELDS + 5)
+    else:
+        return LO, HI
+
+
+@triton.jit
+def visible_keys(t, N, STRIDE: tl.constexpr, OFFSET: tl.constexpr):
+    """How many keys, from the first, query t sees where key n ends at token n * STRIDE + OFFSET."""
+    return tl.where(t >= OFFSET, tl.minimum(N, (t - OFFSET) // STRIDE + 1), 0)
+
+
+@triton.jit
+def load_lse(LSE, at, there):
+    """The log-sum-exp, base 2; +inf where there is no row or it saw no key, so that exp2(s - lse) is 0 without a mask."""
+    lse = tl.load(LSE + at, mask=there, other=float("inf")) * LOG2E
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def load_gate(GATES, at, there, BRANCH: tl.constexpr, MASKED: tl.constexpr):
+    """The gates of rows ``at`` [T * H]; 1 where BRANCH is negative: a branch that has none."""
+    if BRANCH < 0:
+        gate = tl.full(at.shape, 1.0, tl.float32)
+    elif MASKED:
+        gate = tl.load(GATES + at * 3 + BRANCH, mask=there, other=0.0).to(tl.float32)
+    else:
+        gate = tl.load(GATES + at * 3 + BRANCH).to(tl.float32)
+    return gate

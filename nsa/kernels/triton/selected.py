@@ -1,0 +1,141 @@
+"""Forward of the selected branch, by block (as FSA does, arXiv 2508.18224): keys and values of a block are read once for its
+queries.
+
+A program has an item (`lists`): a block of keys and some of the queries that picked it. It leaves for each its attention to
+that block alone, a part, with its log-sum-exp; a second kernel merges the parts of a query, in order, and, where it is given
+gates, sums the three branches (Eq. 5). A block of more keys than BN is several sub-blocks, SUB, each with parts of its own.
+
+Flat layouts (`rows`). Parts [queries, G, n * SUB, h, Dv], their log-sum-exps base 2 likewise, for the queries from token
+FIRST on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.triton.rows import (
+    LOG2E,
+    add_product,
+    load_part,
+    load_two,
+    product,
+    store_part,
+    store_two,
+    tokens_of,
+    zeros_two,
+)
+
+
+@triton.jit
+def selected_forward(
+    Q, K, V, LISTS, ITEMS, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program: an item and a sub-block. WIDE where q has more elements in a sequence than 32 bits count. Grid (items, SUB)."""
+    item = ITEMS + tl.program_id(0).to(tl.int64) * 4
+    group = tl.load(item)
+    if group >= 0:
+        j, begin, end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        b, g, sub = group // G, group % G, tl.program_id(1)
+        s0, S = tokens_of(SEQUENCES, b, S, PACKED)
+        n = j * L_SEL + sub * BN + tl.arange(0, BN)
+        inside = n < tl.minimum((j + 1) * L_SEL, S)
+        keys = (s0 + n).to(tl.int64) * G + g
+        k0, k1 = load_two(K, keys * DK, inside, DK, D0, D1, True)
+        v0, v1 = load_two(V, keys * DV, inside, DV, E0, E1, True)
+        at_q = Q + (s0.to(tl.int64) * H + g * h) * DK
+        for r0 in tl.range(0, (end - begin) * h, BM, num_stages=STAGES):
+            r = r0 + tl.arange(0, BM)
+            there = r < (end - begin) * h
+            entry = tl.load(LISTS + begin + r // h, mask=there, other=0)
+            t = entry // n_sel
+            row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
+            q0, q1 = load_two(at_q, row * DK, there, DK, D0, D1, True, "evict_last")
+            s = product(q0, q1, k0, k1, D1, PRECISION)
+            # A list ascends: a block's own queries, who do not see all of it, come first.
+            if tl.min(tl.where(there, t, S), 0) < (j + 1) * L_SEL:
+                s = tl.where(inside[None, :] & (n[None, :] <= t[:, None]), s, float("-inf"))
+            elif SUB * BN > L_SEL:
+                s = tl.where(inside[None, :], s, float("-inf"))
+            top = tl.max(s, 1) * qk
+            if SUB > 1:  # of the own block, whole sub-blocks may lie behind the query
+                finite = tl.where(top == float("-inf"), 0.0, top)
+            else:
+                finite = tl.where(there, top, 0.0)
+            p = tl.exp2(s * qk - finite[:, None])
+            total = tl.sum(p, 1)
+            o0, o1 = zeros_two(BM, E0, E1)
+            o0, o1 = add_product(p.to(v0.dtype), v0, v1, o0, o1, E1, PRECISION)
+            some = tl.where(total > 0, total, 1.0)
+            share = 1.0 / some
+            o0 = o0 * share[:, None]
+            if E1 > 0:
+                o1 = o1 * share[:, None]
+            part = ((s0 - FIRST + t).to(tl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
+            place = part * h + r % h
+            store_two(PART, place * DV, there, o0, o1, DV, E0, E1, "evict_first")
+            tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
+
+
+@triton.jit
+def merge_parts(
+    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, POSITIONS, S, H, G, FIRST,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr,
+    E1: tl.constexpr, HP: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """A program: the parts of a query and group, merged to O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
+
+    Grid (queries * G,).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token, g = FIRST + row // G, row % G
+    if PACKED:
+        t = tl.load(POSITIONS + token)
+    else:
+        t = token % S
+    count = tl.minimum(n_sel, (t // L_SEL + 1).to(tl.int32)) * SUB
+    slot, i = tl.arange(0, NP), tl.arange(0, HP)
+    base = row * (n_sel * SUB)
+    lse = tl.load(
+        PART_LSE + (base + slot[:, None]) * h + i[None, :],
+        mask=(slot < count)[:, None] & (i < h)[None, :],
+        other=float("-inf"),
+    )
+    top = tl.where(i < h, tl.max(lse, 0), 0.0)
+    total = tl.sum(tl.exp2(lse - top[None, :]), 0)
+    total = tl.where(i < h, total, 1.0)
+    acc0, acc1 = zeros_two(HP, E0, E1)
+    for k in range(count):
+        place = (base + k) * h + i
+        weight = tl.exp2(tl.load(PART_LSE + place, mask=i < h, other=float("-inf")) - top)
+        x0, x1 = load_two(PART, place * DV, i < h, DV, E0, E1, True, "evict_first")
+        acc0 += x0.to(tl.float32) * weight[:, None]
+        if E1 > 0:
+            acc1 += x1.to(tl.float32) * weight[:, None]
+    out = token * H + g * h + i
+    acc0 = acc0 / total[:, None]
+    if E1 > 0:
+        acc1 = acc1 / total[:, None]
+    store_two(O, out * DV, i < h, acc0, acc1, DV, E0, E1)
+    tl.store(LSE + out, (top + tl.log2(total)) / LOG2E, mask=i < h)
+    if GATED:
+        _gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc0, 0, E0, DV)
+        if E1 > 0:
+            _gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc1, E0, E1, DV)
+
+
+@triton.jit
+def _gate_and_store(
+    O_CMP, O_WIN, GATES, OUT, rows, there, selected, FIRST: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr
+):
+    """Columns from FIRST on of the gated sum."""
+    of_cmp = load_part(O_CMP, rows * DV, there, FIRST, WIDTH, DV, True).to(tl.float32)
+    of_win = load_part(O_WIN, rows * DV, there, FIRST, WIDTH, DV, True).to(tl.float32)
+    g0 = tl.load(GATES + rows * 3, mask=there, other=0.0).to(tl.float32)
+    g1 = tl.load(GATES + rows * 3 + 1, mask=there, other=0.0).to(tl.float32)
+    g2 = tl.load(GATES + rows * 3 + 2, mask=there, other=0.0).to(tl.float32)
+    total = of_cmp * g0[:, None] + selected * g1[:, None] + of_win * g2[:, None]
+    store_part(OUT, rows * DV, there, total, FIRST, WIDTH, DV)

@@ -1,0 +1,168 @@
+"""Backward of the selected branch, by block: a program has an item's block of keys, and the rows of its queries as in the
+forward.
+
+dk and dv of an item are written as parts and added in the order of items (`sum_items`); dq is a part a row and block, added
+in the order of picks (`merge_dq`) to what the other branches left. On Hopper K^T dS is computed for dq, and stored transposed
+(TRANSPOSED): its first operand has 64 rows and more, as wgmma wants, where dS^T K has a tile's few rows. Where dq is made
+elsewhere (`union`), DQ is false.
+
+Flat layouts (`rows`). Parts of dq [queries, G, n * SUB, h, Dk] for the queries from token FIRST on; of dk, dv [items * SUB,
+BN, D] float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.triton.rows import load_gate, load_lse, load_two, product, store_part, store_two, tokens_of, zeros_two
+from nsa.kernels.triton.strided_backward import rows_give
+
+
+@triton.jit
+def _store_transposed(
+    base, at, there, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    column = FIRST + tl.arange(0, WIDTH)
+    mask = there[None, :] & (column < D)[:, None]
+    tl.store(
+        base + at[None, :] + column[:, None], x.to(base.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def selected_backward(
+    Q, K, V, GRAD, LSE, DELTA, GATES, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, BRANCH: tl.constexpr, DQ: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program: an item and a sub-block. Grid (items, SUB)."""
+    item = ITEMS + tl.program_id(0).to(tl.int64) * 4
+    group = tl.load(item)
+    if group >= 0:
+        j, begin, end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+        b, g, sub = group // G, group % G, tl.program_id(1)
+        s0, S = tokens_of(SEQUENCES, b, S, PACKED)
+        n = j * L_SEL + sub * BN + tl.arange(0, BN)
+        inside = n < tl.minimum((j + 1) * L_SEL, S)
+        keys = (s0 + n).to(tl.int64) * G + g
+        k0, k1 = load_two(K, keys * DK, inside, DK, D0, D1, True)
+        v0, v1 = load_two(V, keys * DV, inside, DV, E0, E1, True)
+        dk0, dk1 = zeros_two(BN, D0, D1)
+        dv0, dv1 = zeros_two(BN, E0, E1)
+        base = s0.to(tl.int64) * H + g * h
+        for r0 in tl.range(0, (end - begin) * h, BM, num_stages=STAGES):
+            r = r0 + tl.arange(0, BM)
+            there = r < (end - begin) * h
+            entry = tl.load(LISTS + begin + r // h, mask=there, other=0)
+            t = entry // n_sel
+            row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
+            q0, q1 = load_two(Q + base * DK, row * DK, there, DK, D0, D1, True)
+            do0, do1 = load_two(GRAD + base * DV, row * DV, there, DV, E0, E1, True)
+            lse = load_lse(LSE + base, row, there)
+            delta = tl.load(DELTA + base + row, mask=there, other=0.0)
+            gate = load_gate(GATES + base * 3, row, there, BRANCH, True)
+            p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
+            # A list ascends: a block's own queries, which do not see all of it, come first.
+            if tl.min(tl.where(there, t, S), 0) < (j + 1) * L_SEL:
+                p = tl.where(inside[:, None] & (n[:, None] <= t[None, :]), p, 0.0)
+            elif SUB * BN > L_SEL:
+                p = tl.where(inside[:, None], p, 0.0)
+            dk0, dk1, dv0, dv1, ds = rows_give(
+                p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, gate, D1, E1, PRECISION
+            )
+            if DQ:
+                part = ((s0 - FIRST + t).to(tl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
+                at = (part * h + r % h) * DK
+                if TRANSPOSED:
+                    x0 = tl.dot(k0.T, ds, input_precision=PRECISION)
+                    _store_transposed(PART_DQ, at, there, x0 * scale, 0, D0, DK)
+                    if D1 > 0:
+                        x1 = tl.dot(k1.T, ds, input_precision=PRECISION)
+                        _store_transposed(PART_DQ, at, there, x1 * scale, D0, D1, DK)
+                else:
+                    x0 = tl.dot(ds.T, k0, input_precision=PRECISION)
+                    store_part(PART_DQ, at, there, x0 * scale, 0, D0, DK, "evict_first")
+                    if D1 > 0:
+                        x1 = tl.dot(ds.T, k1, input_precision=PRECISION)
+                        store_part(PART_DQ, at, there, x1 * scale, D0, D1, DK, "evict_first")
+        dk0 = dk0 * scale
+        if D1 > 0:
+            dk1 = dk1 * scale
+        out = (tl.program_id(0).to(tl.int64) * SUB + sub) * BN + tl.arange(0, BN)
+        everywhere = tl.arange(0, BN) < BN
+        store_two(PART_K, out * DK, everywhere, dk0, dk1, DK, D0, D1)
+        store_two(PART_V, out * DV, everywhere, dv0, dv1, DV, E0, E1)
+
+
+@triton.jit
+def merge_dq(
+    PART_DQ, DQ, POSITIONS, S, G, FIRST,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """dq of a query and group: its parts, WIDTH = h * Dk long, added in order, and if ADD to what DQ holds.
+
+    Grid (queries * G, WIDTH / BLOCK).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = FIRST + row // G
+    if PACKED:
+        t = tl.load(POSITIONS + token)
+    else:
+        t = token % S
+    count = tl.minimum(n_sel, (t // L_SEL + 1).to(tl.int32)) * SUB
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    out = DQ + (token * G + row % G) * WIDTH + column
+    if ADD:
+        total = tl.load(out, mask=column < WIDTH, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([BLOCK], tl.float32)
+    for k in range(count):
+        at = PART_DQ + (row * (n_sel * SUB) + k) * WIDTH + column
+        total += tl.load(at, mask=column < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    tl.store(out, total.to(DQ.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _sum_items(
+    PART, OUT, first, end, at, there, inner, SUB: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PD: tl.constexpr,
+    BR: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, PD)
+    mask = there[:, None] & (column < D)[None, :]
+    out = OUT + at[:, None] * D + column[None, :]
+    if ADD:
+        total = tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([BR, PD], tl.float32)
+    part = PART + ((first.to(tl.int64) * SUB + inner // BN) * BN + inner % BN)[:, None] * D + column[None, :]
+    for _ in range(first, end):
+        total += tl.load(part, mask=mask, other=0.0)
+        part += SUB * BN * D
+    tl.store(out, total.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_items(
+    PART_K, PART_V, STARTS, OUT_K, OUT_V, SEQUENCES, S, G, n_blocks,
+    L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, PK: tl.constexpr, DV: tl.constexpr,
+    PV: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BR keys of a block: the parts of its items in order. STARTS [sequences * G, blocks + 1].
+
+    Grid (sequences * G * blocks, L_SEL / BR).
+    """
+    group, j = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
+    b, g = group // G, group % G
+    s0, S = tokens_of(SEQUENCES, b, S, PACKED)
+    inner = tl.program_id(1) * BR + tl.arange(0, BR)
+    n = j * L_SEL + inner
+    there = (inner < L_SEL) & (n < S)
+    starts = STARTS + group.to(tl.int64) * (n_blocks + 1) + j
+    first, end = tl.load(starts), tl.load(starts + 1)
+    at = (s0 + n).to(tl.int64) * G + g
+    _sum_items(PART_K, OUT_K, first, end, at, there, inner, SUB, BN, DK, PK, BR, ADD)
+    _sum_items(PART_V, OUT_V, first, end, at, there, inner, SUB, BN, DV, PV, BR, ADD)

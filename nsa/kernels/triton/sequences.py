@@ -1,0 +1,143 @@
+"""Which sequences a call has, and the ranges of queries it goes through: what kernels need of a batch or a pack, as numbers and
+tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from nsa.kernels import blocks
+
+CHUNK = 64  # queries whose picks are sorted together
+SHORT, SHORT_CHUNK = 8192, 32  # up to so many tokens, more and smaller programs
+PARTS = 3 << 30  # bytes of parts of the selected branch that exist at once; more queries go in several ranges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """Queries that the selected branch works on at once: tokens first ... end - 1 of all, lo ... hi - 1 of a batch's sequences.
+
+    Of a pack, ``table`` (rows.py has its columns) says which of each sequence, and hi - lo is the most of any. ``chunks`` are a
+    sequence's at most, ``all_chunks`` those of all sequences.
+    """
+
+    first: int
+    end: int
+    lo: int
+    hi: int
+    count: int
+    chunks: int
+    all_chunks: int
+    table: torch.Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """``count`` sequences of at most ``longest`` tokens and ``most_keys`` compressed keys, ``tokens`` in all."""
+
+    count: int
+    longest: int
+    most_keys: int
+    tokens: int
+    chunk: int
+    ranges: tuple[Range, ...]
+    table: torch.Tensor | None = None  # of a pack, for what needs no ranges
+    positions: torch.Tensor | None = None  # of a pack: int32 [tokens], a token's place in its sequence
+
+    @property
+    def is_packed(self) -> bool:
+        return self.table is not None
+
+
+def _step(bytes_of_parts: int) -> int:
+    return max(CHUNK, PARTS // max(1, bytes_of_parts) // CHUNK * CHUNK)
+
+
+def ranges_of(tokens: int, bytes_of_parts: int) -> list[tuple[int, int]]:
+    """Runs of tokens whose parts, ``bytes_of_parts`` per token, fit `PARTS`."""
+    step = _step(bytes_of_parts)
+    return [(at, min(at + step, tokens)) for at in range(0, tokens, step)]
+
+
+def most_groups(tokens: int, count: int, bytes_of_parts: int) -> int:
+    """A bound on the pairs (range, sequence); by arithmetic alone, as ``tokens`` may be a symbol of a traced graph."""
+    return count + -(-tokens // _step(bytes_of_parts)) - 1
+
+
+def batch(count: int, S: int, l: int, d: int, bytes_of_parts: int, device: torch.device) -> Sequences:
+    """``count`` sequences of S tokens each."""
+    runs = ranges_of(count * S, bytes_of_parts)
+    if count > 1 and len(runs) > 1:
+        return pack(range(0, count * S + 1, S), l, d, bytes_of_parts, device)
+    chunk = SHORT_CHUNK if S <= SHORT else CHUNK
+    if count == 1:
+        ranges = [
+            Range(first=a, end=b, lo=a, hi=b, count=1, chunks=-(-(b - a) // chunk), all_chunks=-(-(b - a) // chunk))
+            for a, b in runs
+        ]
+    else:
+        each = -(-S // chunk)
+        ranges = [Range(first=0, end=count * S, lo=0, hi=S, count=count, chunks=each, all_chunks=count * each)]
+    return Sequences(
+        count=count,
+        longest=S,
+        most_keys=blocks.num_compressed(S, l, d),
+        tokens=count * S,
+        chunk=chunk,
+        ranges=tuple(ranges),
+    )
+
+
+def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch.device) -> Sequences:
+    """Sequences one behind the other, from ``ends[i]`` to ``ends[i + 1]``; empty ones are left out."""
+    spans = [(a, b - a) for a, b in pairwise(ends) if b > a]
+    tokens, longest = ends[-1], max(length for _, length in spans)
+    chunk = SHORT_CHUNK if longest <= SHORT else CHUNK
+    keys = [blocks.num_compressed(length, l, d) for _, length in spans]
+    key_starts = [0, *accumulate(keys)]
+    rows = [[a, n, key_starts[i], keys[i], 0, n, 0, 0] for i, (a, n) in enumerate(spans)]
+    at, found = len(rows), []
+    for first, end in ranges_of(tokens, bytes_of_parts):
+        chunks = [0]
+        for i, (a, n) in enumerate(spans):
+            lo, hi = max(0, first - a), min(n, end - a)
+            if lo < hi:
+                rows.append([a, n, key_starts[i], keys[i], lo, hi, chunks[-1], 0])
+                chunks.append(chunks[-1] + -(-(hi - lo) // chunk))
+        found.append((first, end, at, len(rows), chunks[-1]))
+        at = len(rows)
+    table = _on_device(rows, device)
+    ranges = []
+    for first, end, a, b, all_chunks in found:
+        most = max(row[5] - row[4] for row in rows[a:b])
+        ranges.append(
+            Range(
+                first=first,
+                end=end,
+                lo=0,
+                hi=most,
+                count=b - a,
+                chunks=-(-most // chunk),
+                all_chunks=all_chunks,
+                table=table[a:b],
+            )
+        )
+    starts = torch.repeat_interleave(table[: len(spans), 0], table[: len(spans), 1], output_size=tokens)
+    positions = torch.arange(tokens, dtype=torch.int32, device=device) - starts
+    return Sequences(
+        count=len(spans), longest=longest, most_keys=max(keys), tokens=tokens, chunk=chunk, ranges=tuple(ranges),
+        table=table[: len(spans)], positions=positions,
+    )  # fmt: skip
+
+
+def _on_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    table = torch.tensor(rows, dtype=torch.int32)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
