@@ -73,8 +73,13 @@ class MeanCompression(nn.Module):
             return x[:, tokens].mean(2)
         if x.shape[1] < self.l:
             return x[:, :0]
-        strides = x.unfold(1, self.d, self.d).mean(-1)  # l / d blocks share each of them
-        return strides.unfold(1, self.l // self.d, 1).mean(-1)
+        each = self.l // self.d
+        strides = x.unfold(1, self.d, self.d).mean(-1)  # of d tokens; a block has l / d, and shares them with others
+        n = strides.shape[1] - (each - 1)
+        total = strides[:, :n]
+        for i in range(1, each):
+            total = total + strides[:, i : n + i]
+        return total / each if each > 1 else total
 
 
 class MLPCompression(nn.Module):

@@ -17,8 +17,8 @@ from nsa.config import Config
 class CheckpointRange:
     """Layers start <= i < end recompute. ``reentrant`` is torch's older form; only a named scenario wants it.
 
-    ``keep_selection``: which blocks a layer selected is kept (bool [B, S, G, Ns] or the indices, whatever the kernels make
-    of it), so that nothing is selected twice.
+    ``keep_selection``: which blocks a layer selected is kept, bool [B, S, G, Ns], so that nothing is selected twice; on a GPU,
+    whose kernels select and attend in one operator, with what that returned (four outputs [B, S, H, Dv]).
     """
 
     start: int
@@ -40,7 +40,7 @@ class CheckpointRange:
 
 
 def run_block(block: Callable[..., torch.Tensor], *inputs: Any, recompute: CheckpointRange) -> torch.Tensor:
-    """``block(*inputs)``, its inner activations dropped and recomputed in backward. The first input and the output: [B, S, dim]."""
+    """``block(*inputs)``, its inner activations dropped and recomputed in backward; returns [B, S, dim]."""
     if recompute.keep_selection:
         keep = functools.partial(create_selective_checkpoint_contexts, _keep_selection)
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep)
@@ -48,6 +48,7 @@ def run_block(block: Callable[..., torch.Tensor], *inputs: Any, recompute: Check
 
 
 def _keep_selection(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if getattr(operator, "_name", "").partition(".")[0] == "nsa::select":
+    # On a GPU one operator selects and attends: all that it returned is kept, and none of it computed twice.
+    if getattr(operator, "_name", "").partition(".")[0] in ("nsa::select", "nsa::attention"):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

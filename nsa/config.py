@@ -53,7 +53,7 @@ class TrainConfig:
     """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward; with
     ``gc_keep_selection`` they keep which blocks they selected. Figures are read from the device, which waits for it, and
     written every ``log_every`` steps. ``compile`` by torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole
-    model in one graph, the loss and the optimizer.
+    model in one graph, the loss and, on a CPU, the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs.
     """
 
     steps: int = 100
@@ -76,6 +76,7 @@ class TrainConfig:
     log_every: int = 1
     watchdog_s: float = 120.0
     compile: Literal["none", "blocks", "step"] = "none"
+    cuda_graph: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +165,7 @@ SECTIONS: dict[str, type] = {
 # What safe mode sets: conservative kernels, no gradient through the gates, and DDP in its plainest form.
 SAFE: dict[str, dict[str, Any]] = {
     "model": {"backend": "sdpa", "stop_gate_gradient": True},
-    "train": {"gc_reentrant": False, "gc_keep_selection": False, "compile": "none"},
+    "train": {"gc_reentrant": False, "gc_keep_selection": False, "compile": "none", "cuda_graph": False},
     "parallel": {
         "find_unused_parameters": True, "static_graph": False, "broadcast_buffers": False, "gradient_as_bucket_view": False,
         "bucket_cap_mb": 2.0, "barrier_after_backward": True,
@@ -366,6 +367,17 @@ def validate(config: Config) -> None:
     for holds, what in against:
         if t.compile == "step" and holds:
             raise ConfigError(f"train.compile='step': is not possible with {what}; use blocks")
+    uncaptured = (
+        (t.compile != "step", f"train.compile: {t.compile}; set it to step"),
+        (config.parallel.mode == "ddp", "parallel.mode: ddp, which reduces gradients while backward runs; use average"),
+        (
+            t.accumulation > 1,
+            f"train.accumulation={t.accumulation}: a replay writes over the gradients of the one before",
+        ),
+    )
+    for holds, what in uncaptured:
+        if t.cuda_graph and holds:
+            raise ConfigError(f"train.cuda_graph: is not possible with {what}")
     if m.d_k % 2:
         raise ConfigError(f"model.d_k={m.d_k}: must be even (rotary position embedding)")
     for name in ("l", "l_sel"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +26,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return y.to(x.dtype) * self.weight.to(x.dtype)
+        """x [..., dim], the same shape back; under autocast in its dtype, as every product that reads it would cast it."""
+        y = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return y.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else y
 
 
 class MLP(nn.Module):
@@ -65,12 +67,19 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def call_block(block: nn.Module, *inputs: Any) -> torch.Tensor:
+    """``block(*inputs)``: what a compiler is told to compile once for all blocks (`nsa.trainer`)."""
+    y: torch.Tensor = block(*inputs)
+    return y
+
+
 class NSATransformer(nn.Module):
     """Decoder-only language model: tokens int64 [B, S] -> logits [B, S, V]."""
 
     def __init__(self, m: ModelConfig, checkpoint: CheckpointRange | None = None) -> None:
         super().__init__()
         self.checkpoint = checkpoint
+        self.call_block = call_block
         self.embed = nn.Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
         self.norm = RMSNorm(m.dim, m.norm_eps)
@@ -114,15 +123,17 @@ class NSATransformer(nn.Module):
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):
             if recompute is not None and index in recompute:
-                x = run_block(block, x, *packed, recompute=recompute)
+                x = run_block(self.call_block, block, x, *packed, recompute=recompute)
             else:
-                x = block(x, *packed)
+                x = self.call_block(block, x, *packed)
         return self.head(self.norm(x))
 
 
-def build_model(config: Config) -> nn.Module:
-    """The model of ``config``, on CPU in float32, its layers recomputing as the configuration says.
+def build_model(config: Config, device: torch.device | None = None) -> nn.Module:
+    """The model of ``config`` in float32, its layers recomputing as the configuration says.
 
-    tokens int64 [B, S] -> logits [B, S, V]. The production configuration has exactly 195 parameter tensors.
+    tokens int64 [B, S] -> logits [B, S, V]. The production configuration has exactly 195 parameter tensors. ``device``: where its
+    parameters are made and drawn, the CPU by default; a GPU draws other numbers from the same seed, and 125M of them in no time.
     """
-    return NSATransformer(config.model, CheckpointRange.from_config(config))
+    with nullcontext() if device is None else device:
+        return NSATransformer(config.model, CheckpointRange.from_config(config))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa.config import Config, ConfigError
 from nsa.data.packing import Batch
 from nsa.flops import flops_per_token
-from nsa.model import build_model
+from nsa.model import build_model, call_block
 from nsa.parallel import RankInfo, accumulating, average_gradients, share
 from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
@@ -93,8 +95,11 @@ class Trainer:
             {"params": decayed, "weight_decay": config.train.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95))
+        # On a GPU one kernel updates many parameters; a CPU keeps the order of sums that its checkpoints were made with.
+        on_gpu = ranks.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95), fused=on_gpu or None)
         self._cross_entropy, self._update = _cross_entropy, self.optimizer.step
+        self._update_is_compiled = config.train.compile == "step" and not on_gpu
         if config.train.compile == "step":
             self._compile()
         self._lr = torch.tensor(config.train.lr)
@@ -120,7 +125,9 @@ class Trainer:
         """
         number = self.steps_done + 1
         wants_statistics = number == 1 or number % max(1, self.config.trace.stats_every) == 0
+        is_compiled = self.config.train.compile == "step"
         self.selection.listen(wants_statistics)
+        self.gates.listen(wants_statistics or not is_compiled)
         if self.modules:
             self.modules.reset(number)
         if self.gradients:
@@ -128,11 +135,16 @@ class Trainer:
         lr = self.learning_rate(number)
         self.optimizer.zero_grad(set_to_none=True)
         figures = torch.tensor([0.0, *map(float, votes)], device=self.ranks.device)
-        for index, batch in enumerate(batches):
-            with accumulating(self.model, self.config.parallel, last=index == len(batches) - 1):
-                loss = self.loss(batch)
-                (loss / len(batches)).backward()
-            figures[0] += loss.detach() / len(batches)
+        # A step that gathers statistics runs as it is written: what they need would be compiled once more.
+        stance = torch.compiler.set_stance("force_eager") if is_compiled and wants_statistics else nullcontext()
+        with stance:
+            for index, batch in enumerate(batches):
+                with accumulating(self.model, self.config.parallel, last=index == len(batches) - 1):
+                    if self.config.train.cuda_graph:
+                        torch.compiler.cudagraph_mark_step_begin()
+                    loss = self.loss(batch)
+                    (loss / len(batches)).backward()
+                figures[0] += loss.detach() / len(batches)
         self._after_backward(number)
         if self.config.train.grad_clip > 0:
             self._clip(self.config.train.grad_clip)
@@ -185,6 +197,8 @@ class Trainer:
     def _compile(self) -> None:
         from torch._dynamo import config
 
+        if self.config.train.cuda_graph and self.ranks.device.type != "cuda":
+            raise ConfigError(f"train.cuda_graph: needs a GPU, and the device is {self.ranks.device}; set it to false")
         if self.config.train.gradient_checkpointing:
             if not hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
                 raise ConfigError(
@@ -193,15 +207,21 @@ class Trainer:
                 )
             # Statistics that a recomputed layer leaves are the same the second time: they need no second trace.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-        # DDP splits the graph at its buckets.
-        self.model.compile(fullgraph=not isinstance(self.model, DistributedDataParallel))
-        self._cross_entropy, self._update = torch.compile(_cross_entropy), torch.compile(self.optimizer.step)
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        # Blocks are compiled once for all of them, where torch can (2.8) and nothing else cuts the graph: DDP does, at its buckets.
+        region = getattr(torch.compiler, "nested_compile_region", None)
+        if region is not None and not is_ddp and not self.config.train.gc_keep_selection:
+            self.module.call_block = region(call_block)
+        mode: dict[str, Any] = {"mode": "reduce-overhead"} if self.config.train.cuda_graph else {}
+        self.model.compile(fullgraph=not is_ddp, **mode)
+        self._cross_entropy = torch.compile(_cross_entropy)
+        if self._update_is_compiled:
+            self._update = torch.compile(self.optimizer.step)
 
     def _optimize(self, lr: float) -> None:
-        # A compiled step takes the rate as a tensor: it would be compiled again for each other number.
-        is_compiled = self.config.train.compile == "step"
+        # A compiled update takes the rate as a tensor: it would be compiled again for each other number.
         for group in self.optimizer.param_groups:
-            group["lr"] = self._lr.fill_(lr) if is_compiled else lr
+            group["lr"] = self._lr.fill_(lr) if self._update_is_compiled else lr
         self._update()
         for group in self.optimizer.param_groups:
             group["lr"] = lr

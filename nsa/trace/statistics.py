@@ -25,35 +25,42 @@ SELECTION_FIELDS = ("step", "layer", "blocks_mean", "distance_mean", "entropy", 
 
 
 class GateStatistics:
-    """Keeps each gate's mean over batch, tokens and heads, from the last forward. Reading it syncs with the device."""
+    """Mean, spread and saturated share of each gate over batch, tokens and heads, from the last forward.
+
+    A forward leaves the gates themselves; their figures are computed when they are read, which waits for the device.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._last: dict[str, torch.Tensor] = {}  # [3, 3]: mean, spread and saturated share, a column a branch
+        self._last: dict[str, torch.Tensor] = {}  # [..., H, 3]
         self._died: set[tuple[str, str]] = set()
+        self._listens = True
         for name, module in model.named_modules():
             if isinstance(module, Gate):
                 module.register_forward_hook(self._hook(plain_name(name)))
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
         def saw(module: nn.Module, args: Any, gates: torch.Tensor) -> None:
-            flat = gates.detach().float().flatten(0, -2)
-            saturated = (flat.sub(0.5).abs() > 0.5 - SATURATED).float()
-            self._last[name] = torch.stack([flat.mean(0), flat.std(0), saturated.mean(0)])
+            if self._listens:
+                self._last[name] = gates.detach()
 
         return saw
+
+    def listen(self, on: bool) -> None:
+        """Keep the gates of forwards from now on, or not: then figures stay those of the last that was kept."""
+        self._listens = on
 
     def means(self) -> dict[str, float]:
         """Mean gate of each branch over all layers; empty for a model without gates."""
         if not self._last:
             return {}
-        mean = torch.stack([figures[0] for figures in self._last.values()]).mean(0).tolist()
+        mean = torch.stack([_flat(gates).mean(0) for gates in self._last.values()]).mean(0).tolist()
         return dict(zip(BRANCHES, mean, strict=True))
 
     def write(self, path: Path, step: int) -> None:
         """Append a line to ``gate_health.jsonl``: mean, spread and saturated share a layer; warn, once, of one that has died."""
         layers = {
-            name: dict(zip(("mean", "std", "saturated"), figures.tolist(), strict=True))
-            for name, figures in self._last.items()
+            name: dict(zip(("mean", "std", "saturated"), _figures(gates).tolist(), strict=True))
+            for name, gates in self._last.items()
         }
         means = self.means()
         collapsed = [branch for branch, mean in means.items() if mean < COLLAPSED]
@@ -68,6 +75,17 @@ class GateStatistics:
         self._died |= died
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "means": means, "collapsed": collapsed, "layers": layers}) + "\n")
+
+
+def _flat(gates: torch.Tensor) -> torch.Tensor:
+    return gates.float().flatten(0, -2)
+
+
+def _figures(gates: torch.Tensor) -> torch.Tensor:
+    """[3, 3]: mean, spread and saturated share, a column per branch."""
+    flat = _flat(gates)
+    saturated = (flat.sub(0.5).abs() > 0.5 - SATURATED).float()
+    return torch.stack([flat.mean(0), flat.std(0), saturated.mean(0)])
 
 
 class SelectionStatistics:

@@ -186,6 +186,52 @@ def test_a_step_that_is_compiled_whole(
     assert selected == 2 * steps  # once a layer and micro-step: recomputation keeps the selection in a graph, too
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "nested_compile_region"), reason="this torch compiles blocks one by one"
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_of_a_compiled_step_are_compiled_once(tmp_path: Path, checkpointing: bool) -> None:
+    """Of four layers, one is handed to the compiler, and steps are those without it."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        compiled.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    found = {}
+    for way in ("none", "step"):
+        settings = {"n_layers": 4, "train.gradient_checkpointing": checkpointing, "train.compile": way}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+            found[way], _ = train(configured(**settings), RankInfo(), tmp_path, steps=3)
+    assert found["step"] == pytest.approx(found["none"], rel=TOLERANCE)
+    inner = [module for graph in compiled for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    calls = [node for graph in inner for node in graph.graph.nodes if "invoke_subgraph" in str(node.target)]
+    regions = {node.args[1] for node in calls}
+    assert len(calls) == 4
+    assert len(regions) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "train.compile: none; set it to step"),
+        ({"train.compile": "step", "parallel.mode": "ddp"}, "parallel.mode: ddp.*use average"),
+        ({"train.compile": "step", "train.accumulation": 2}, "train.accumulation=2"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.cuda_graph: is not possible with {said}"):
+        load_config(TINY, **{"train.cuda_graph": True, **settings})
+
+
+def test_a_cuda_graph_needs_a_gpu(tmp_path: Path) -> None:
+    config = configured(**{"train.compile": "step", "train.cuda_graph": True})
+    with pytest.raises(ConfigError, match=r"train\.cuda_graph: needs a GPU, and the device is cpu"):
+        Trainer(config, RankInfo(), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
