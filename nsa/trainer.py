@@ -67,7 +67,7 @@ class Trainer:
         self.config, self.ranks, self.folder = config, ranks, folder
         self.steps_done = 0
         torch.manual_seed(config.train.seed)  # the same start on every rank
-        self.module = (model or build_model(config)).to(ranks.device)
+        self.module = (model or build_model(config, ranks.device)).to(ranks.device)
         self.gates = GateStatistics(self.module)
         self.selection = SelectionStatistics(self.module)
         if config.train.compile == "blocks":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,11 +115,21 @@ def _check_cores(mark: pytest.Mark) -> str | None:
 
 def _check_gpu(mark: pytest.Mark) -> str | None:
     count, share = mark.kwargs.get("count"), mark.kwargs.get("share", False)
-    if mark.args or set(mark.kwargs) - {"count", "share"} or not isinstance(share, bool):
-        return "takes count=, a number of GPUs, and share=, True or False, as in gpu or gpu(count=2)"
+    if mark.args or set(mark.kwargs) - {"count", "share", "memory"} or not isinstance(share, bool):
+        return "takes count=, a number of GPUs, share=, True or False, and memory=, as in gpu, gpu(count=2) or gpu(memory='8GiB')"
     if count is not None and (type(count) is not int or count < 1):
         return f"count={count!r} must be a whole number of GPUs, as in gpu(count=2)"
+    if "memory" in mark.kwargs and memory_of(mark) is None:
+        return f"memory={mark.kwargs['memory']!r} must be a whole number of MiB or GiB, as in gpu(memory='8GiB')"
+    if "memory" in mark.kwargs and share:
+        return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so leave out share="
     return None
+
+
+def memory_of(mark: pytest.Mark) -> int | None:
+    """Bytes that a test needs on each of its GPUs, by ``gpu(memory='8GiB')``; None where it does not say, or not in this form."""
+    found = re.fullmatch(r"([1-9]\d{0,6}) ?(MiB|GiB)", str(mark.kwargs.get("memory", "")))
+    return int(found[1]) << (30 if found[2] == "GiB" else 20) if found else None
 
 
 def _check_gc_range(mark: pytest.Mark) -> str | None:
@@ -191,10 +202,11 @@ _RULES = (
     _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(
         name="gpu",
-        form="(count=None, share=False)",
+        form="(count=None, share=False, memory=None)",
         text=(
             "The test needs GPUs: skipped with a reason where there are too few. They are its own while it runs, unless it "
-            "shares them with other tests that do. Default count: one a rank, or all that there are."
+            "shares them with other tests that do. memory='8GiB': what all its ranks together need on each; tests that name it run "
+            "beside each other where they fit. Default count: one per rank, or all that there are."
         ),
         check=_check_gpu,
     ),

@@ -20,6 +20,7 @@ class Needs:
     device: str
     gpus: int = 0
     share_gpus: bool = False
+    gpu_memory: int = 0  # bytes on each; 0: all of it
     cores: int = 0
     reuse: str = ""
 
@@ -47,6 +48,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         device="cuda" if on_gpu else "cpu",
         gpus=gpus,
         share_gpus=gpu is not None and gpu.kwargs.get("share", False),
+        gpu_memory=0 if gpu is None else marks.memory_of(gpu) or 0,
         cores=cores,
         reuse=marks.reuse_scope(item),
     )

@@ -16,6 +16,7 @@ from pytest_nsa.launching import artifacts, failed_key, launch
 from pytest_nsa.report import session as session_report
 from pytest_nsa.report.summary import Entry, decision_of
 from pytest_nsa.report.text import headline, short_path
+from pytest_nsa.resources import gpu_memory
 from pytest_nsa.running import RankRunner, termination_as_interrupt
 from pytest_nsa.settings import settings_key
 
@@ -118,11 +119,21 @@ def _lacks_gpu(item: pytest.Item) -> str:
     """Why ``item`` cannot have the GPUs that it asks for; '' when it can."""
     mark = item.get_closest_marker("gpu")
     there = item.config.stash[settings_key].gpus
-    if mark is None or there >= (mark.kwargs.get("count") or 1):
+    if mark is None:
         return ""
+    if there >= (mark.kwargs.get("count") or 1):
+        return _lacks_gpu_memory(item, mark)
     if not there:
         return "needs a GPU, and this machine shows none (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES hides them)"
     return f"needs {mark.kwargs['count']} GPUs, and this machine shows {there}"
+
+
+def _lacks_gpu_memory(item: pytest.Item, mark: pytest.Mark) -> str:
+    wanted = marks.memory_of(mark)
+    has = gpu_memory(item.config.stash[settings_key]) if wanted else 0
+    if not wanted or not has or wanted <= has:
+        return ""
+    return f"needs {mark.kwargs['memory']} on a GPU, and the smallest here has {has >> 30} GiB"
 
 
 @pytest.hookimpl(tryfirst=True)

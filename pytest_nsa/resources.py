@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
 import pytest
 
-from pytest_nsa.launch.leases import Broker, Lease, default_folder
+from pytest_nsa.launch.leases import PART, Broker, Lease, default_folder
 from pytest_nsa.needs import Needs
-from pytest_nsa.settings import Settings
+from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
+from pytest_nsa.watch.gpu import look_at_gpus
+
+
+@functools.cache
+def gpu_memory(settings: Settings) -> int:
+    """Bytes that the smallest GPU here has, by nvidia-smi; 0 where it does not answer."""
+    if settings.fake_gpus:
+        return FAKE_GPU_MEMORY
+    found = [int(gpu["memory.total"]) for gpu in look_at_gpus() if str(gpu["memory.total"]).isdecimal()]
+    return min(found, default=0) << 20
 
 
 class Resources:
@@ -30,11 +41,15 @@ class Resources:
         if self._for is not None and needs != self._for:
             self.release()
         if self._for is None:
-            wanted = {"core": (needs.cores, False), "gpu": (needs.gpus, needs.share_gpus)}
-            for kind, (count, share) in wanted.items():
-                if count:
-                    broker = self._broker(kind)
-                    self._leases[kind] = broker.lease(count, share=share, holder=test, say=self._say)
+            if needs.cores:
+                self._leases["core"] = self._broker("core").lease(needs.cores, share=False, holder=test, say=self._say)
+            if needs.gpus:
+                # Where nothing says how much memory a GPU has, a test has it alone.
+                of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
+                parts = min(-(-needs.gpu_memory // PART), of)
+                self._leases["gpu"] = self._broker("gpu").lease(
+                    needs.gpus, share=needs.share_gpus, holder=test, say=self._say, parts=parts, of=of
+                )
             self._for = needs
         return self._leases
 

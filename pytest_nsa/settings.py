@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that are none: for testing the leases where there is no GPU
+FAKE_GPU_MEMORY = 16 << 30  # bytes of each
 LAUNCHES = ("auto", "fork", "clean", "cold")
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
 # or the job of a cold rank.

@@ -1,7 +1,10 @@
 """GPUs and cores, handed to one test at a time on this machine: lock files that the kernel frees when their holder dies.
 
-Whoever waits holds a ticket; the oldest living ticket alone takes, all that it needs or nothing. So tests are served in
+A process that waits holds a ticket; the oldest living ticket alone takes, all that it needs or nothing. So tests are served in
 order, and no two can wait for each other. It works between the workers of a run and between runs of a user.
+
+A GPU's memory is lent in parts of `PART` bytes: a test that names what it needs shares the GPU with others that do, as long as
+all fit, each part a lock file of its own. A test that names nothing has the whole GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 
 from pytest_nsa.settings import runtime_folder
 
+PART = 1 << 30
 POLL_S = 0.05
 FIRST_WORD_S = 1.0
 NEXT_WORD_S = 15.0
@@ -57,17 +61,22 @@ class Broker:
     folder: Path
     kind: str
     names: Sequence[str]
-    _lent: set[str] = field(default_factory=set)
+    _lent: set[Path] = field(default_factory=set)  # what ranks of ours hold while they live
 
-    def lease(self, count: int, *, share: bool, holder: str, say: Callable[[str], None]) -> Lease:
-        """Wait for ``count`` of them. ``say`` is told what is waited for. Raises ValueError when there are not so many."""
+    def lease(
+        self, count: int, *, share: bool, holder: str, say: Callable[[str], None], parts: int = 0, of: int = 0
+    ) -> Lease:
+        """Wait for ``count`` of them, or for ``parts`` of the ``of`` parts that each has. ``say`` receives what is waited for.
+
+        Raises ValueError when there are not so many.
+        """
         if count > len(self.names):
             raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
         with self._ticket() as ticket:
             began = said = time.monotonic()
             while True:
                 if self._is_first(ticket):
-                    lease = self._take(count, share, holder)
+                    lease = self._take(count, share, holder, parts, of)
                     if lease is not None:
                         return lease
                 now = time.monotonic()
@@ -81,32 +90,58 @@ class Broker:
     def clean_up(self) -> None:
         """Remove the files that nobody holds, whoever left them."""
         deadline = time.monotonic() + LAST_RANKS_S
-        while not all(_Lock.is_free(self._use_path(name)) for name in self._lent) and time.monotonic() < deadline:
+        while not all(_Lock.is_free(path) for path in self._lent) and time.monotonic() < deadline:
             time.sleep(0.01)  # our own last ranks are on their way out
         for path in self.folder.glob(f"{self.kind}-*"):
             _Lock.is_free(path)
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # empty: nobody else is at it
 
-    def _take(self, count: int, share: bool, holder: str) -> Lease | None:
+    def _take(self, count: int, share: bool, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
         """All or nothing, without waiting."""
-        locks, taken = [], []
+        locks: list[_Lock] = []
+        taken, uses = [], []
         for name in self.names:
-            lock = _Lock(self._path(name))
-            # Ranks of a test whose host was killed may live on for a moment: they hold the second file.
-            if lock.try_lock(share=share) and (share or _Lock.is_free(self._use_path(name))):
-                locks.append(lock)
-                taken.append(name)
-            else:
-                lock.release()
+            found = self._take_one(name, share, parts, of)
+            if found is None:
+                continue
+            locks += found[0]
+            uses += found[1]
+            taken.append(name)
             if len(taken) == count:
                 for held in locks:
                     held.write(f"{os.getpid()} {holder}")
-                self._lent.update(taken)
-                uses = tuple(str(self._use_path(name)) for name in taken)
-                return Lease(names=tuple(taken), in_use=uses, _locks=locks)
+                self._lent.update(uses)
+                return Lease(names=tuple(taken), in_use=tuple(map(str, uses)), _locks=locks)
         for lock in locks:
             lock.release()
+        return None
+
+    def _take_one(self, name: str, share: bool, parts: int, of: int) -> tuple[list[_Lock], list[Path]] | None:
+        """The locks of one of them, and the files that its ranks will hold; None when it is not to be had now."""
+        lock = _Lock(self._path(name))
+        if not lock.try_lock(share=share or parts > 0):
+            return None
+        # Ranks of a test whose host was killed may live on for a moment: they hold the second file.
+        in_use = [self._use_path(name), *self.folder.glob(self._use_path(f"{name}-part*").name)]
+        if parts == 0:
+            if share or all(_Lock.is_free(path) for path in in_use):
+                return [lock], [self._use_path(name)]
+        elif _Lock.is_free(self._use_path(name)):
+            locks, uses = [lock], []
+            for number in range(of):
+                part, use = _Lock(self._path(f"{name}-part{number}")), self._use_path(f"{name}-part{number}")
+                if part.try_lock(share=False):
+                    if _Lock.is_free(use):
+                        locks.append(part)
+                        uses.append(use)
+                    else:
+                        part.release()
+                if len(uses) == parts:
+                    return locks, uses
+            for held in locks[1:]:
+                held.release()
+        lock.release()
         return None
 
     def _held(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.launch.leases import Broker
+from pytest_nsa.launch.leases import Broker, hold_while_alive
 from pytest_nsa.testing import ExampleResult, run_example
 
 NOTE = """
@@ -74,6 +74,68 @@ def test_it(group, n):
 """
     assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
     assert not lease_folder.exists()
+
+
+@pytest.fixture
+def one_gpu(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of 16 GiB."""
+    monkeypatch.setenv("NSA_FAKE_GPUS", "1")
+    return lease_folder
+
+
+def test_tests_whose_memory_fits_meet_on_a_gpu(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
+    """Each waits for the other inside."""
+    source = f"""
+@pytest.mark.parametrize("n", range(2))
+@gpu(memory="8GiB")
+@world_size(1)
+def test_it(group, n):
+    from pathlib import Path
+    (Path({str(tmp_path)!r}) / f"here{{n}}").touch()
+    while not (Path({str(tmp_path)!r}) / f"here{{1 - n}}").exists():
+        time.sleep(0.01)
+"""
+    assert run_example(pytester, source, "-n2", "-p", "xdist").outcomes == {"passed": 2}
+    assert not one_gpu.exists()
+
+
+def test_tests_whose_memory_does_not_fit_do_not_meet(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
+    """Nor does one that names no memory, which has the GPU alone."""
+    source = f"""
+@pytest.mark.parametrize("n", [pytest.param(n, marks=m) for n, m in enumerate((gpu(memory="9GiB"), gpu, gpu(memory="9000MiB")))])
+@world_size(1)
+def test_it(group, n):
+    from pathlib import Path
+    inside = Path({str(tmp_path)!r}) / "inside"
+    inside.mkdir()  # fails while another is here
+    time.sleep(0.2)  # the time in which another could come
+    inside.rmdir()
+"""
+    assert run_example(pytester, source, "-n3", "-p", "xdist").outcomes == {"passed": 3}
+    assert not one_gpu.exists()
+
+
+def test_more_memory_than_a_gpu_has_is_a_reason_to_skip(pytester: pytest.Pytester, one_gpu: Path) -> None:
+    result = run_example(pytester, "@gpu(memory='17GiB')\n@world_size(1)\ndef test_it(group): pass", "-rs")
+    assert result.outcomes == {"skipped": 1}
+    assert "needs 17GiB on a GPU, and the smallest here has 16 GiB" in result.stdout
+
+
+def test_parts_that_ranks_of_a_dead_host_hold_stay_theirs(tmp_path: Path) -> None:
+    broker = Broker(folder=tmp_path, kind="gpu", names="0")
+    lease = broker.lease(1, share=False, holder="host", say=print, parts=3, of=4)
+    held = hold_while_alive(lease.in_use)
+    lease.release()  # as the kernel does when the host dies
+    assert broker._take(1, False, "next", 2, 4) is None
+    assert broker._take(1, False, "next") is None
+    beside = broker._take(1, False, "next", 1, 4)
+    assert beside is not None
+    beside.release()
+    for lock in held:
+        lock.release()
+    whole = broker._take(1, False, "next")
+    assert whole is not None
+    whole.release()
 
 
 def test_too_many_gpus_are_a_reason_to_skip(pytester: pytest.Pytester, lease_folder: Path) -> None:
@@ -240,8 +302,13 @@ def test_a(group): pass
 @cores(100000)
 @world_size(1)
 def test_b(group): pass
+
+@gpu(memory="8 gigs")
+@world_size(1)
+def test_c(group): pass
 """
     result = run_example(pytester, source)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "gpu(count=0): count=0 must be a whole number of GPUs, as in gpu(count=2)" in result.stderr
+    assert "memory='8 gigs' must be a whole number of MiB or GiB, as in gpu(memory='8GiB')" in result.stderr
     assert f"cores(100000): this machine lends {len(os.sched_getaffinity(0))} cores" in result.stderr
