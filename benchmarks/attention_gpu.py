@@ -1,18 +1,20 @@
 """NSA attention on a GPU beside dense attention and peers: every branch, and the whole, forward and backward.
 
-    python benchmarks/attention_gpu.py --json benchmarks/results/attention_gpu.json
+python benchmarks/attention_gpu.py --json benchmarks/results/attention_gpu.json
 
-Times are medians of CUDA events over interleaved runs. The roofline, a matrix product and a copy, is measured in the same run. A
-branch's floor is what its products of visible pairs need at the one rate or its inputs and outputs at the other, whichever is more;
-its share is the floor over the time that it took. Contenders: dense, torch's flash attention; flex, FlexAttention; flash_attn
-and fla's NSA where they are installed and take the shape. Without a GPU `--dry-run` runs the same code in Triton's interpreter
-(TRITON_INTERPRET=1), on a tiny shape, for its errors: its times say nothing, and are not kept.
+Times are medians, of CUDA graph replays (``graph``, no launch gaps) and by CUDA events around plain calls (``events``), a
+contender after another in one run. A backward is a forward and backward less the forward. The roofline, a matrix product and
+a copy, is measured in the same run. A branch's floor is what its products of visible pairs need at the one rate or its inputs
+and outputs at the other, whichever is more; its share is the floor over the time that it took. Dense contenders: torch's
+flash (V padded to K's width, as it wants), cuDNN, FlexAttention, the package flash-attn; the figures are over the fastest of
+them, by name. fla's NSA stands beside ours where it is installed and takes the shape (groups of 16 heads; no window without
+flash-attn). Without a GPU `--dry-run` runs the same code in Triton's interpreter (TRITON_INTERPRET=1), on a tiny shape, for
+its errors: its times tell nothing, and are not kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import statistics
@@ -27,18 +29,36 @@ import torch.nn.functional as F
 from figures import environment
 
 from nsa import nsa_attention
-from nsa.kernels import blocks, ops, triton_launch, triton_ops
+from nsa.kernels import blocks, ops
+from nsa.kernels.triton import support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
-SHAPES = {"paper": (64, 4, 192, 128), "125m": (12, 2, 64, 64)} if DEVICE == "cuda" else {"tiny": (2, 1, 16, 16)}
-WARM_UP = 2 if DEVICE == "cuda" else 0  # calls that are not counted
+SHAPES = {"paper": (64, 4, 192, 128), "128": (64, 4, 128, 128), "125m": (12, 2, 64, 64)}
+SHAPES = SHAPES if DEVICE == "cuda" else {"tiny": (2, 1, 16, 16)}
+OURS = ("sliding", "compressed", "selected", "nsa")
+DENSE = ("flash", "cudnn", "flex", "flash_attn")
+WARM_UP = 3 if DEVICE == "cuda" else 0  # calls that are not counted
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 Call = Callable[[], Any]
 
 
+def captured(call: Call) -> Call:
+    """A replay of ``call`` as a CUDA graph. Raises what torch raises where it cannot be captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call, taking turns."""
+    """Milliseconds of each call, taking turns: the median."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + WARM_UP):
         for name, call in calls.items():
@@ -88,25 +108,25 @@ def floors(S: int, H: int, G: int, d_k: int, d_v: int, rates: dict[str, float]) 
     return found
 
 
-def with_backward(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> tuple[Call, Call]:
-    """The forward, without gradients; and the backward of one forward."""
-    out = forward()
-    grad = torch.randn_like(out)
+def both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> dict[str, Call]:
+    """The forward, without gradients; and a forward with its backward."""
+    grad = torch.randn_like(forward())
 
     def only_forward() -> None:
         with torch.no_grad():
             forward()
 
-    return only_forward, lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True, allow_unused=True)
+    return {"forward": only_forward, "both": lambda: torch.autograd.grad(forward(), inputs, grad, allow_unused=True)}
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention by torch's fused kernels."""
-    if v.shape[-1] < q.shape[-1]:  # flash attention wants equal head dims
+def fused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention by one of torch's fused kernels."""
+    if backend == "flash" and v.shape[-1] < q.shape[-1]:  # it wants equal head dims
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    fused = [torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.CUDNN_ATTENTION]
-    with torch.nn.attention.sdpa_kernel(fused) if DEVICE == "cuda" else contextlib.nullcontext():
+    kind = torch.nn.attention.SDPBackend
+    wanted = {"flash": kind.FLASH_ATTENTION, "cudnn": kind.CUDNN_ATTENTION}[backend] if DEVICE == "cuda" else kind.MATH
+    with torch.nn.attention.sdpa_kernel(wanted):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
 
@@ -122,7 +142,7 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Once a function."""
+    """Once per function."""
     return torch.compile(function)
 
 
@@ -143,19 +163,27 @@ def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 
 def fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float) -> torch.Tensor:
-    """fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap."""
+    """fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap.
+
+    Its window is flash-attn's: without that package, two branches. Groups are filled up to 16 heads, as it needs.
+    """
     from fla.ops.nsa.parallel import parallel_nsa
 
+    H, G = q.shape[2], k.shape[2]
+    missing = max(0, 16 - H // G)
+    if missing:
+        q = F.pad(q.unflatten(2, (G, H // G)), (0, 0, 0, missing)).flatten(2, 3)
+        gates = F.pad(gates.unflatten(2, (G, H // G)), (0, 0, 0, missing)).flatten(2, 3)
     each = [gate.contiguous() for gate in gates.unbind(-1)]
     out: torch.Tensor = parallel_nsa(
         q, k, v, g_cmp=each[0], g_slc=each[1], g_swa=each[2], block_counts=SIZES["n_sel"], block_size=SIZES["l_sel"],
-        window_size=SIZES["w"], scale=scale,
+        window_size=SIZES["w"] if support.is_installed("flash_attn") else 0, scale=scale,
     )  # fmt: skip
     return out
 
 
-def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[str, Any]:
-    """All contenders at one length."""
+def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
+    """By name: a forward and the inputs whose gradients are asked for."""
     H, G, d_k, d_v = SHAPES[shape]
     n, scale = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), d_k**-0.5
     n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
@@ -168,10 +196,9 @@ def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[st
     gates = torch.rand(1, S, H, 3, device=DEVICE, dtype=DTYPE).requires_grad_()
     blocked = SIZES["l"], SIZES["d"], SIZES["l_sel"], scale, "triton"
     with torch.no_grad():
-        importance = ops.compressed(q, k_cmp, v_cmp, *blocked)[2]
-        chosen = ops.select(importance, SIZES["l_sel"], n_sel, "triton")
+        chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], SIZES["l_sel"], n_sel, "triton")
     selection = chosen, SIZES["l_sel"], n_sel, scale
-    forwards: dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]] = {
+    return {
         "sliding": (lambda: ops.sliding(q, k, v, SIZES["w"], scale, "triton")[0], [q, k, v]),
         "compressed": (lambda: ops.compressed(q, k_cmp, v_cmp, *blocked)[0], [q, k_cmp, v_cmp]),
         "selected": (lambda: ops.selected(q, k, v, *selection, "triton")[0], [q, k, v]),
@@ -179,46 +206,83 @@ def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[st
             lambda: nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **SIZES, backend="triton"),
             [q, k_cmp, v_cmp, k, v, gates],
         ),
-        "dense": (lambda: dense(q, k, v, scale), [q, k, v]),
+        "flash": (lambda: fused("flash", q, k, v, scale), [q, k, v]),
+        "cudnn": (lambda: fused("cudnn", q, k, v, scale), [q, k, v]),
         "flex": (lambda: flex(q, k, v, scale), [q, k, v]),
         "flash_attn": (lambda: flash_attn(q, k, v, scale), [q, k, v]),
         "fla": (lambda: fla(q, k, v, gates, scale), [q, k, v, gates]),
     }
-    calls: dict[str, Call] = {"select": lambda: ops.select(importance, SIZES["l_sel"], n_sel, "triton")}
-    absent = {}
-    for name, (forward, inputs) in forwards.items():
+
+
+def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[str, Any]:
+    """All contenders at one length."""
+    events: dict[str, float] = {}
+    graph: dict[str, float] = {}
+    absent: dict[str, str] = {}
+    peak = None
+    # One after another: the graphs of all at 64k tokens would not fit a GPU.
+    for name, (forward, inputs) in contenders(shape, S).items():
         try:
-            calls[f"{name} forward"], backward = with_backward(forward, inputs)
-            backward()
-            calls[f"{name} backward"] = backward
+            calls = both_ways(forward, inputs)
+            events |= {f"{name} {way}": ms for way, ms in timed(calls, rounds).items()}
         except Exception as refused:  # a peer that is not installed, or does not take the shape: each has its own kind
-            if name in ("sliding", "compressed", "selected", "nsa", "dense"):
+            if name in OURS:
                 raise
             absent[name] = f"{type(refused).__name__}: {refused}"[:200]
-    for form in (triton_ops.by_query, triton_ops.by_block):
-        arguments = (q.detach(), k.detach(), v.detach(), *selection)
-        calls[f"selected forward {form.__name__}"] = lambda form=form, arguments=arguments: form(*arguments)
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    ms = timed(calls, rounds)
-    least = floors(S, H, G, d_k, d_v, rates)
+            continue
+        if DEVICE == "cuda":
+            if name == "nsa":
+                torch.cuda.reset_peak_memory_stats()
+                calls["both"]()
+                peak = torch.cuda.max_memory_allocated() / 1e9
+            try:
+                replays = {way: captured(call) for way, call in calls.items()}
+                graph |= {f"{name} {way}": ms for way, ms in timed(replays, rounds).items()}
+                del replays
+            except Exception as refused:  # as above
+                absent[f"{name} as a graph"] = f"{type(refused).__name__}: {refused}"[:200]
+                torch.cuda.synchronize()
+            del calls
+            torch.cuda.empty_cache()
+    events, graph = ways_of(events), ways_of(graph)
+    ms = {name: graph.get(name, time_) for name, time_ in events.items()}
+    least = floors(S, *SHAPES[shape], rates)
     ways = ("forward", "backward")
     whole = {way: sum(least[f"{name} {way}"] for name in ("sliding", "compressed", "selected")) for way in ways}
-    share = {name: floor / ms[name] for name, floor in (least | {f"nsa {way}": whole[way] for way in ways}).items()}
-    others = [name for name in ("dense", "flex", "flash_attn", "fla") if name not in absent]
+    floor = {**least, **{f"nsa {way}": whole[way] for way in ways}}
     return {
-        "ms": ms, "share_of_roofline": share, "absent": absent,
-        "over": {other: {way: ms[f"{other} {way}"] / ms[f"nsa {way}"] for way in ways} for other in others},
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else None,
+        "ms": {"graph": graph, "events": events}, "absent": absent, "peak_gb": peak,
+        "share_of_roofline": {name: floor[name] / ms[name] for name in floor if name in ms},
+        "over_fastest_dense": {way: over_fastest(way, graph if f"nsa {way}" in graph else events) for way in ways},
+        "over_fla": {way: ms[f"fla {way}"] / ms[f"nsa {way}"] for way in ways if f"fla {way}" in ms},
     }  # fmt: skip
+
+
+def ways_of(ms: dict[str, float]) -> dict[str, float]:
+    """Forward and backward, from forward and both."""
+    found = {name: value for name, value in ms.items() if name.endswith(" forward")}
+    for name in list(found):
+        both = name.replace(" forward", " both")
+        if both in ms:
+            found[name.replace(" forward", " backward")] = ms[both] - ms[name]
+    return found
+
+
+def over_fastest(way: str, ms: dict[str, float]) -> dict[str, Any]:
+    """The fastest dense attention measured the same way, and how many times our time it took."""
+    dense = {name: ms[f"{name} {way}"] for name in DENSE if f"{name} {way}" in ms}
+    if not dense:
+        return {}
+    fastest = min(dense, key=lambda name: dense[name])
+    return {"dense": fastest, "ms": dense[fastest], "times": dense[fastest] / ms[f"nsa {way}"]}
 
 
 def main() -> None:
     """Measure, print, keep: each length as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768, 65536])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 65536, 2048, 32768])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--dry-run", action="store_true", help="without a GPU, in Triton's interpreter; nothing is kept"
@@ -226,7 +290,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if DEVICE != "cuda" and not arguments.dry_run:
         sys.exit("attention_gpu.py: no GPU here; --dry-run with TRITON_INTERPRET=1 looks for errors without one")
-    if arguments.dry_run and (DEVICE == "cuda" or not triton_launch.is_interpreted() or arguments.json):
+    if arguments.dry_run and (DEVICE == "cuda" or not support.is_interpreted() or arguments.json):
         sys.exit(
             "attention_gpu.py: --dry-run is for a machine without a GPU, with TRITON_INTERPRET=1 and without --json"
         )
@@ -235,7 +299,7 @@ def main() -> None:
     rates = roofline(256 if arguments.dry_run else 8192)
     figures: dict[str, Any] = {
         **environment(), "cuda": torch.version.cuda, "triton": triton.__version__, "roofline": rates, "sizes": SIZES,
-        "tiles": triton_ops.measured(triton_ops.capability(0)) if DEVICE == "cuda" else {}, "shapes": {},
+        "tiles": tiles.measured(tiles.capability(torch.device(DEVICE))), "shapes": {},
     }  # fmt: skip
     failed = False
     for shape in arguments.shapes:

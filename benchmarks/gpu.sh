@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
 #   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention train'
-# A further stage, tune, writes OUT/tiles.json: the fastest tile sizes on this GPU, which belong into nsa/kernels/tiles.json.
+# A further stage, tune, writes OUT/tiles.json: the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -13,30 +13,12 @@ python -c 'import importlib.metadata as m; m.distribution("pytest-nsa")' 2>/dev/
 status=0
 for stage in ${2:-tests attention train}; do
   case $stage in
-    tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
-    tune) cp -n nsa/kernels/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
-    attention) timeout 400 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
-    train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --json "$out/train_gpu.json" || status=$? ;;
+    tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -n 2 -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
+    tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
+    attention) timeout 560 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
+    train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --minutes 8 --json "$out/train_gpu.json" || status=$? ;;
   esac
 done
 [ -f "$out/gpu_junit.xml" ] || exit "$status"
-python - "$out" "$status" <<'PY'
-import json, platform, sys, time
-from pathlib import Path
-from xml.etree import ElementTree
-import torch
-out, status = Path(sys.argv[1]), int(sys.argv[2])
-cases = list(ElementTree.parse(out / "gpu_junit.xml").iter("testcase"))
-def outcome(case):
-    for tag in ("failure", "error", "skipped"):
-        if case.find(tag) is not None:
-            return tag
-    return "passed"
-json.dump({
-    "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(), "exit_code": status,
-    "tests": [{"name": c.get("name"), "outcome": outcome(c), "seconds": float(c.get("time"))} for c in cases],
-}, (out / "gpu.json").open("w"), indent=1)
-print((out / "gpu.json").read_text())
-PY
+python benchmarks/junit_figures.py "$out/gpu_junit.xml" "$status" "$out/gpu.json"
 exit "$status"

@@ -1,7 +1,7 @@
 """Training as a whole: tokens a second and peak memory of the model with NSA beside the same model with dense attention.
 
     python benchmarks/train.py --json benchmarks/results/train.json         # a CPU's size: 4 layers, 1,024 and 4,096 tokens
-    python benchmarks/train.py --gpu --json benchmarks/results/train_gpu.json    # the 125M model, bf16, 2k and 16k tokens
+    python benchmarks/train.py --gpu --json benchmarks/results/train_gpu.json    # the 125M model, bf16, 2k to 64k tokens
 
 Each way (attention, checkpointing, torch.compile, parallelism) runs in processes of its own, rank by rank, in rounds that take
 turns; a figure is the median over rounds of a process's median step after `WARM` steps. Parallel ways have two ranks.
@@ -30,8 +30,19 @@ CPU: dict[str, Any] = {
     "sizes": {"model.n_layers": 4, "train.dtype": "fp32", "train.device": "cpu", "train.threads": 1, "train.batch_size": 1},
 }  # fmt: skip
 GPU: dict[str, Any] = {
-    "config": "m7c_125m_2xa100_production.yaml", "lengths": (2048, 16384), "sizes": {"train.batch_size": 4},
+    "config": "m7c_125m_2xa100_production.yaml", "lengths": (2048, 16384, 65536), "sizes": {},
 }  # fmt: skip
+GPU_TOKENS = 8192  # of a step there, in as many sequences as that makes, at least one
+# What is most asked for first, as the time may not suffice for all. CUDA graphs need a GPU.
+GPU_WAYS = (
+    "step compiled",
+    "step compiled, CUDA graphs",
+    "plain",
+    "checkpointing",
+    "step compiled, checkpointing",
+    "checkpointing, selection kept",
+    "blocks compiled",
+)
 # Label: (ranks, overrides). Each is run with NSA and with dense attention.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {"train.gradient_checkpointing": False}),
@@ -39,6 +50,9 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "checkpointing, selection kept": (1, {"train.gradient_checkpointing": True, "train.gc_keep_selection": True}),
     "blocks compiled": (1, {"train.gradient_checkpointing": False, "train.compile": "blocks"}),
     "step compiled": (1, {"train.gradient_checkpointing": False, "train.compile": "step"}),
+    "step compiled, CUDA graphs": (
+        1, {"train.gradient_checkpointing": False, "train.compile": "step", "train.cuda_graph": True},
+    ),
     "step compiled, checkpointing": (1, {"train.gradient_checkpointing": True, "train.compile": "step"}),
     "ddp, 2 ranks": (2, {"train.gradient_checkpointing": False, "parallel.mode": "ddp"}),
     "fsdp, 2 ranks": (2, {"train.gradient_checkpointing": False, "parallel.mode": "fsdp"}),
@@ -64,6 +78,7 @@ def one_rank(settings: dict[str, Any]) -> dict[str, float]:
         dist.init_process_group("gloo", store=dist.FileStore(settings["store"], ranks), rank=rank, world_size=ranks)
     info = RankInfo(rank=rank, world_size=ranks, local_rank=rank, device=device)
     seconds = []
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, info, Path(folder))
         data = batches(open_source(config), Position(), config.train.batch_size, rank, ranks)
@@ -73,16 +88,20 @@ def one_rank(settings: dict[str, Any]) -> dict[str, float]:
             trainer.step(batch)
             (result,) = trainer.read()
             seconds.append(time.perf_counter() - began)
+            if len(seconds) == 2:  # the first gathers statistics, uncompiled; the second compiles
+                first = time.perf_counter() - started
     if ranks > 1:
         dist.destroy_process_group()
-    return {"seconds": statistics.median(seconds[WARM:]), "tokens": result.tokens, "peak_mib": result.peak_mib}
+    median = statistics.median(seconds[WARM:])
+    return {"seconds": median, "tokens": result.tokens, "peak_mib": result.peak_mib, "start_s": first}
 
 
 def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict[str, float]:
     """One round of one way: the slowest rank counts."""
     ranks, overrides = WAYS[way]
     chosen = {
-        **size["sizes"], "data.dataset": "synthetic", "train.seq_len": length, "model.attention": attention,
+        **size["sizes"], **({"train.batch_size": max(1, GPU_TOKENS // length)} if size is GPU else {}),
+        "data.dataset": "synthetic", "train.seq_len": length, "model.attention": attention,
         "trace.stats_every": 1000, "parallel.mode": "none", **overrides,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +120,10 @@ def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict
                 raise RuntimeError(errors[-2000:])
             found.append(json.loads(out.splitlines()[-1]))
     seconds = max(f["seconds"] for f in found)
-    return {"tokens_per_s": found[0]["tokens"] / seconds, "peak_mib": max(f["peak_mib"] for f in found)}
+    return {
+        "tokens_per_s": found[0]["tokens"] / seconds, "peak_mib": max(f["peak_mib"] for f in found),
+        "start_s": max(f["start_s"] for f in found),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -109,7 +131,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="production's size, on a GPU")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all, on a GPU those in one process")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a sequence (default: two of the device's)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -118,12 +141,14 @@ def main() -> None:
         print(json.dumps(one_rank(json.loads(arguments.one))))
         return
     size = GPU if arguments.gpu else CPU
+    on_cpu = [way for way in WAYS if "CUDA" not in way]
+    ways, end = arguments.ways or (GPU_WAYS if arguments.gpu else on_cpu), time.monotonic() + 60 * arguments.minutes
     found: dict[str, dict[str, dict[str, list[dict[str, float]]]]] = {}
     for _ in range(arguments.rounds):
         for length in arguments.lengths or size["lengths"]:
-            for way in arguments.ways:
+            for way in ways:
                 for attention in ("nsa", "dense"):
-                    if way == "checkpointing, selection kept" and attention == "dense":
+                    if (way == "checkpointing, selection kept" and attention == "dense") or time.monotonic() > end:
                         continue
                     try:
                         result = measure(size, length, attention, way)
@@ -132,6 +157,8 @@ def main() -> None:
                         continue
                     print(f"{length} {way} {attention}: {result}", file=sys.stderr, flush=True)
                     found.setdefault(str(length), {}).setdefault(way, {}).setdefault(attention, []).append(result)
+                    if arguments.json:  # as it is known: a run that is cut off leaves what it has
+                        arguments.json.with_suffix(".partial").write_text(json.dumps(found, indent=1), encoding="utf-8")
     figures = {
         length: {
             way: {
@@ -145,6 +172,8 @@ def main() -> None:
         length: {w: by["nsa"]["tokens_per_s"] / by["dense"]["tokens_per_s"] for w, by in ways.items() if len(by) == 2}
         for length, ways in figures.items()
     }
+    if arguments.json:
+        arguments.json.with_suffix(".partial").unlink(missing_ok=True)
     keep(
         {"ways": figures, "nsa_over_dense_speed": ratios, "rounds": arguments.rounds, "config": size["config"]},
         arguments.json,

@@ -1,147 +1,193 @@
-"""Which tile sizes are fastest on this GPU; merged into a table such as nsa/kernels/tiles.json, which the kernels read.
+"""Which tiles are fastest on this GPU; merged into a table such as nsa/kernels/triton/tiles.json, which the kernels read.
 
-    python benchmarks/tune_gpu.py --json nsa/kernels/tiles.json
+python benchmarks/tune_gpu.py --json nsa/kernels/triton/tiles.json
 
-Of each kernel, in the shapes of attention_gpu.py: from what it has now, one field (rows, keys, warps, stages) at a time is halved
-and doubled, and what is faster by more than `GAIN` is kept, until nothing is. A size that the compiler or the GPU refuses is passed
-over, as is one whose result is another. Without a GPU it looks for errors alone, as attention_gpu.py's --dry-run does.
+Of each kernel, in the shapes of attention_gpu.py: from the tile it has now, one field (rows, keys, warps, stages, loops, TMA)
+at a time is changed, and what is faster by more than `GAIN` is kept, until nothing is, or `--minutes` are over. Candidates
+are compiled by all cores beforehand, on tensors without memory. One that the compiler or the GPU refuses is passed over, as
+is one whose result is another. Without a GPU it looks for errors alone, as attention_gpu.py's --dry-run does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from attention_gpu import DEVICE, SHAPES, SIZES, timed
-from nsa.kernels.triton_ops import Tiles
+from attention_gpu import DEVICE, DTYPE, SHAPES, SIZES, timed
 
-from nsa.kernels import blocks, triton_ops
+from nsa.kernels import blocks
+from nsa.kernels.triton import branches, tiles, whole
+from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
-LIMITS = Tiles(256, 128, 16, 5)
-LEAST = Tiles(16, 16, 1, 1)
+TOLERANCE = 0.1  # between the results of two tiles
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2, 3), "tma": (False, True),
+}  # fmt: skip
+# What a kernel's program does not read.
+IGNORED = {
+    "importance": {"loops"}, "selected": {"bn", "loops", "tma"}, "selected_backward": {"bn", "loops", "tma"},
+    "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
+}  # fmt: skip
 Call = Callable[[], Any]
 
 
-def jobs(shape: str, S: int, dtype: torch.dtype) -> dict[str, Call]:
-    """By kernel, something that launches it."""
+def whole_call(shape: str, S: int, device: str) -> Call:
+    """A forward and its backward, whose results are compared; on 'meta' nothing is computed."""
     H, G, d_k, d_v = SHAPES[shape]
-    n, scale = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), d_k**-0.5
-    q, k, v, k_cmp, v_cmp, do = (
-        torch.randn(size, device=DEVICE, dtype=dtype)
-        for size in ((1, S, H, d_k), (1, S, G, d_k), (1, S, G, d_v), (1, n, G, d_k), (1, n, G, d_v), (1, S, H, d_v))
-    )
-    blocked = SIZES["l"], SIZES["d"], SIZES["l_sel"], scale
-    out_win, lse_win = triton_ops.sliding_forward(q, k, v, SIZES["w"], scale)
-    out_cmp, lse_cmp, importance = triton_ops.compressed_forward(q, k_cmp, v_cmp, *blocked)
-    chosen = triton_ops.select(importance, SIZES["l_sel"], min(SIZES["n_sel"], importance.shape[-1]))
-    selection = chosen, SIZES["l_sel"], min(SIZES["n_sel"], importance.shape[-1]), scale
-    out_sel, lse_sel = triton_ops.selected_forward(q, k, v, *selection)
+    n = blocks.num_compressed(S, SIZES["l"], SIZES["d"])
 
-    def backward() -> Any:
-        return (
-            *triton_ops.sliding_backward(do, q, k, v, out_win, lse_win, SIZES["w"], scale),
-            *triton_ops.compressed_backward(do, q, k_cmp, v_cmp, out_cmp, lse_cmp, SIZES["l"], SIZES["d"], scale),
-        )
+    def tensor(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=DTYPE)
 
-    def forward() -> Any:
-        return (*triton_ops.sliding_forward(q, k, v, SIZES["w"], scale), *compressed())
+    pairs = [(tensor(1, m, G, d_k), tensor(1, m, G, d_v)) for m in (n, S, S)]
+    q, gates, grad = tensor(1, S, H, d_k), tensor(1, S, H, 3), tensor(1, S, H, d_v)
+    sizes = whole.Sizes(*SIZES.values(), d_k**-0.5)
 
-    def compressed() -> Any:
-        return triton_ops.compressed_forward(q, k_cmp, v_cmp, *blocked)
+    def run() -> list[torch.Tensor]:
+        out, kept = whole.forward(q, *pairs, gates, None, sizes)
+        return [out, *whole.backward(grad, q, *pairs, gates, kept, None, sizes)]
 
-    def selected_backward() -> Any:
-        return triton_ops.selected_backward(do, q, k, v, out_sel, lse_sel, *selection)
-
-    return {
-        "forward": forward, "importance": compressed, "dq": backward, "dkv": backward,
-        "by_query": lambda: triton_ops.by_query(q, k, v, *selection),
-        "by_block": lambda: triton_ops.by_block(q, k, v, *selection), "selected_dq": selected_backward,
-        "selected_dkv": selected_backward,
-    }  # fmt: skip
+    return run
 
 
-def neighbours(now: Tiles) -> list[Tiles]:
-    """``now`` with one field halved or doubled; stages by one."""
+def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
+    """``call``, in which ``kernel`` has this tile."""
+    shipped = branches.tile
+
+    def chosen(name: str, *arguments: Any) -> Tile:
+        return sizes if name == kernel else shipped(name, *arguments)
+
+    def run() -> Any:
+        with mock.patch.object(branches, "tile", chosen):
+            return call()
+
+    return run
+
+
+def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
+    """The results of ``call`` with this tile; and the launches of ``kernel`` that it made, to be timed by themselves."""
+    launched: list[Call] = []
+    shipped, start = branches.tile, branches.launch
+    is_next = False
+
+    def chosen(name: str, *arguments: Any) -> Tile:
+        nonlocal is_next
+        is_next = name == kernel
+        return sizes if is_next else shipped(name, *arguments)
+
+    def noted(*arguments: Any, **settings: Any) -> None:
+        nonlocal is_next
+        if is_next:
+            launched.append(lambda: start(*arguments, **settings))
+        is_next = False
+        start(*arguments, **settings)
+
+    with mock.patch.object(branches, "tile", chosen), mock.patch.object(branches, "launch", noted):
+        found = call()
+    return found, lambda: [one() for one in launched]
+
+
+def neighbours(kernel: str, now: Tile) -> list[Tile]:
+    """``now`` with one field changed to the choice before it or behind it."""
     found = []
-    for field, value in now._asdict().items():
-        others = (value - 1, value + 1) if field == "stages" else (value // 2, value * 2)
-        least, most = getattr(LEAST, field), getattr(LIMITS, field)
-        found += [now._replace(**{field: other}) for other in others if value and least <= other <= most]
+    for field, choices in CHOICES.items():
+        if field in IGNORED.get(kernel, ()):
+            continue
+        at = choices.index(getattr(now, field)) if getattr(now, field) in choices else 0
+        found += [now._replace(**{field: choices[i]}) for i in (at - 1, at + 1) if 0 <= i < len(choices)]
     return found
 
 
-def tune(kernel: str, call: Call, start: Tiles, rounds: int, tolerance: float) -> tuple[Tiles, dict[str, float]]:
-    """The fastest that a walk from ``start`` meets, and the milliseconds of all that were tried."""
-    tried: dict[Tiles, float] = {}
-    shipped = triton_ops.tiles
+def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
+    """In a process of its own: fill Triton's cache with what a kernel with this tile is compiled to."""
+    shape, S, kernel, sizes, on = job
 
-    def with_tiles(sizes: Tiles) -> Call:
-        def run() -> Any:
-            with mock.patch.object(
-                triton_ops, "tiles", lambda name, q, d_v: sizes if name == kernel else shipped(name, q, d_v)
-            ):
-                return call()
+    def warm_up(found: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
+        if 0 not in grid and not found.__name__.startswith(("count", "scan", "place", "cut", "select_")):
+            found.warmup(*arguments, grid=grid, **settings)
 
-        return run
+    try:
+        with (
+            mock.patch.object(branches, "launch", warm_up),
+            mock.patch.object(branches, "capability", return_value=on),
+            mock.patch.object(tiles, "capability", return_value=on),
+        ):
+            with_tile(kernel, sizes, whole_call(shape, S, "meta"))()
+    except Exception as refused:  # timing meets it again, and passes it over
+        print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
 
-    wanted = with_tiles(start)()
-    best = start
-    tried[start] = timed({"": with_tiles(start)}, rounds)[""]
-    while True:
-        for sizes in neighbours(best):
-            if sizes in tried:
-                continue
+
+def tune(
+    kernel: str, shape: str, S: int, call: Call, start: Tile, rounds: int, deadline: float, pool: Any
+) -> tuple[Tile, dict[str, float]]:
+    """The fastest tile that a walk from ``start`` meets, and the milliseconds of all that were tried."""
+    on = tiles.capability(torch.device(DEVICE))
+    wanted, launches = alone(kernel, start, call)
+    best, tried = start, {start: timed({"": launches}, rounds)[""]}
+    while time.monotonic() < deadline:
+        candidates = [sizes for sizes in neighbours(kernel, best) if sizes not in tried]
+        if pool is not None:
+            pool.map(compile_one, [(shape, S, kernel, sizes, on) for sizes in candidates])
+        for sizes in candidates:
             tried[sizes] = float("inf")
+            if time.monotonic() > deadline:
+                continue
             try:
-                found = with_tiles(sizes)()
-            except (
-                Exception
-            ) as refused:  # too much shared memory, too few rows for a product: as many kinds as compilers have
+                found, launches = alone(kernel, sizes, call)
+            except Exception as refused:  # too much shared memory, too few rows: as many kinds as compilers have
                 print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
                 continue
-            if all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(found, wanted, strict=True)):
-                tried[sizes] = timed({"": with_tiles(sizes)}, rounds)[""]
+            if all(torch.allclose(a, b, rtol=0, atol=TOLERANCE) for a, b in zip(found, wanted, strict=True)):
+                tried[sizes] = timed({"": launches}, rounds)[""]
         fastest = min(tried, key=lambda sizes: tried[sizes])
         if tried[fastest] > tried[best] * (1 - GAIN):
-            return best, {str(tuple(sizes)): round(ms, 4) for sizes, ms in tried.items() if ms < float("inf")}
+            break
         best = fastest
+    return best, {str(tuple(sizes)): round(ms, 4) for sizes, ms in tried.items() if ms < float("inf")}
 
 
 def main() -> None:
     """Tune, print, merge: after each kernel, so that a run that is cut off leaves what it found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="merge the table into this file")
-    parser.add_argument("--length", type=int, default=8192, help="tokens (default: 8192)")
+    parser.add_argument(
+        "--length", type=int, default=65536, help="tokens (default: 65536); below 32768 for short sequences"
+    )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--kernels", nargs="+", help="of these alone")
+    parser.add_argument("--kernels", nargs="+", default=list(tiles.KERNELS), choices=tiles.KERNELS)
     arguments = parser.parse_args()
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
-    gpu = triton_ops.capability(0) if DEVICE == "cuda" else "interpreter"
+    gpu = tiles.capability(torch.device(DEVICE)) or "interpreter"
     table = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
     known = table.setdefault(gpu, {})
-    todo = []
-    for shape in arguments.shapes:
+    end = time.monotonic() + 60 * arguments.minutes
+    todo = [(shape, kernel) for kernel in arguments.kernels for shape in arguments.shapes]
+    context = multiprocessing.get_context("spawn")
+    pool = context.Pool(max(1, (os.cpu_count() or 2) - 1)) if DEVICE == "cuda" else None
+    for left, (shape, kernel) in zip(range(len(todo), 0, -1), todo, strict=True):
         _, _, d_k, d_v = SHAPES[shape]
-        for kernel, call in jobs(shape, arguments.length, dtype).items():
-            if not arguments.kernels or kernel in arguments.kernels:
-                todo.append(
-                    (triton_ops.tile_name(kernel, d_k, d_v, 2), triton_ops.fitting(kernel, d_k, d_v, 2), kernel, call)
-                )
-    # What the table has comes last: a run that was cut off goes on where it was.
-    for name, fitting, kernel, call in sorted(todo, key=lambda job: job[0] in known):
-        start = Tiles(*known[name]) if name in known else fitting
-        best, tried = tune(kernel, call, start, arguments.rounds, tolerance=0.1)
+        call = whole_call(shape, arguments.length, DEVICE)
+        like = torch.empty(1, 1, d_k, device=DEVICE, dtype=DTYPE)
+        start = tiles.tile(kernel, like, d_v, arguments.length)
+        deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)
+        best, tried = tune(kernel, shape, arguments.length, call, start, arguments.rounds, deadline, pool)
+        name = tiles.name_of(kernel, d_k, d_v, 2) + (" short" if arguments.length < tiles.LONG else "")
         print(json.dumps({"gpu": gpu, "kernel": name, "best": best, "ms": tried}), flush=True)
         known[name] = list(best)
         if arguments.json:
             arguments.json.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    if pool is not None:
+        pool.terminate()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from nsa.config import load_config
 from nsa.data import Position, batches, open_source
+from nsa.model import build_model
 from nsa.parallel import RankInfo
 from nsa.trainer import Trainer
 from pytest_nsa import gpu
@@ -27,10 +29,46 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path, checkpointing: bool
     data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
     trainer.step([next(data)])  # compiles kernels, and writes statistics
     taken = [next(data) for _ in range(3)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for batch in taken:
-            trainer.step([batch])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():  # torch's own, of a mode that is a prototype
+        warnings.simplefilter("ignore")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            for batch in taken:
+                trainer.step([batch])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert [result.step for result in trainer.read()] == [1, 2, 3, 4]
+
+
+@gpu
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_as_cuda_graphs_is_the_step(tmp_path: Path, checkpointing: bool) -> None:
+    losses = {}
+    for way in ({}, {"train.compile": "step"}, {"train.compile": "step", "train.cuda_graph": True}):
+        overrides = {
+            "parallel.mode": "none",
+            "data.dataset": "synthetic",
+            "train.gradient_checkpointing": checkpointing,
+        }
+        config = load_config(CONFIG, **overrides, **way, **{"trace.stats_every": 1000, "model.n_layers": 2})
+        trainer = Trainer(config, RankInfo(device=torch.device("cuda", 0)), tmp_path)
+        data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
+        for _ in range(6):
+            trainer.step([next(data)])
+        losses[tuple(way)] = [result.loss for result in trainer.read()]
+    plain, *others = losses.values()
+    for other in others:
+        assert other == pytest.approx(plain, rel=2e-2)  # in bfloat16
+
+
+@gpu
+@pytest.mark.timeout(60)
+def test_a_model_is_drawn_on_the_device() -> None:
+    config = load_config(CONFIG)
+    torch.manual_seed(0)
+    one = build_model(config, torch.device("cuda", 0))
+    torch.manual_seed(0)
+    other = build_model(config, torch.device("cuda", 0))
+    assert len(list(one.parameters())) == 195
+    assert all(p.is_cuda and torch.equal(p, e) for p, e in zip(one.parameters(), other.parameters(), strict=True))

@@ -26,11 +26,12 @@ def test_every_contender_is_measured_or_absent_for_a_reason() -> None:
     done = run("benchmarks/attention_gpu.py", "--dry-run", "--lengths", "70", "--rounds", "1")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["shapes"]["tiny"]["70"]
-    for name in ("sliding", "compressed", "selected", "nsa", "dense"):
-        for way in ("forward", "backward"):
-            assert found["ms"][f"{name} {way}"] > 0
-            assert found["share_of_roofline"][f"{name} {way}"] > 0
-    assert set(found["over"]) | set(found["absent"]) == {"dense", "flex", "flash_attn", "fla"}
+    for name in ("sliding", "compressed", "selected", "nsa", "flash", "cudnn"):
+        assert found["ms"]["events"][f"{name} forward"] > 0
+        assert f"{name} backward" in found["ms"]["events"]
+    assert set(found["absent"]) == {"flex", "flash_attn", "fla"}
+    for way in ("forward", "backward"):
+        assert found["over_fastest_dense"][way]["dense"] in ("flash", "cudnn")
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:
@@ -41,14 +42,24 @@ def test_without_a_gpu_nothing_is_measured() -> None:
 
 def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
-    table.write_text('{"sm_80": {"forward 64/64 2": [128, 64, 4, 2]}}')
+    table.write_text('{"sm_80": {"sliding 64/64 2": [128, 64, 4, 2]}}')
     done = run(
-        "benchmarks/tune_gpu.py", "--json", str(table), "--length", "70", "--rounds", "1", "--kernels", "importance"
+        "benchmarks/tune_gpu.py",
+        "--json",
+        str(table),
+        "--length",
+        "40",
+        "--rounds",
+        "1",
+        "--kernels",
+        "importance",
+        "--minutes",
+        "0.3",
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(table.read_text())
-    assert found["sm_80"] == {"forward 64/64 2": [128, 64, 4, 2]}
-    assert [len(sizes) for sizes in found["interpreter"].values()] == [4]
+    assert found["sm_80"] == {"sliding 64/64 2": [128, 64, 4, 2]}
+    assert [len(sizes) for sizes in found["interpreter"].values()] == [6]
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["kernel"] == "importance 16/16 2"
+    assert said["kernel"] == "importance 16/16 2 short"
     assert len(said["ms"]) > 3

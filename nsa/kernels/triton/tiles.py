@@ -15,8 +15,8 @@ import triton
 MEASURED = Path(__file__).with_name("tiles.json")
 LONG = 32768  # tokens, from which on tiles measured for "short" sequences are not taken
 KERNELS = (
-    "compressed", "importance", "sliding", "selected", "union", "compressed_dq", "compressed_dkv", "sliding_dq", "sliding_dkv",
-    "selected_backward", "union_dq",
+    "compressed", "importance", "sliding", "selected", "compressed_dq", "compressed_dkv", "sliding_dq", "sliding_dkv",
+    "selected_backward",
 )  # fmt: skip
 
 
@@ -116,9 +116,9 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
         found = Tile(128, 64, 4, 3) if is_narrow else Tile(64 if is_widest else 128, 32 if is_wide else 64, 8, 2)
     elif kernel == "importance":
         found = Tile(128, 64, 4, 3) if is_narrow else Tile(64, 64, 4, 2)
-    elif kernel in ("selected", "union"):
+    elif kernel == "selected":
         found = Tile(64, 64, 4, 3 if is_narrow else 2)
-    elif kernel in ("compressed_dq", "sliding_dq", "union_dq"):
+    elif kernel in ("compressed_dq", "sliding_dq"):
         found = Tile(64, 64, 4, 3) if is_narrow else Tile(64, 32, 8 if is_wide else 4, 2)
     elif kernel in ("compressed_dkv", "sliding_dkv"):
         found = Tile(64, 64, 4, 2) if is_narrow else Tile(32, 32 if is_wide else 64, 4 if is_wide else 8, 2)
