@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
-#   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention train'
+#   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention decode train'
 # A further stage, tune, writes OUT/tiles.json: the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -11,11 +11,12 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 plugin=()
 python -c 'import importlib.metadata as m; m.distribution("pytest-nsa")' 2>/dev/null || plugin=(-p pytest_nsa.plugin)
 status=0
-for stage in ${2:-tests attention train}; do
+for stage in ${2:-tests attention decode train}; do
   case $stage in
     tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -n 2 -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
     tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
     attention) timeout 560 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
+    decode) timeout 200 python benchmarks/decode.py --json "$out/decode_gpu.json" || status=$? ;;
     train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --minutes 8 --json "$out/train_gpu.json" || status=$? ;;
   esac
 done

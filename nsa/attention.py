@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa import decoding
-from nsa.config import BRANCHES, Branch, ModelConfig
+from nsa.config import Branch, ModelConfig
 from nsa.decoding import KVCache
 from nsa.gate import Gate
 from nsa.kernels.dispatch import (
@@ -26,7 +26,6 @@ from nsa.kernels.dispatch import (
     pack_ends,
     run_branches,
     spans,
-    sum_branches,
 )
 
 
@@ -264,11 +263,14 @@ class NSAAttention(nn.Module):
         sizes = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
         scale = self.d_k**-0.5
         if cache is not None and start:
-            branches: tuple[Branch, ...] = (forced,) if forced else BRANCHES
-            out, chosen = decoding.attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=branches)
+            if forced is None:
+                return decoding.attend_gated(
+                    q, cmp, sel, win, gates, start, **sizes, scale=scale, backend=self.backend, listener=listener
+                )
+            out, chosen = decoding.attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=(forced,))
             if chosen is not None and listener is not None:
                 listener(chosen)
-            return out[forced] if forced else sum_branches(out, gates)
+            return out[forced]
         if forced:
             y = self._attend_forced(forced, q, cmp, sel, win, ends)
             return y + _zero_times(*cmp, *sel, *win, gates)

@@ -6,16 +6,19 @@ Shapes: B batch, T new tokens after ``start`` earlier ones, H query heads, G KV 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
+from nsa.kernels.dispatch import explain, sum_branches
 from nsa.kernels.reference import probabilities, weighted
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 QUERIES = 64  # at once: each gathers keys and values of its own
+FEW = 16  # new tokens, up to which a CPU takes one after another: nothing is masked then
 
 
 class _Growing:
@@ -108,6 +111,30 @@ def _last(x: torch.Tensor, n: int) -> torch.Tensor:
     return x[:, max(0, x.shape[1] - n) :].clone()
 
 
+def attend_gated(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, start: int, *, l: int, d: int, l_sel: int, n_sel: int,
+    w: int, scale: float, backend: str, listener: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`attend` and the gated sum, [B, T, H, Dv]; by kernels of its own for a few tokens on a GPU, where triton serves.
+
+    ``listener`` receives the selection, bool [B, T, G, Ns].
+    """
+    n_blocks = blocks.num_selection(start + q.shape[1], l_sel)
+    if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton" and scale > 0:
+        from nsa.kernels.triton import decoding as on_gpu
+        from nsa.kernels.triton.operators import selection_mask
+
+        if on_gpu.serves(q.shape[1], l, d, l_sel):
+            y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, l, d, l_sel, min(n_sel, n_blocks), w, scale)
+            if listener is not None:
+                listener(selection_mask(picks, n_blocks).unflatten(0, q.shape[:2]))
+            return y
+    out, chosen = attend(q, cmp, sel, win, start, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
+    if chosen is not None and listener is not None:
+        listener(chosen)
+    return sum_branches(out, gates)
+
+
 def attend(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
     scale: float, branches: tuple[Branch, ...] = BRANCHES,
@@ -116,6 +143,8 @@ def attend(
 
     ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
     """
+    if q.shape[1] <= FEW and q.device.type == "cpu":
+        return _one_by_one(q, cmp, sel, win, start, l, d, l_sel, n_sel, w, scale, branches)
     total = start + q.shape[1]
     t = torch.arange(start, total, device=q.device)
     out: dict[Branch, torch.Tensor] = {}
@@ -126,16 +155,87 @@ def attend(
         p = probabilities(q, cmp[0], last[None, :] <= t[:, None], scale)
         out["cmp"] = weighted(p, cmp[1])
         if "sel" in branches:
-            n_blocks = blocks.num_selection(total, l_sel)
-            shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, torch.float32)
-            with torch.autocast(q.device.type, enabled=False):
-                importance = (p.sum(2) @ shared.to(p.dtype)).transpose(1, 2)
+            importance = _importance(p.sum(2), blocks.num_selection(total, l_sel), l // d, l_sel // d).transpose(1, 2)
             chosen = blocks.select(importance, l_sel, n_sel, first=start)
             parts = zip(q.split(QUERIES, 1), chosen.split(QUERIES, 1), t.split(QUERIES), strict=True)
             out["sel"] = torch.cat([_selected(some, *sel, c, at, l_sel, n_sel, scale) for some, c, at in parts], 1)
     if "win" in branches:
         back = t[:, None] - torch.arange(total - win[0].shape[1], total, device=q.device)[None, :]
         out["win"] = weighted(probabilities(q, win[0], (back >= 0) & (back < w), scale), win[1])
+    return {branch: out[branch] for branch in branches}, chosen
+
+
+def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
+    """Block scores [..., Ns] of probabilities [..., Nc] (Eq. 9), where a compressed block has a strides and a selection block r.
+
+    As `blocks.overlap` weighs them, in a time that grows as Nc: the mass of each stride, then of each block's strides.
+    """
+    n_cmp, strides = p.shape[-1], n_blocks * r
+    mass = p.new_zeros(*p.shape[:-1], strides)
+    for i in range(a if n_cmp else 0):
+        mass[..., i : i + n_cmp] += p[..., : strides - i]
+    return mass.unflatten(-1, (n_blocks, r)).sum(-1)
+
+
+def _between(pair: Pair, a: int, b: int) -> Pair:
+    return pair[0][:, a:b], pair[1][:, a:b]
+
+
+def _one_by_one(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
+    branches: tuple[Branch, ...],
+) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+    """`attend`, each token with what it sees of the cache."""
+    total = start + q.shape[1]
+    found: list[dict[Branch, torch.Tensor]] = []
+    selections: list[torch.Tensor] = []
+    for i, t in enumerate(range(start, total)):
+        end = win[0].shape[1] - (total - t - 1)
+        seen_cmp = _between(cmp, 0, blocks.num_compressed(t + 1, l, d))
+        seen_sel, seen_win = _between(sel, 0, t + 1), _between(win, max(0, end - w), end)
+        out, chosen = _attend_one(q[:, i : i + 1], seen_cmp, seen_sel, seen_win, t, l, d, l_sel, n_sel, scale, branches)
+        found.append(out)
+        if chosen is not None:
+            selections.append(F.pad(chosen, (0, blocks.num_selection(total, l_sel) - chosen.shape[3])))
+    joined = {branch: torch.cat([out[branch] for out in found], 1) for branch in branches}
+    return joined, torch.cat(selections, 1) if selections else None
+
+
+def _attend_one(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, l: int, d: int, l_sel: int, n_sel: int, scale: float,
+    branches: tuple[Branch, ...],
+) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+    """`attend` for one token on a CPU: all that the cache gave is visible to it, so nothing is masked."""
+    B, _, H, Dk = q.shape
+    G, total = sel[0].shape[2], start + 1
+    grouped = q.reshape(B, G, H // G, Dk).to(blocks.wide(q.dtype))
+
+    def attention(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [B, 1, H, Dv] and probabilities [B, G, h, N], of keys [B, G, N, Dk] and values likewise."""
+        p = (grouped @ k.to(grouped.dtype).transpose(-1, -2)).mul_(scale).softmax(-1)
+        return (p @ v.to(grouped.dtype)).reshape(B, 1, H, -1).to(v.dtype), p
+
+    out: dict[Branch, torch.Tensor] = {}
+    chosen = None
+    with torch.autocast("cpu", enabled=False):
+        if "cmp" in branches or "sel" in branches:
+            out["cmp"], p = attention(cmp[0].transpose(1, 2), cmp[1].transpose(1, 2))
+        if "sel" in branches:
+            importance = _importance(p.sum(2), blocks.num_selection(total, l_sel), l // d, l_sel // d)
+            chosen = blocks.select(importance[:, None], l_sel, n_sel, first=start)
+            picks = chosen.nonzero()[:, 3].view(B, G, -1, 1)  # as many for each
+            tokens = (picks * l_sel + torch.arange(l_sel)).flatten(2)
+            # What lies behind the token itself is at the end, in its own block.
+            tokens = tokens[..., : tokens.shape[2] - (chosen.shape[3] * l_sel - total)]
+            rows = tokens * G + torch.arange(G)[:, None]
+            keys, values = (
+                torch.stack([one.flatten(0, 1).index_select(0, at.flatten()) for one, at in zip(x, rows, strict=True)])
+                for x in sel
+            )
+            keys, values = keys.unflatten(1, (G, -1)), values.unflatten(1, (G, -1))
+            out["sel"], _ = attention(keys, values)
+        if "win" in branches:
+            out["win"], _ = attention(win[0].transpose(1, 2), win[1].transpose(1, 2))
     return {branch: out[branch] for branch in branches}, chosen
 
 

@@ -67,10 +67,10 @@ class Problem:
 
 def record_launches(
     monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = ""
-) -> tuple[list[Launch], list[Launch]]:
-    """What a whole forward, and its backward, would launch on a GPU with the tiles of ``on`` ('sm_90')."""
+) -> tuple[list[Launch], list[Launch], list[Launch]]:
+    """What a whole forward, its backward, and a token that follows would launch on a GPU with the tiles of ``on`` ('sm_90')."""
     from nsa.kernels import blocks
-    from nsa.kernels.triton import branches, tiles, whole
+    from nsa.kernels.triton import branches, decoding, tiles, whole
 
     found: list[Launch] = []
 
@@ -83,7 +83,8 @@ def record_launches(
         assert all(0 < n < 2**16 for n in grid[1:])
         found.append(Launch(kernel, named, options))
 
-    monkeypatch.setattr(branches, "launch", note)
+    for module in (branches, decoding):
+        monkeypatch.setattr(module, "launch", note)
     for module in (branches, tiles):
         monkeypatch.setattr(module, "capability", lambda device: on)
     p, n = problem, blocks.num_compressed(problem.S, 32, 16)
@@ -93,7 +94,9 @@ def record_launches(
     out, kept = whole.forward(q, *pairs, gates, None, sizes)
     of_forward = len(found)
     whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes)
-    return found[:of_forward], found[of_forward:]
+    of_training = len(found)
+    decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes[:5], 0.1)
+    return found[:of_forward], found[of_forward:of_training], found[of_training:]
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:
@@ -160,8 +163,8 @@ TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel
 def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
     """Every kernel of a forward and backward, with the tiles that a GPU of that capability gets."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        forward, backward = record_launches(monkeypatch, problem, f"sm_{capability}")
-    launches = {launch.name: launch for launch in (*backward, *forward)}
+        launched = record_launches(monkeypatch, problem, f"sm_{capability}")
+    launches = {launch.name: launch for some in reversed(launched) for launch in some}
     return {name: compile_for(launch, capability) for name, launch in launches.items()}
 
 

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import torch
 
-from nsa import nsa_attention
+from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.triton import branches, sequences, single
+from nsa.kernels.triton import decoding as on_gpu
 
 CHECKS: dict[str, Callable[[], None]] = {}
 Inputs = list[torch.Tensor]
@@ -196,6 +197,32 @@ def groups() -> None:
     _whole([36], 1, 2, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([36], 1, 64, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([36], 1, 2, 1, 256, 240, torch.float32, 0.06, l=8, d=4, l_sel=16, n_sel=3, w=12)
+
+
+@check
+def decoding() -> None:
+    """One new token and several, as the layer calls them; several tiles per program; a cache of less than a compressed block."""
+    for programs, start, T, H, G, d_k, d_v in (
+        (512, 130, 1, 6, 2, 16, 48),
+        (1, 300, 4, 4, 2, 48, 16),
+        (512, 5, 3, 2, 1, 16, 16),
+    ):
+        on_gpu.PROGRAMS = programs
+        sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 70}
+        layer = NSAAttention(32, H, G, d_k, d_v, **sizes)
+        x = torch.randn(2, start + T, 32)
+        found, selections = [], []
+        for backend in ("reference", "triton"):
+            layer.backend, layer.selection_listener = backend, selections.append
+            cache = KVCache()
+            with torch.no_grad():
+                layer.backend = "reference"  # the prompt, by the equations
+                layer(x[:, :start], cache)
+                layer.backend = backend
+                selections.clear()
+                found.append((layer(x[:, start:], cache), selections[-1]))
+        torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=2e-5)
+        assert torch.equal(found[1][1], found[0][1])
 
 
 @check

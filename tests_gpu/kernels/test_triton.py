@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nsa import NSAAttention, explain, nsa_attention, reference_attention
+from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.triton import sequences, single
 
@@ -232,3 +232,19 @@ def test_the_module_on_a_gpu_is_that_on_a_cpu(packed: bool) -> None:
     wanted = module(x, cu_seqlens=ends)
     found = module.cuda()(x.cuda(), cu_seqlens=ends)
     torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 4, 16])
+@pytest.mark.parametrize(("start", "n_sel"), [(2000, 40), (20, 16), (5000, 100)])
+def test_tokens_against_a_cache(start: int, n_sel: int, T: int) -> None:
+    """By the kernels of their own and by the equations, in float32; so many blocks are picked that rounding cannot change which."""
+    module = NSAAttention(128, 12, 2, 64, 64, **{**SIZES, "n_sel": n_sel}).cuda()
+    x = torch.randn(2, start + T, 128, device="cuda")
+    found = []
+    for backend in ("reference", "triton"):
+        module.backend, cache = "triton", KVCache()
+        with torch.no_grad():
+            module(x[:, :start], cache)
+            module.backend = backend
+            found.append(module(x[:, start:], cache))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5)

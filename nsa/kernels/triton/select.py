@@ -21,22 +21,12 @@ def write_picks(at, chosen, n_sel: tl.constexpr, PAD: tl.constexpr):
 
 
 @triton.jit
-def select_blocks(
-    IMPORTANCE, PICKS, POSITIONS, S, G, FIRST, n_blocks, n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr,
-    PAD: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """A program: one query and group; IMPORTANCE has the queries from token FIRST on, PICKS all. Grid (queries * G,)."""
-    row = tl.program_id(0)
-    token = FIRST + row // G
-    if PACKED:
-        own = tl.load(POSITIONS + token) // L_SEL
-    else:
-        own = token % S // L_SEL
+def pick_best(score, own, n_sel: tl.constexpr, LOCAL: tl.constexpr, PAD: tl.constexpr):
+    """1 for the n_sel best of the blocks 0 ... own, block 0 and the LOCAL latest among them, else 0; scores are not negative."""
     j = tl.arange(0, PAD)
     forced = ((j == 0) | (j > own - LOCAL)) & (j <= own)
-    score = tl.load(IMPORTANCE + row.to(tl.int64) * n_blocks + j, mask=(j <= own) & (j < n_blocks), other=-1.0)
     score = tl.where(score == score, score, 0.0)  # not a number: the picks must be blocks all the same
-    score = tl.where(forced, -1.0, score)  # importance is not negative
+    score = tl.where(forced | (j > own), -1.0, score)
     chosen = forced.to(tl.int32)
     wanted = tl.minimum(n_sel, own + 1) - tl.minimum(own + 1, 1 + LOCAL)
     if wanted > 0:
@@ -51,6 +41,24 @@ def select_blocks(
                 hit = j == tl.min(tl.where(score == best, j, PAD), 0)
                 chosen = tl.where(hit, 1, chosen)
                 score = tl.where(hit, -1.0, score)
+    return chosen
+
+
+@triton.jit
+def select_blocks(
+    IMPORTANCE, PICKS, POSITIONS, S, G, FIRST, n_blocks, n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr,
+    PAD: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """A program: one query and group; IMPORTANCE has the queries from token FIRST on, PICKS all. Grid (queries * G,)."""
+    row = tl.program_id(0)
+    token = FIRST + row // G
+    if PACKED:
+        own = tl.load(POSITIONS + token) // L_SEL
+    else:
+        own = token % S // L_SEL
+    j = tl.arange(0, PAD)
+    score = tl.load(IMPORTANCE + row.to(tl.int64) * n_blocks + j, mask=(j <= own) & (j < n_blocks), other=-1.0)
+    chosen = pick_best(score, own, n_sel, LOCAL, PAD)
     write_picks(PICKS + (token.to(tl.int64) * G + row % G) * n_sel, chosen, n_sel, PAD)
 
 

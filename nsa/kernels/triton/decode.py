@@ -1,0 +1,225 @@
+"""A few new tokens against a cache: four kernels, so that a token costs little more than reading what it attends to.
+
+1. `scan_keys`: a program reads some tiles of compressed keys, or of the window's, once for all new tokens and heads of a
+group, and leaves a part: their attention to these keys alone, with its log-sum-exp. Of compressed tiles also the block scores
+(Eq. 9), relative to the largest score of each row in the tile. 2. `pick_blocks`: a program per token and group makes
+importance (Eq. 8 to 10) of the block scores, and picks (Eq. 11). 3. `read_blocks`: a program per token, group and pick; a
+part each. 4. `sum_parts`: a program per token and head merges the parts of each branch, and gates them (Eq. 5).
+
+Layouts: q, out [B, T, H, D], gates [B, T, H, 3], contiguous. Keys and values [B, N, G, D] as `nsa.decoding.KVCache` keeps
+them: views of a longer buffer, so that a sequence's stride is given. Parts [B * G, parts, T * h, Dv] float32, log-sum-exps
+base 2. Token i of the new ones has position ``start`` + i.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.kernels.triton.rows import add_product, load_two, product, store_two, zeros_two
+from nsa.kernels.triton.select import pick_best, write_picks
+
+
+@triton.jit
+def _scan(
+    q0, q1, t, there, row, at_k, at_v, first, tiles, N, stride, offset, window, qk, out, PART, PART_LSE, SCORES, TOPS, tiles_at,
+    rows, A, R,
+    STEP: tl.constexpr, BJ: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, G_DK: tl.constexpr, G_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    SCORED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``first`` ... of keys; key n ends at token n * stride + offset. Where SCORED, a tile is that of STEP blocks."""
+    acc0, acc1 = zeros_two(BM, E0, E1)
+    total = tl.zeros([BM], tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    for number in range(first, first + tiles):
+        if SCORED:
+            own = number * STEP * R  # keys before it, of which its first block takes strides, belong to the tile before
+            n = own - (A - 1) + tl.arange(0, BN)
+            mine = (n >= own) & (n < own + STEP * R)
+        else:
+            n = number * BN + tl.arange(0, BN)
+            mine = n >= 0
+        inside = (n >= 0) & (n < N)
+        k0, k1 = load_two(at_k, n.to(tl.int64) * G_DK, inside, DK, D0, D1, True)
+        v0, v1 = load_two(at_v, n.to(tl.int64) * G_DV, inside, DV, E0, E1, True)
+        token = n * stride + offset
+        seen = inside[None, :] & (token[None, :] <= t[:, None]) & (t[:, None] - token[None, :] < window)
+        s = tl.where(seen, product(q0, q1, k0, k1, D1, PRECISION) * qk, float("-inf"))
+        if SCORED:
+            of_tile = tl.max(s, 1)
+            finite = tl.where(of_tile == float("-inf"), 0.0, of_tile)
+            p = tl.exp2(s - finite[:, None])
+            j = number * STEP + tl.arange(0, BJ)
+            shared = tl.minimum(n[:, None] + A, (j[None, :] + 1) * R) - tl.maximum(n[:, None], j[None, :] * R)
+            weight = tl.maximum(shared, 0).to(tl.float32)
+            found = tl.dot(p, weight, input_precision="ieee")
+            at = SCORES + (tiles_at + number * rows + row).to(tl.int64)[:, None] * BJ + tl.arange(0, BJ)[None, :]
+            tl.store(at, found, mask=there[:, None])
+            tl.store(TOPS + tiles_at + number * rows + row, of_tile, mask=there)
+        s = tl.where(mine[None, :], s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - finite[:, None])
+        shrink = tl.exp2(top - finite)
+        total = total * shrink + tl.sum(p, 1)
+        acc0 = acc0 * shrink[:, None]
+        if E1 > 0:
+            acc1 = acc1 * shrink[:, None]
+        acc0, acc1 = add_product(p.to(v0.dtype), v0, v1, acc0, acc1, E1, PRECISION)
+        top = new_top
+    some = tl.where(total > 0, total, 1.0)
+    acc0 = acc0 / some[:, None]
+    if E1 > 0:
+        acc1 = acc1 / some[:, None]
+    at = (out * rows + row).to(tl.int64)
+    store_two(PART, at * DV, there, acc0, acc1, DV, E0, E1)
+    tl.store(PART_LSE + at, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=there)
+
+
+@triton.jit(do_not_specialize=["start", "n_cmp", "n_win", "cmp_tiles", "win_tiles", "cmp_programs", "win_programs"])
+def scan_keys(
+    Q, K_CMP, V_CMP, K_WIN, V_WIN, PART, PART_LSE, SCORES, TOPS, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles,
+    cmp_programs, win_programs, each, parts, k_cmp_stride, v_cmp_stride, k_win_stride, v_win_stride, window, qk,
+    STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
+    BJ: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program: ``each`` tiles of compressed keys, or of the window's. Grid (cmp_programs + win_programs, T * h / BM, B * G)."""
+    pid, bg = tl.program_id(0), tl.program_id(2)
+    b, g = bg // G, bg % G
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    rows = T * h
+    there = row < rows
+    t = start + row // h
+    at_q = ((b * T + row // h) * H + g * h + row % h).to(tl.int64)
+    q0, q1 = load_two(Q, at_q * DK, there, DK, D0, D1, True)
+    out = bg * parts + pid
+    if pid < cmp_programs:
+        first = pid * each
+        at_k, at_v = K_CMP + b.to(tl.int64) * k_cmp_stride + g * DK, V_CMP + b.to(tl.int64) * v_cmp_stride + g * DV
+        _scan(
+            q0, q1, t, there, row, at_k, at_v, first, tl.minimum(each, cmp_tiles - first), n_cmp, STRIDE, OFFSET, 1 << 30,
+            qk, out, PART, PART_LSE, SCORES, TOPS, bg * cmp_tiles * rows, rows, A, R, STEP, BJ, DK, D0, D1, DV, E0, E1,
+            GROUPS * DK, GROUPS * DV, BM, BN, True, PRECISION,
+        )  # fmt: skip
+    else:
+        first = (pid - cmp_programs) * each
+        at_k, at_v = K_WIN + b.to(tl.int64) * k_win_stride + g * DK, V_WIN + b.to(tl.int64) * v_win_stride + g * DV
+        _scan(
+            q0, q1, t, there, row, at_k, at_v, first, tl.minimum(each, win_tiles - first), n_win, 1, start + T - n_win, window,
+            qk, out, PART, PART_LSE, SCORES, TOPS, 0, rows, A, R, STEP, BJ, DK, D0, D1, DV, E0, E1, GROUPS * DK,
+            GROUPS * DV, BM, BN, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks"])
+def pick_blocks(
+    PART_LSE, SCORES, TOPS, PICKS, T, G, start, cmp_tiles, cmp_programs, parts, n_blocks,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
+    PAD: tl.constexpr, PP: tl.constexpr,
+):  # fmt: skip
+    """A program: picks of a new token and group. PICKS int32 [B * T, G, n]. Grid (T, B * G)."""
+    i, bg = tl.program_id(0), tl.program_id(1)
+    own = (start + i) // L_SEL
+    j, c = tl.arange(0, PAD), tl.arange(0, PP)
+    rows = T * h
+    importance = tl.zeros([PAD], tl.float32)
+    for head in range(h):
+        row = i * h + head
+        lse = tl.load(PART_LSE + (bg * parts + c) * rows + row, mask=c < cmp_programs, other=float("-inf"))
+        top = tl.max(lse, 0)
+        if top > float("-inf"):
+            lse_of_row = top + tl.log2(tl.sum(tl.exp2(lse - top), 0))
+            tile = j // STEP
+            there = (j < n_blocks) & (tile < cmp_tiles)
+            at = (bg * cmp_tiles + tile) * rows + row
+            scores = tl.load(SCORES + at.to(tl.int64) * BJ + j % STEP, mask=there, other=0.0)
+            tops = tl.load(TOPS + at, mask=there, other=float("-inf"))
+            importance += scores * tl.exp2(tl.where(there, tops, float("-inf")) - lse_of_row)
+    chosen = pick_best(importance, own, n_sel, LOCAL, PAD)
+    write_picks(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel, chosen, n_sel, PAD)
+
+
+@triton.jit(do_not_specialize=["start", "first_part", "k_stride", "v_stride"])
+def read_blocks(
+    Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program: the heads of a group for a new token, and a sub-block that it picked. Grid (n * SUB, T, B * G)."""
+    part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, g = bg // G, bg % G
+    t = start + i
+    j = tl.load(PICKS + ((b * T + i).to(tl.int64) * G + g) * n_sel + part // SUB)
+    head = tl.arange(0, BM)
+    there = head < h
+    n = j * L_SEL + part % SUB * BN + tl.arange(0, BN)
+    n = tl.where(j >= 0, n, t + 1)  # of no pick, keys that the token does not see
+    seen = (n < (j + 1) * L_SEL) & (n <= t)
+    at_q = ((b * T + i) * H + g * h + head).to(tl.int64)
+    q0, q1 = load_two(Q, at_q * DK, there, DK, D0, D1, True)
+    at = n.to(tl.int64)
+    k0, k1 = load_two(K + b.to(tl.int64) * k_stride + g * DK, at * (GROUPS * DK), seen, DK, D0, D1, True)
+    v0, v1 = load_two(V + b.to(tl.int64) * v_stride + g * DV, at * (GROUPS * DV), seen, DV, E0, E1, True)
+    s = tl.where(seen[None, :], product(q0, q1, k0, k1, D1, PRECISION) * qk, float("-inf"))
+    top = tl.max(s, 1)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(s - finite[:, None])
+    total = tl.sum(p, 1)
+    some = tl.where(total > 0, total, 1.0)
+    o0, o1 = zeros_two(BM, E0, E1)
+    o0, o1 = add_product(p.to(v0.dtype), v0, v1, o0, o1, E1, PRECISION)
+    o0 = o0 / some[:, None]
+    if E1 > 0:
+        o1 = o1 / some[:, None]
+    place = (bg * parts + first_part + part).to(tl.int64) * (T * h) + i * h + head
+    store_two(PART, place * DV, there, o0, o1, DV, E0, E1)
+    tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
+
+
+@triton.jit
+def _branch(PART, PART_LSE, base, row, rows, first, end, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr):
+    """The parts ``first`` ... ``end`` of a row merged; zero where it saw nothing."""
+    c, column = tl.arange(0, NP), tl.arange(0, PV)
+    top = tl.full([], float("-inf"), tl.float32)
+    for p0 in range(first, end, NP):
+        lse = tl.load(PART_LSE + (base + p0 + c) * rows + row, mask=p0 + c < end, other=float("-inf"))
+        top = tl.maximum(top, tl.max(lse, 0))
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([PV], tl.float32)
+    for p0 in range(first, end, NP):
+        at = (base + p0 + c) * rows + row
+        lse = tl.load(PART_LSE + at, mask=p0 + c < end, other=float("-inf"))
+        weight = tl.exp2(lse - finite)
+        x = tl.load(
+            PART + at.to(tl.int64)[:, None] * DV + column[None, :],
+            mask=(p0 + c < end)[:, None] & (column < DV)[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(x * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+    return acc / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit(do_not_specialize=["cmp_parts", "win_parts", "parts"])
+def sum_parts(
+    PART, PART_LSE, GATES, OUT, T, H, G, cmp_parts, win_parts, parts,
+    h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
+    """A program: a head of a new token. Parts: compression, window, selection. Grid (B * T, H)."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    b, i, g = token // T, token % T, head // h
+    rows, row = T * h, i * h + head % h
+    base = (b * G + g) * parts
+    of_cmp = _branch(PART, PART_LSE, base, row, rows, 0, cmp_parts, DV, PV, NP)
+    of_win = _branch(PART, PART_LSE, base, row, rows, cmp_parts, win_parts, DV, PV, NP)
+    of_sel = _branch(PART, PART_LSE, base, row, rows, win_parts, parts, DV, PV, NP)
+    at = (token * H + head).to(tl.int64)
+    total = of_cmp * tl.load(GATES + at * 3).to(tl.float32)
+    total += of_sel * tl.load(GATES + at * 3 + 1).to(tl.float32)
+    total += of_win * tl.load(GATES + at * 3 + 2).to(tl.float32)
+    column = tl.arange(0, PV)
+    tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)

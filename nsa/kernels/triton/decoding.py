@@ -1,0 +1,83 @@
+"""New tokens against a cache on a GPU: the launches of `decode`, and when they serve."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from nsa.kernels import blocks
+from nsa.kernels.triton import decode
+from nsa.kernels.triton.branches import Selection, steps_of
+from nsa.kernels.triton.launch import LOG2E, head_dims, launch
+from nsa.kernels.triton.tiles import widths
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
+KEYS = 64  # of a tile
+PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
+
+
+def serves(T: int, l: int, d: int, l_sel: int) -> bool:
+    """Whether so many new tokens, and such blocks, are what the kernels were made for."""
+    return T <= MOST_TOKENS and steps_of(KEYS, l // d, l_sel // d).is_clear
+
+
+def attend(
+    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, start: int, l: int, d: int, l_sel: int, n_sel: int,
+    w: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output [B, T, H, Dv] of the T tokens from position ``start`` on, and their picks int32 [B * T, G, n].
+
+    ``cmp``, ``sel`` and ``win`` are (key, value) as `nsa.decoding.KVCache` returns them, the new tokens' among them.
+    """
+    q, gates = q.contiguous(), gates.contiguous()
+    cmp, sel, win = ((_rows_together(k), _rows_together(v)) for k, v in (cmp, sel, win))
+    B, T, H, d_k = q.shape
+    G, d_v = sel[0].shape[2], sel[1].shape[3]
+    h, rows = H // G, T * (H // G)
+    selection = Selection.of(start + T, l_sel, n_sel, q, d_v)
+    steps = steps_of(KEYS, l // d, l_sel // d)
+    n_cmp, n_win = cmp[0].shape[1], win[0].shape[1]
+    # As far as the last key's strides reach, of which the last may be in a block of their own.
+    cmp_tiles = triton.cdiv(n_cmp + l // d - 1, steps.blocks * (l_sel // d)) if n_cmp else 0
+    win_tiles = triton.cdiv(n_win, KEYS)
+    each = max(1, (cmp_tiles + win_tiles) * B * G // PROGRAMS)
+    cmp_programs, win_programs = triton.cdiv(cmp_tiles, each), triton.cdiv(win_tiles, each)
+    parts = cmp_programs + win_programs + selection.parts
+    bj = max(16, triton.next_power_of_2(steps.blocks))
+    part = q.new_empty(B * G * parts * rows, d_v, dtype=torch.float32)
+    part_lse = q.new_empty(B * G * parts * rows, dtype=torch.float32)
+    scores = q.new_empty(max(1, B * G * cmp_tiles * rows), bj, dtype=torch.float32)
+    tops = q.new_empty(max(1, B * G * cmp_tiles * rows), dtype=torch.float32)
+    picks = q.new_empty(B * T, G, selection.n_sel, dtype=torch.int32)
+    out = q.new_empty(B, T, H, d_v)
+    dims, bm = head_dims(d_k, d_v, q.dtype), max(16, min(64, triton.next_power_of_2(rows)))
+    launch(
+        decode.scan_keys, (cmp_programs + win_programs, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores,
+        tops, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles, cmp_programs, win_programs, each, parts, cmp[0].stride(0),
+        cmp[1].stride(0), win[0].stride(0), win[1].stride(0), w, scale * LOG2E, STRIDE=d, OFFSET=l - 1, A=l // d, R=l_sel // d, h=h,
+        STEP=steps.blocks, BJ=bj, GROUPS=G, BM=bm, BN=KEYS, **dims, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    launch(
+        decode.pick_blocks, (T, B * G), q, part_lse, scores, tops, picks, T, G, start, cmp_tiles, cmp_programs, parts,
+        selection.n_blocks, n_sel=selection.n_sel, L_SEL=l_sel, LOCAL=blocks.NUM_LOCAL, h=h, STEP=steps.blocks, BJ=bj,
+        PAD=max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel))),
+        PP=max(16, triton.next_power_of_2(cmp_programs)), num_warps=4,
+    )  # fmt: skip
+    launch(
+        decode.read_blocks, (selection.parts, T, B * G), q, q, *sel, picks, part, part_lse, T, H, G, start,
+        cmp_programs + win_programs, parts, sel[0].stride(0), sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h,
+        GROUPS=G, BM=max(16, triton.next_power_of_2(h)), BN=selection.sub_block, **dims, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    launch(
+        decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, cmp_programs + win_programs, parts, h=h,
+        DV=d_v, PV=widths(d_v).whole, NP=16, num_warps=2,
+    )  # fmt: skip
+    return out, picks
+
+
+def _rows_together(x: torch.Tensor) -> torch.Tensor:
+    """x [B, N, G, D] itself where a sequence's keys lie one behind the other, as in a cache; else a copy."""
+    G, D = x.shape[2:]
+    return x if x.stride()[1:] == (G * D, D, 1) else x.contiguous()
