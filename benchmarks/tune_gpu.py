@@ -30,7 +30,7 @@ from nsa.kernels.triton.tiles import Tile
 GAIN = 0.02
 TOLERANCE = 0.1  # between the results of two tiles
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2, 3), "tma": (False, True),
+    "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2), "tma": (False, True),
 }  # fmt: skip
 # What a kernel's program does not read.
 IGNORED = {

@@ -16,6 +16,7 @@ from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.triton import branches, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
+from nsa.kernels.triton.tiles import Tile
 
 CHECKS: dict[str, Callable[[], None]] = {}
 Inputs = list[torch.Tensor]
@@ -180,6 +181,20 @@ def whole() -> None:
     _whole([5, 0, 40], 1, 4, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([50], 2, 3, 1, 48, 16, torch.float32, -0.1, l=8, d=8, l_sel=16, n_sel=3, w=100)
     _whole([60], 1, 4, 1, 16, 16, torch.float16, 0.25, l=8, d=4, l_sel=16, n_sel=9, w=20)
+
+
+@check
+def tiles() -> None:
+    """Keys with a loop without masks, by pointers and by TMA, on tiles so small that most have none; of a sequence and of a
+    pack.
+    """
+    for lengths, sizes, d_k, d_v in (
+        ([150], Tile(16, 16, 4, 1, 2, False), 32, 48),
+        ([150], Tile(32, 16, 4, 1, 2, True), 48, 32),
+        ([90, 70], Tile(16, 32, 4, 1, 2, True), 32, 16),
+    ):
+        branches.tile = lambda *_, tile=sizes: tile
+        _whole(lengths, 1, 2, 1, d_k, d_v, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=70)
 
 
 @check

@@ -45,7 +45,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a suite runs the table: its configuration and the seconds that a scenario has."""
+    """How large a suite runs the table: its configuration and the seconds that a scenario has, per hundred steps begun."""
 
     config: str
     timeout: float
@@ -192,7 +192,8 @@ def rows(phase: int, size: Size) -> list[Any]:
     found = []
     for row in TABLE:
         if row.phase == phase:
-            marks = [scenario(row.name), world_size(row.num_ranks), pytest.mark.timeout(size.timeout)]
+            limit = size.timeout * math.ceil(row.steps / 100)
+            marks = [scenario(row.name), world_size(row.num_ranks), pytest.mark.timeout(limit)]
             if row.parallel == "ddp":
                 marks.append(check_divergence)
             if row.fails_as:

@@ -12,7 +12,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
         "world_size(n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name)",
-        "static_graph", "gpu(count=None, share=False)", "reuse", "cores(n)", "fails_as(cause)",
+        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse", "cores(n)", "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
     assert len(RULES) == 12
@@ -35,7 +35,8 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
         (
             "gpu(1)",
             "group",
-            "gpu(1): takes count=, a number of GPUs, and share=, True or False, as in gpu or gpu(count=2)",
+            "gpu(1): takes count=, a number of GPUs, share=, True or False, and memory=, as in gpu, gpu(count=2) or "
+            "gpu(memory='8GiB')",
         ),
         ("branch('sel')", "group", "branch('sel'): does nothing, as the test does not take the fixture 'branch'"),
         ("static_graph", "group", "static_graph: does nothing, as the test does not take the fixture 'ddp'"),

@@ -99,7 +99,7 @@ def strided_forward(
 ):  # fmt: skip
     """A program: BM // h queries of a group, the last ones first, as they see most. Grid (tiles * BG,).
 
-    LOOPS: 1 masks every tile of keys; 2 masks those at the end alone; 3 those at both ends, as a window wants.
+    LOOPS: 1 masks every tile of keys; 2 those at the end alone and, under a window, at the beginning.
     """
     BQ: tl.constexpr = BM // h
     bg = tl.program_id(0) % BG
@@ -123,7 +123,7 @@ def strided_forward(
     start = tl.maximum(0, first - WINDOW + 1)
     if LOOPS > 1:
         whole = visible_keys(first, N, STRIDE, OFFSET)
-        if LOOPS == 3:
+        if WINDOWED:
             inside = start + tl.cdiv(tl.maximum(0, last - WINDOW + 1) - start, BN) * BN
             for n0 in tl.range(start, tl.minimum(inside, end), BN):
                 acc0, acc1, total, top = _forward_tile(

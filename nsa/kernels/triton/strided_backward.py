@@ -81,7 +81,7 @@ def strided_dq(
     start = tl.maximum(0, first - WINDOW + 1)
     if LOOPS > 1:
         whole = visible_keys(first, N, STRIDE, OFFSET)
-        if LOOPS == 3:
+        if WINDOWED:
             inside = start + tl.cdiv(tl.maximum(0, last - WINDOW + 1) - start, BN) * BN
             for n0 in tl.range(start, tl.minimum(inside, end), BN):
                 dq0, dq1 = _dq_tile(

@@ -21,7 +21,9 @@ KERNELS = (
 
 
 class Tile(NamedTuple):
-    """Rows (query, head), keys, warps and pipeline stages of a program; how many loops its keys take; whether TMA reads them."""
+    """Rows (query, head), keys, warps and pipeline stages of a program; whether its keys take a loop without masks (2) or not
+    (1); whether TMA reads them.
+    """
 
     bm: int
     bn: int
