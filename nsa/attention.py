@@ -297,7 +297,7 @@ class NSAAttention(nn.Module):
 def _tokens_of_blocks(ends: Sequence[int], l: int, d: int, device: torch.device) -> torch.Tensor:
     """The tokens of each compression block of a pack, int64 [Nc, l]; no block lies in two sequences."""
     firsts = [first for a, b in itertools.pairwise(ends) for first in range(a, b - l + 1, d)]
-    return torch.tensor(firsts, dtype=torch.int64).to(device, non_blocking=True)[:, None] + torch.arange(
+    return torch.tensor(firsts, dtype=torch.int64, device="cpu").to(device, non_blocking=True)[:, None] + torch.arange(
         l, device=device
     )
 

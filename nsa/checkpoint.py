@@ -243,12 +243,16 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
     described = describe(path)
     _refuse_another_model(path, described, config)
     weights, moments = get_state_dict(model, optimizer)
+    # How it computes is this trainer's, whatever wrote the checkpoint: fused on a GPU, say.
+    ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     saved = SafeReader(path).read_metadata().state_dict_metadata
     random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}
     if random:  # ranks beyond those that saved have none
         state["random"] = random
     read(path, state)
+    for group, way in zip(state["optimizer"]["param_groups"], ways, strict=True):
+        group.update(way)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     _restore_random_state(rank, state.get("random", {}))
 

@@ -124,8 +124,8 @@ def attend_gated(
         from nsa.kernels.triton import decoding as on_gpu
         from nsa.kernels.triton.operators import selection_mask
 
-        if on_gpu.serves(q.shape[1], l, d, l_sel):
-            y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, l, d, l_sel, min(n_sel, n_blocks), w, scale)
+        if on_gpu.serves(q, sel[1].shape[-1], l, d, l_sel):
+            y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, l, d, l_sel, n_sel, w, scale)
             if listener is not None:
                 listener(selection_mask(picks, n_blocks).unflatten(0, q.shape[:2]))
             return y

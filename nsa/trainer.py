@@ -134,7 +134,9 @@ class Trainer:
             self.gradients.reset()
         lr = self.learning_rate(number)
         self.optimizer.zero_grad(set_to_none=True)
-        figures = torch.tensor([0.0, *map(float, votes)], device=self.ranks.device)
+        figures = torch.tensor([0.0, *map(float, votes)], device="cpu")
+        if self.ranks.device.type == "cuda":  # from pinned memory, so that nothing waits
+            figures = figures.pin_memory().to(self.ranks.device, non_blocking=True)
         # A step that gathers statistics runs as it is written: what they need would be compiled once more.
         stance = torch.compiler.set_stance("force_eager") if is_compiled and wants_statistics else nullcontext()
         with stance:

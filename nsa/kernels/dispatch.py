@@ -199,7 +199,7 @@ def _attend_on_gpu(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, ends: Sequence[int] | None,
     listener: Callable[[torch.Tensor], None] | None, *, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cpu")
     y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
     if listener is not None:
         if ends is None:

@@ -38,6 +38,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) ->
     d_v = v.shape[-1]
     if d_v < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - d_v))
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    if not is_half:  # the fused kernel that takes float32 takes no groups
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)[..., :d_v]

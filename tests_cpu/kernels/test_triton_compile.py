@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests_cpu.kernels.compiled import CAPABILITIES, PROBLEMS, TABLE, Compiled, Problem, compile_all, record_launches
+from tests_cpu.kernels.compiled import (
+    CAPABILITIES,
+    PROBLEMS,
+    TABLE,
+    Compiled,
+    Problem,
+    compile_all,
+    compile_for,
+    record_launches,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -59,6 +68,14 @@ def test_a_step_has_few_launches(monkeypatch: pytest.MonkeyPatch, S: int, launch
     """Forward, backward and a token decoded, of the 125M model's shape, whose queries are one range at any of these lengths."""
     found = record_launches(monkeypatch, Problem(S, 12, 2, 64, 64, torch.bfloat16), "sm_90")
     assert tuple(map(len, found)) == launches
+
+
+def test_the_selected_branch_compiles_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A length of 1 is a constant to Triton's compiler, which its interpreter does not show."""
+    forward, backward, _ = record_launches(monkeypatch, Problem(1, 4, 1, 64, 64, torch.bfloat16))
+    for launch in (*forward, *backward):
+        if launch.name.startswith("selected"):
+            compile_for(launch, 80)
 
 
 def test_a_change_of_what_a_kernel_needs_is_seen() -> None:

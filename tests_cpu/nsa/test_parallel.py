@@ -68,7 +68,7 @@ def divided(world_size: int, accumulation: int) -> dict[str, Any]:
 
 
 @world_size(2)
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(170)
 def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
     truth, alone = train(configured(**divided(1, 1)), RankInfo(), artifacts)
@@ -190,9 +190,9 @@ def test_a_step_that_is_compiled_whole(
 @pytest.mark.skipif(
     not hasattr(torch.compiler, "nested_compile_region"), reason="this torch compiles blocks one by one"
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_blocks_of_a_compiled_step_are_compiled_once(tmp_path: Path, checkpointing: bool) -> None:
-    """Of four layers, one is handed to the compiler, and steps are those without it."""
+    """Of two layers, one is handed to the compiler, and steps are those without it."""
     compiled: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -201,7 +201,7 @@ def test_blocks_of_a_compiled_step_are_compiled_once(tmp_path: Path, checkpointi
 
     found = {}
     for way in ("none", "step"):
-        settings = {"n_layers": 4, "train.gradient_checkpointing": checkpointing, "train.compile": way}
+        settings = {"n_layers": 2, "train.gradient_checkpointing": checkpointing, "train.compile": way}
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
             found[way], _ = train(configured(**settings), RankInfo(), tmp_path, steps=3)
@@ -209,7 +209,7 @@ def test_blocks_of_a_compiled_step_are_compiled_once(tmp_path: Path, checkpointi
     inner = [module for graph in compiled for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     calls = [node for graph in inner for node in graph.graph.nodes if "invoke_subgraph" in str(node.target)]
     regions = {node.args[1] for node in calls}
-    assert len(calls) == 4
+    assert len(calls) == 2
     assert len(regions) == 1
 
 

@@ -77,7 +77,19 @@ def _scan(
     tl.store(PART_LSE + at, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=there)
 
 
-@triton.jit(do_not_specialize=["start", "n_cmp", "n_win", "cmp_tiles", "win_tiles", "cmp_programs", "win_programs"])
+@triton.jit(
+    do_not_specialize=[
+        "start",
+        "n_cmp",
+        "n_win",
+        "cmp_tiles",
+        "win_tiles",
+        "cmp_programs",
+        "win_programs",
+        "each",
+        "parts",
+    ]
+)
 def scan_keys(
     Q, K_CMP, V_CMP, K_WIN, V_WIN, PART, PART_LSE, SCORES, TOPS, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles,
     cmp_programs, win_programs, each, parts, k_cmp_stride, v_cmp_stride, k_win_stride, v_win_stride, window, qk,
@@ -113,7 +125,7 @@ def scan_keys(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks"])
+@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "parts"])
 def pick_blocks(
     PART_LSE, SCORES, TOPS, PICKS, T, G, start, cmp_tiles, cmp_programs, parts, n_blocks,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
@@ -141,7 +153,7 @@ def pick_blocks(
     write_picks(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel, chosen, n_sel, PAD)
 
 
-@triton.jit(do_not_specialize=["start", "first_part", "k_stride", "v_stride"])
+@triton.jit(do_not_specialize=["start", "first_part", "parts"])
 def read_blocks(
     Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,

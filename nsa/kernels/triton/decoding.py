@@ -14,13 +14,19 @@ from nsa.kernels.triton.tiles import widths
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
-KEYS = 64  # of a tile
+KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
 PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
 
 
-def serves(T: int, l: int, d: int, l_sel: int) -> bool:
-    """Whether so many new tokens, and such blocks, are what the kernels were made for."""
-    return T <= MOST_TOKENS and steps_of(KEYS, l // d, l_sel // d).is_clear
+def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:
+    """Whether so many new tokens q [B, T, H, Dk], and such blocks, are what the kernels were made for."""
+    fits = (q.shape[-1] + d_v) * q.element_size() <= 1024  # in the shared memory of an A100
+    return q.shape[1] <= MOST_TOKENS and fits and steps_of(keys_for(q), l // d, l_sel // d).is_clear
+
+
+def keys_for(q: torch.Tensor) -> int:
+    """Of a tile."""
+    return FEW_KEYS if q.element_size() == 4 else KEYS
 
 
 def attend(
@@ -36,12 +42,14 @@ def attend(
     B, T, H, d_k = q.shape
     G, d_v = sel[0].shape[2], sel[1].shape[3]
     h, rows = H // G, T * (H // G)
-    selection = Selection.of(start + T, l_sel, n_sel, q, d_v)
-    steps = steps_of(KEYS, l // d, l_sel // d)
+    # As many picks at any length, -1 behind the last: nothing is compiled anew as the cache grows.
+    selection = Selection.of(start + T, l_sel, n_sel, q, d_v)._replace(n_sel=n_sel)
+    keys = keys_for(q)
+    steps = steps_of(keys, l // d, l_sel // d)
     n_cmp, n_win = cmp[0].shape[1], win[0].shape[1]
     # As far as the last key's strides reach, of which the last may be in a block of their own.
     cmp_tiles = triton.cdiv(n_cmp + l // d - 1, steps.blocks * (l_sel // d)) if n_cmp else 0
-    win_tiles = triton.cdiv(n_win, KEYS)
+    win_tiles = triton.cdiv(n_win, keys)
     each = max(1, (cmp_tiles + win_tiles) * B * G // PROGRAMS)
     cmp_programs, win_programs = triton.cdiv(cmp_tiles, each), triton.cdiv(win_tiles, each)
     parts = cmp_programs + win_programs + selection.parts
@@ -57,7 +65,7 @@ def attend(
         decode.scan_keys, (cmp_programs + win_programs, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores,
         tops, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles, cmp_programs, win_programs, each, parts, cmp[0].stride(0),
         cmp[1].stride(0), win[0].stride(0), win[1].stride(0), w, scale * LOG2E, STRIDE=d, OFFSET=l - 1, A=l // d, R=l_sel // d, h=h,
-        STEP=steps.blocks, BJ=bj, GROUPS=G, BM=bm, BN=KEYS, **dims, num_warps=4, num_stages=2,
+        STEP=steps.blocks, BJ=bj, GROUPS=G, BM=bm, BN=keys, **dims, num_warps=4, num_stages=1 if q.element_size() == 4 else 2,
     )  # fmt: skip
     launch(
         decode.pick_blocks, (T, B * G), q, part_lse, scores, tops, picks, T, G, start, cmp_tiles, cmp_programs, parts,

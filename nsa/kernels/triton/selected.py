@@ -40,9 +40,9 @@ def selected_forward(
     if group >= 0:
         j, begin, end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         b, g, sub = group // G, group % G, tl.program_id(1)
-        s0, S = tokens_of(SEQUENCES, b, S, PACKED)
+        s0, length = tokens_of(SEQUENCES, b, S, PACKED)  # S itself may be a constant, which no branch redefines
         n = j * L_SEL + sub * BN + tl.arange(0, BN)
-        inside = n < tl.minimum((j + 1) * L_SEL, S)
+        inside = n < tl.minimum((j + 1) * L_SEL, length)
         keys = (s0 + n).to(tl.int64) * G + g
         k0, k1 = load_two(K, keys * DK, inside, DK, D0, D1, True)
         v0, v1 = load_two(V, keys * DV, inside, DV, E0, E1, True)
@@ -56,7 +56,7 @@ def selected_forward(
             q0, q1 = load_two(at_q, row * DK, there, DK, D0, D1, True, "evict_last")
             s = product(q0, q1, k0, k1, D1, PRECISION)
             # A list ascends: a block's own queries, who do not see all of it, come first.
-            if tl.min(tl.where(there, t, S), 0) < (j + 1) * L_SEL:
+            if tl.min(tl.where(there, t, length), 0) < (j + 1) * L_SEL:
                 s = tl.where(inside[None, :] & (n[None, :] <= t[:, None]), s, float("-inf"))
             elif SUB * BN > L_SEL:
                 s = tl.where(inside[None, :], s, float("-inf"))

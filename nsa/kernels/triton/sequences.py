@@ -139,5 +139,5 @@ def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch
 
 
 def _on_device(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    table = torch.tensor(rows, dtype=torch.int32)
+    table = torch.tensor(rows, dtype=torch.int32, device="cpu")
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
