@@ -22,7 +22,7 @@ from tests_cpu.kernels.compiled import (
 triton = pytest.importorskip("triton")
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes a block may have
-SPILLED = 320  # bytes of a thread. The fastest tiles of dk and dv measured on an H100 spill so much, outside of their inner loops
+SPILLED = 400  # bytes of a thread. The fastest tiles of dk and dv measured on an H100 spill some 300, outside of their inner loops
 CHANGED = 0.1  # of registers and shared memory, from which on a change is to be looked at
 KERNELS = {
     "strided_forward of the blocks", "strided_forward of the window", "block_importance", "select_blocks", "count_picks",
