@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class Block(nn.Module):
 
 
 def call_block(block: nn.Module, *inputs: Any) -> torch.Tensor:
-    """``block(*inputs)``: what a compiler is told to compile once for all blocks (`nsa.trainer`)."""
+    """``block(*inputs)``: the region that `nsa.trainer` has compiled once for all blocks."""
     y: torch.Tensor = block(*inputs)
     return y
 
@@ -135,5 +134,5 @@ def build_model(config: Config, device: torch.device | None = None) -> nn.Module
     tokens int64 [B, S] -> logits [B, S, V]. The production configuration has exactly 195 parameter tensors. ``device``: where its
     parameters are made and drawn, the CPU by default; a GPU draws other numbers from the same seed, and 125M of them in no time.
     """
-    with nullcontext() if device is None else device:
+    with contextlib.nullcontext() if device is None else device:
         return NSATransformer(config.model, CheckpointRange.from_config(config))
