@@ -11,11 +11,12 @@ is one whose result is another. Without a GPU it looks for errors alone, as atte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ import torch
 from attention_gpu import DEVICE, DTYPE, SHAPES, SIZES, timed
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, tiles, whole
+from nsa.kernels.triton import branches, selecting, tiles, whole
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
@@ -59,6 +60,13 @@ def whole_call(shape: str, S: int, device: str) -> Call:
     return run
 
 
+@contextlib.contextmanager
+def replaced(name: str, by: Any) -> Iterator[None]:
+    """In the modules that launch kernels."""
+    with mock.patch.object(branches, name, by), mock.patch.object(selecting, name, by):
+        yield
+
+
 def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
     """``call``, in which ``kernel`` has this tile."""
     shipped = branches.tile
@@ -67,7 +75,7 @@ def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
         return sizes if name == kernel else shipped(name, *arguments)
 
     def run() -> Any:
-        with mock.patch.object(branches, "tile", chosen):
+        with replaced("tile", chosen):
             return call()
 
     return run
@@ -91,7 +99,7 @@ def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
         is_next = False
         start(*arguments, **settings)
 
-    with mock.patch.object(branches, "tile", chosen), mock.patch.object(branches, "launch", noted):
+    with replaced("tile", chosen), replaced("launch", noted):
         found = call()
     return found, lambda: [one() for one in launched]
 

@@ -70,7 +70,7 @@ def record_launches(
 ) -> tuple[list[Launch], list[Launch], list[Launch]]:
     """What a whole forward, its backward, and a token that follows would launch on a GPU with the tiles of ``on`` ('sm_90')."""
     from nsa.kernels import blocks
-    from nsa.kernels.triton import branches, decoding, tiles, whole
+    from nsa.kernels.triton import branches, decoding, selecting, tiles, whole
 
     found: list[Launch] = []
 
@@ -85,9 +85,9 @@ def record_launches(
         assert all(0 < n < 2**16 for n in grid[1:])
         found.append(Launch(kernel, named, options))
 
-    for module in (branches, decoding):
+    for module in (branches, decoding, selecting):
         monkeypatch.setattr(module, "launch", note)
-    for module in (branches, tiles):
+    for module in (selecting, tiles):
         monkeypatch.setattr(module, "capability", lambda device: on)
     p, n = problem, blocks.num_compressed(problem.S, 32, 16)
     q = p.tensor(1, p.S, p.H, p.d_k)

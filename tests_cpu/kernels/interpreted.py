@@ -14,7 +14,7 @@ import torch
 
 from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
-from nsa.kernels.triton import branches, sequences, single
+from nsa.kernels.triton import branches, selecting, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
 from nsa.kernels.triton.tiles import Tile
 
@@ -105,7 +105,7 @@ def lists() -> None:
     for ends in ([0, 200], [0, 100, 200], [0, 37, 40, 171]):
         l_sel, n_sel, G, piece = 8, 4, 2, 5
         longest = max(b - a for a, b in pairwise(ends))
-        selection = branches.Selection(l_sel, n_sel, blocks.num_selection(longest, l_sel))
+        selection = selecting.Selection(l_sel, n_sel, blocks.num_selection(longest, l_sel))
         seqs = sequences.pack(ends, 8, 4, 1, torch.device("cpu"))
         if ends == [0, 200]:
             seqs = sequences.batch(1, 200, 8, 4, 1, torch.device("cpu"))
@@ -113,11 +113,11 @@ def lists() -> None:
         picks = torch.empty(ends[-1], G, n_sel, dtype=torch.int32)
         for at in seqs.ranges:
             importance = torch.rand(at.tokens, G, selection.n_blocks)
-            branches.select_blocks(importance, picks, seqs, at, selection)
+            selecting.select_blocks(importance, picks, seqs, at, selection)
             entries = picks.new_full((at.tokens * G * n_sel,), -7)
             totals = picks.new_empty(at.count * G * selection.n_blocks)
-            forward = branches.make_lists(picks, entries, totals, seqs, at, selection, piece)
-            for items in (forward, branches.cut_lists(picks, totals, seqs, at, selection, 3)):
+            forward = selecting.make_lists(picks, entries, totals, seqs, at, selection, piece)
+            for items in (forward, selecting.cut_lists(picks, totals, seqs, at, selection, 3)):
                 found = [
                     (int(group), int(j), [divmod(int(e), n_sel) for e in entries[a:b]])
                     for group, j, a, b in items.items.tolist()
@@ -141,7 +141,7 @@ def _start_of(ends: list[int], at: sequences.Range, b: int) -> int:
 @check
 def selected() -> None:
     """By block, where items are shorter than lists; blocks of more keys than a program reads at once, and of no power of two."""
-    branches.BACKWARD_PIECE = single.BACKWARD_PIECE = 7
+    selecting.BACKWARD_PIECE = single.BACKWARD_PIECE = 7
     for S, H, G, l_sel, n_sel, d_v in ((70, 6, 2, 8, 4, 8), (45, 2, 1, 24, 3, 48), (170, 2, 1, 72, 3, 8)):
         inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
         chosen = blocks.select(torch.rand(1, S, G, blocks.num_selection(S, l_sel)), l_sel, n_sel)
@@ -193,7 +193,7 @@ def tiles() -> None:
         ([150], Tile(32, 16, 4, 1, 2, True), 48, 32),
         ([90, 70], Tile(16, 32, 4, 1, 2, True), 32, 16),
     ):
-        branches.tile = lambda *_, tile=sizes: tile
+        branches.tile = selecting.tile = lambda *_, tile=sizes: tile
         _whole(lengths, 1, 2, 1, d_k, d_v, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=70)
 
 

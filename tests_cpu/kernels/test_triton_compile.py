@@ -132,7 +132,7 @@ def test_head_dims_are_two_powers_of_two(d: int, parts: tuple[int, int]) -> None
 
 def test_memory_of_parts_is_bounded() -> None:
     """The paper's shape at 64k: inputs, everything kept, gradients and the largest range's parts are below 16 GB."""
-    from nsa.kernels.triton import branches, sequences, whole
+    from nsa.kernels.triton import selecting, sequences, whole
 
     S, H, G, d_k, d_v = 65536, 64, 4, 192, 128
     q = torch.empty(1, S, H, d_k, dtype=torch.bfloat16, device="meta")
@@ -140,10 +140,10 @@ def test_memory_of_parts_is_bounded() -> None:
     sizes = whole.Sizes(32, 16, 64, 16, 512, 0.1)
     kept = whole.empty_kept(q, v, None, sizes)
     keys = 2 * (2 * S + S // 16) * G * (d_k + d_v)
-    selection = branches.Selection.of(S, 64, 16, q, d_v)
+    selection = selecting.Selection.of(S, 64, 16, q, d_v)
     seqs = whole.sequences_of(q, d_v, None, sizes)
-    items = max(at.tokens for at in seqs.ranges) * G * 16 // branches.BACKWARD_PIECE + G * (selection.n_blocks + 1)
-    parts = max(at.tokens for at in seqs.ranges) * branches.parts_bytes(q[0], d_v, selection) + items * 64 * 4 * (
+    items = max(at.tokens for at in seqs.ranges) * G * 16 // selecting.BACKWARD_PIECE + G * (selection.n_blocks + 1)
+    parts = max(at.tokens for at in seqs.ranges) * selecting.parts_bytes(q[0], d_v, selection) + items * 64 * 4 * (
         d_k + d_v
     )
     outputs = 2 * S * H * d_v * 2  # the output and its gradient
@@ -151,7 +151,7 @@ def test_memory_of_parts_is_bounded() -> None:
     assert total < 16e9
     assert len(seqs.ranges) > 1
     assert sum(at.tokens for at in seqs.ranges) == S
-    assert sequences.most_groups(S, 1, branches.parts_bytes(q[0], d_v, selection)) == len(seqs.ranges)
+    assert sequences.most_groups(S, 1, selecting.parts_bytes(q[0], d_v, selection)) == len(seqs.ranges)
 
 
 def test_an_old_triton_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, select, sequences
-from nsa.kernels.triton.branches import BACKWARD_PIECE, NO_GATE, Places, Selection
+from nsa.kernels.triton import branches, select, selecting, sequences
+from nsa.kernels.triton.branches import NO_GATE, Places
 from nsa.kernels.triton.launch import launch
+from nsa.kernels.triton.selecting import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -67,7 +68,7 @@ def compressed_forward(
     # Zero where the kernel writes nothing: behind a query's own block.
     importance = q.new_zeros(*q.shape[:2], k.shape[2], selection.n_blocks, dtype=torch.float32)
     flat_q, flat_k, flat_lse, flat = _flat(q, k, lse, importance)
-    branches.block_importance(
+    selecting.block_importance(
         flat_q, flat_k, v.shape[-1], flat_lse, seqs, seqs.ranges[0], places, selection, l, scale, flat
     )
     return out, lse, importance
@@ -86,7 +87,7 @@ def select_blocks(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Ten
     B, S, G, n_blocks = importance.shape
     seqs, selection = _batch(importance), Selection(l_sel, n_sel, n_blocks)
     picks = torch.empty(B * S, G, n_sel, dtype=torch.int32, device=importance.device)
-    branches.select_blocks(importance.contiguous(), picks, seqs, seqs.ranges[0], selection)
+    selecting.select_blocks(importance.contiguous(), picks, seqs, seqs.ranges[0], selection)
     return mask_of(picks, n_blocks).view(importance.shape)
 
 
@@ -113,11 +114,11 @@ def picks_of(chosen: torch.Tensor, n_sel: int) -> torch.Tensor:
 
 def _lists(
     picks: torch.Tensor, seqs: Sequences, at: sequences.Range, selection: Selection, piece: int
-) -> tuple[torch.Tensor, branches.Items]:
+) -> tuple[torch.Tensor, selecting.Items]:
     G = picks.shape[1]
     entries = picks.new_empty(at.tokens * G * selection.n_sel)
     totals = picks.new_empty(at.count * G * selection.n_blocks)
-    return entries, branches.make_lists(picks, entries, totals, seqs, at, selection, piece)
+    return entries, selecting.make_lists(picks, entries, totals, seqs, at, selection, piece)
 
 
 def selected_forward(
@@ -126,13 +127,13 @@ def selected_forward(
     """As `cpu_selected.selected_forward`."""
     flat_q, flat_k, flat_v = _flat(q, k, v)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
-    seqs = _batch(q, bytes_of_parts=branches.parts_bytes(flat_q, v.shape[-1], selection))
+    seqs = _batch(q, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
     picks, G = picks_of(chosen, selection.n_sel), k.shape[2]
     for at in seqs.ranges:
-        entries, items = _lists(picks, seqs, at, selection, branches.piece_of(q.shape[2] // G))
-        parts = branches.selected_forward(flat_q, flat_k, flat_v, entries, items, seqs, at, selection, scale)
-        branches.merge_parts(parts, out.flatten(0, 1), lse.flatten(0, 1), G, seqs, at, selection)
+        entries, items = _lists(picks, seqs, at, selection, selecting.piece_of(q.shape[2] // G))
+        parts = selecting.selected_forward(flat_q, flat_k, flat_v, entries, items, seqs, at, selection, scale)
+        selecting.merge_parts(parts, out.flatten(0, 1), lse.flatten(0, 1), G, seqs, at, selection)
     return out, lse
 
 
@@ -143,13 +144,13 @@ def selected_backward(
     """As `cpu_selected.selected_backward`."""
     grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
-    seqs = _batch(q, bytes_of_parts=branches.parts_bytes(flat_q, v.shape[-1], selection))
+    seqs = _batch(q, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
     picks, delta, dq = picks_of(chosen, selection.n_sel), branches.row_sums(grad, out), torch.empty_like(flat_q)
     several = len(seqs.ranges) > 1
     d_keys = tuple(x.new_zeros(x.shape, dtype=torch.float32 if several else x.dtype) for x in (flat_k, flat_v))
     for at in seqs.ranges:
         entries, items = _lists(picks, seqs, at, selection, BACKWARD_PIECE)
-        branches.selected_gradients(
+        selecting.selected_gradients(
             grad, flat_q, flat_k, flat_v, lse, delta, delta, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
             scale, branch=NO_GATE, add_dq=False, add_keys=several,
         )  # fmt: skip

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from nsa.kernels.triton import branches, sequences
-from nsa.kernels.triton.branches import BACKWARD_PIECE, Selection
+from nsa.kernels.triton import branches, selecting, sequences
+from nsa.kernels.triton.selecting import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 def sequences_of(q: torch.Tensor, d_v: int, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Sequences:
     """Of a batch, or of a pack: then ``cu_seqlens`` is read on the host."""
     B, S = q.shape[:2]
-    each = branches.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
+    each = selecting.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
     if cu_seqlens is None:
         return sequences.batch(B, S, sizes.l, sizes.d, each, q.device)
     return sequences.pack(cu_seqlens.tolist(), sizes.l, sizes.d, each, q.device)
@@ -65,7 +65,7 @@ def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
     B, S, H, _ = q.shape
     tokens, G, d_v = B * S, v.shape[2], v.shape[3]
     selection = Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v)
-    each = branches.parts_bytes(q.flatten(0, 1), d_v, selection)
+    each = selecting.parts_bytes(q.flatten(0, 1), d_v, selection)
     groups = G * sequences.most_groups(tokens, B if cu_seqlens is None else max(1, cu_seqlens.shape[0] - 1), each)
     o_cmp, o_sel, o_win = (q.new_empty(tokens, H, d_v) for _ in range(3))
     return Kept(
@@ -99,15 +99,15 @@ def forward(
     groups = 0
     for at in seqs.ranges:
         importance = q.new_empty(at.tokens, G, selection.n_blocks, dtype=torch.float32)
-        branches.block_importance(
+        selecting.block_importance(
             flat_q, k_cmp, v_cmp.shape[-1], kept.lse[0], seqs, at, places, selection, sizes.l, scale, importance
         )
-        branches.select_blocks(importance, kept.picks, seqs, at, selection)
+        selecting.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
-        items = branches.make_lists(kept.picks, entries, totals, seqs, at, selection, branches.piece_of(h))
-        parts = branches.selected_forward(flat_q, k_sel, v_sel, entries, items, seqs, at, selection, scale)
-        branches.merge_parts(
+        items = selecting.make_lists(kept.picks, entries, totals, seqs, at, selection, selecting.piece_of(h))
+        parts = selecting.selected_forward(flat_q, k_sel, v_sel, entries, items, seqs, at, selection, scale)
+        selecting.merge_parts(
             parts, kept.o_sel, kept.lse[1], G, seqs, at, selection, (kept.o_cmp, kept.o_win, flat_gates, flat_out)
         )
     return out, kept
@@ -151,8 +151,8 @@ def backward(
     groups = 0
     for at in seqs.ranges:
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
-        items = branches.cut_lists(kept.picks, totals, seqs, at, selection, BACKWARD_PIECE)
-        branches.selected_gradients(
+        items = selecting.cut_lists(kept.picks, totals, seqs, at, selection, BACKWARD_PIECE)
+        selecting.selected_gradients(
             flat_grad, flat_q, k_sel, v_sel, kept.lse[1], delta[1], flat_gates, entries, items, dq, d_sel, seqs, at, selection,
             scale, branch=1, add_dq=True, add_keys=several,
         )  # fmt: skip
