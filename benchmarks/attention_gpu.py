@@ -8,21 +8,25 @@ a copy, is measured in the same run. A branch's floor is what its products of vi
 and outputs at the other, whichever is more; its share is the floor over the time that it took. Dense contenders: torch's
 flash (V padded to K's width, as it wants), cuDNN, FlexAttention, the package flash-attn; the figures are over the fastest of
 them, by name. fla's NSA stands beside ours where it is installed and takes the shape (groups of 16 heads; no window without
-flash-attn). Without a GPU `--dry-run` runs the same code in Triton's interpreter (TRITON_INTERPRET=1), on a tiny shape, for
-its errors: its times tell nothing, and are not kept.
+flash-attn). Random queries and keys give picks that share little between neighbours; the selected branch is timed on
+picks that change slowly, too (their mean Jaccard index behind its name), by unions and by block. Without a GPU `--dry-
+run` runs the same code in Triton's interpreter (TRITON_INTERPRET=1), on a tiny shape, for its errors: its times tell
+nothing, and are not kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +34,14 @@ from figures import environment
 
 from nsa import nsa_attention
 from nsa.kernels import blocks, ops
-from nsa.kernels.triton import support, tiles
+from nsa.kernels.triton import selecting, support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
 SHAPES = {"paper": (64, 4, 192, 128), "128": (64, 4, 128, 128), "125m": (12, 2, 64, 64)}
 SHAPES = SHAPES if DEVICE == "cuda" else {"tiny": (2, 1, 16, 16)}
 OURS = ("sliding", "compressed", "selected", "nsa")
+AGREEMENT = (0.87, 0.94)  # Jaccard indices of neighbours' picks, as trained models have them
 DENSE = ("flash", "cudnn", "flex", "flash_attn")
 WARM_UP = 3 if DEVICE == "cuda" else 0  # calls that are not counted
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
@@ -182,6 +187,36 @@ def fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, 
     return out
 
 
+def slow_picks(S: int, G: int, n_sel: int, jaccard: float) -> torch.Tensor:
+    """A selection bool [1, S, G, Ns]: the first block, the two latest, and others drawn anew one at a time, so that the picks of
+    neighbours have this Jaccard index.
+    """
+    l_sel, n_blocks = SIZES["l_sel"], blocks.num_selection(S, SIZES["l_sel"])
+    chosen = torch.zeros(1, S, G, n_blocks, dtype=torch.bool, device=DEVICE)
+    t, free = torch.arange(S, device=DEVICE), max(1, n_sel - 3)
+    stay = round(free / (n_sel * (1 - jaccard) / (1 + jaccard)))  # queries that a pick stays
+    drawn_at = (t[:, None] + torch.arange(free, device=DEVICE) * stay // free) // stay  # [S, free]
+    for g in range(G):
+        numbers = torch.rand(int(drawn_at.max()) + 1, free, device=DEVICE).gather(0, drawn_at)
+        chosen[0, :, g].scatter_(1, (numbers * (drawn_at * stay - stay).clamp(min=0) / l_sel).long(), True)
+    for forced in (t * 0, t // l_sel, (t // l_sel - 1).clamp(min=0)):
+        chosen[0, t, :, forced] = True
+    return chosen
+
+
+def jaccard_of(chosen: torch.Tensor) -> float:
+    """The mean over queries and groups of a selection [B, S, G, Ns]."""
+    one, other = chosen[:, :-1], chosen[:, 1:]
+    return ((one & other).sum(-1) / (one | other).sum(-1)).mean().item()
+
+
+@contextlib.contextmanager
+def by_block() -> Iterator[None]:
+    """No unions of neighbours' blocks."""
+    with mock.patch.object(selecting, "cache_of", return_value=1 << 62):
+        yield
+
+
 def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
     """By name: a forward and the inputs whose gradients are asked for."""
     H, G, d_k, d_v = SHAPES[shape]
@@ -197,11 +232,25 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
     blocked = SIZES["l"], SIZES["d"], SIZES["l_sel"], scale, "triton"
     with torch.no_grad():
         chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], SIZES["l_sel"], n_sel, "triton")
-    selection = chosen, SIZES["l_sel"], n_sel, scale
+    selection = SIZES["l_sel"], n_sel, scale, "triton"
+    alike = {}
+    for wanted in AGREEMENT:
+        slow = slow_picks(S, G, n_sel, wanted)
+        name = f"selected at {jaccard_of(slow):.2f}"
+
+        def united(slow: torch.Tensor = slow) -> torch.Tensor:
+            return ops.selected(q, k, v, slow, *selection)[0]
+
+        def not_united(slow: torch.Tensor = slow) -> torch.Tensor:
+            with by_block():
+                return ops.selected(q, k, v, slow, *selection)[0]
+
+        alike |= {name: (united, [q, k, v]), f"{name} by block": (not_united, [q, k, v])}
     return {
         "sliding": (lambda: ops.sliding(q, k, v, SIZES["w"], scale, "triton")[0], [q, k, v]),
         "compressed": (lambda: ops.compressed(q, k_cmp, v_cmp, *blocked)[0], [q, k_cmp, v_cmp]),
-        "selected": (lambda: ops.selected(q, k, v, *selection, "triton")[0], [q, k, v]),
+        "selected": (lambda: ops.selected(q, k, v, chosen, *selection)[0], [q, k, v]),
+        **alike,
         "nsa": (
             lambda: nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **SIZES, backend="triton"),
             [q, k_cmp, v_cmp, k, v, gates],
@@ -226,7 +275,7 @@ def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[st
             calls = both_ways(forward, inputs)
             events |= {f"{name} {way}": ms for way, ms in timed(calls, rounds).items()}
         except Exception as refused:  # a peer that is not installed, or does not take the shape: each has its own kind
-            if name in OURS:
+            if name.startswith(OURS):
                 raise
             absent[name] = f"{type(refused).__name__}: {refused}"[:200]
             continue

@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attention_gpu import DEVICE, DTYPE, SHAPES, SIZES, timed
+from attention_gpu import AGREEMENT, DEVICE, DTYPE, SHAPES, SIZES, slow_picks, timed
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selecting, tiles, whole
+from nsa.kernels.triton import branches, selecting, single, tiles, whole
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
@@ -35,7 +35,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # What a kernel's program does not read.
 IGNORED = {
-    "importance": {"loops"}, "selected": {"bn", "loops", "tma"}, "selected_backward": {"bn", "loops", "tma"},
+    "importance": {"loops"}, "selected": {"bn", "loops", "tma"}, "union": {"bn", "loops"},
+    "selected_backward": {"bn", "loops", "tma"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
 Call = Callable[[], Any]
@@ -58,6 +59,25 @@ def whole_call(shape: str, S: int, device: str) -> Call:
         return [out, *whole.backward(grad, q, *pairs, gates, kept, None, sizes)]
 
     return run
+
+
+def union_call(shape: str, S: int, device: str) -> Call:
+    """The selected branch alone, on picks that neighbours share; of any length by unions."""
+    H, G, d_k, d_v = SHAPES[shape]
+    n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
+    q, k, v = (torch.randn(1, S, *size, device=device, dtype=DTYPE) for size in ((H, d_k), (G, d_k), (G, d_v)))
+    chosen = slow_picks(S, G, n_sel, AGREEMENT[0]).to(device)
+
+    def run() -> list[torch.Tensor]:
+        with mock.patch.object(selecting, "cache_of", return_value=0):
+            return list(single.selected_forward(q, k, v, chosen, SIZES["l_sel"], n_sel, d_k**-0.5))
+
+    return run
+
+
+def call_for(kernel: str) -> Callable[[str, int, str], Call]:
+    """What runs it."""
+    return union_call if kernel == "union" else whole_call
 
 
 @contextlib.contextmanager
@@ -120,16 +140,19 @@ def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
     shape, S, kernel, sizes, on = job
 
     def warm_up(found: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-        if 0 not in grid and not found.__name__.startswith(("count", "scan", "place", "cut", "select_")):
+        if 0 not in grid and not found.__name__.startswith(
+            ("count", "scan", "place", "cut", "select_", "unite", "choose", "picks")
+        ):
             found.warmup(*arguments, grid=grid, **settings)
 
     try:
         with (
-            mock.patch.object(branches, "launch", warm_up),
-            mock.patch.object(branches, "capability", return_value=on),
+            replaced("launch", warm_up),
+            mock.patch.object(single, "launch", warm_up),
+            mock.patch.object(selecting, "capability", return_value=on),
             mock.patch.object(tiles, "capability", return_value=on),
         ):
-            with_tile(kernel, sizes, whole_call(shape, S, "meta"))()
+            with_tile(kernel, sizes, call_for(kernel)(shape, S, "meta"))()
     except Exception as refused:  # timing meets it again, and passes it over
         print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
 
@@ -184,7 +207,7 @@ def main() -> None:
     pool = context.Pool(max(1, (os.cpu_count() or 2) - 1)) if DEVICE == "cuda" else None
     for left, (shape, kernel) in zip(range(len(todo), 0, -1), todo, strict=True):
         _, _, d_k, d_v = SHAPES[shape]
-        call = whole_call(shape, arguments.length, DEVICE)
+        call = call_for(kernel)(shape, arguments.length, DEVICE)
         like = torch.empty(1, 1, d_k, device=DEVICE, dtype=DTYPE)
         start = tiles.tile(kernel, like, d_v, arguments.length)
         deadline = min(end, time.monotonic() + max(0.0, end - time.monotonic()) / left * 2)

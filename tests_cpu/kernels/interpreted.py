@@ -151,6 +151,79 @@ def selected() -> None:
         compare(found, wanted, f_inputs, inputs, 1e-5)
 
 
+def _neighbours(S: int, G: int, n_blocks: int, l_sel: int, n_sel: int, changed: float) -> torch.Tensor:
+    """A selection bool [1, S, G, Ns] that changes in a pick from a query to the next with this probability."""
+    chosen = torch.zeros(1, S, G, n_blocks, dtype=torch.bool)
+    for g in range(G):
+        picked: set[int] = set()
+        for t in range(S):
+            own = t // l_sel
+            if len(picked) > 1 and numbers.random() < changed:
+                picked.remove(numbers.choice(sorted(picked)))
+            free = [j for j in range(own + 1) if j not in picked]
+            while free and len(picked) < n_sel:
+                picked.add(free.pop(numbers.randrange(len(free))))
+            chosen[0, t, g, sorted(picked)] = True
+    return chosen
+
+
+def _united(
+    S: int, H: int, G: int, l_sel: int, n_sel: int, d_v: int, parts: int = 3 << 30, by_tma: bool = False
+) -> None:
+    """The selected branch on picks that neighbours share, united; not united; and with one group that shares none."""
+    sequences.PARTS = parts
+    selecting.cache_of = lambda device: 0
+    selecting.tile = lambda *_: Tile(32, 16, 4, 1, 1, by_tma)
+    n_blocks, choices = blocks.num_selection(S, l_sel), []
+    shipped = selecting.union_forward
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unions: selecting.Unions, *more: object) -> None:
+        choices.append(unions.choice.tolist())
+        shipped(q, k, v, unions, *more)
+
+    selecting.union_forward = noted
+    like = _neighbours(S, G, n_blocks, l_sel, n_sel, 0.3)
+    unlike = blocks.select(torch.rand(1, S, G, n_blocks), l_sel, n_sel)
+    inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
+    f_inputs, n_sel = low(inputs, torch.float32), min(n_sel, n_blocks)
+    lse_of = {}
+    for most_work, chosen in (
+        (0, like),
+        (100, like),
+        (3, torch.cat([like[:, :, : G - 1], unlike[:, :, G - 1 :]], 2)),
+    ):
+        selecting.MOST_WORK = most_work
+        choices.clear()
+        found, lse_of[most_work] = ops.selected(*f_inputs, chosen, l_sel, n_sel, 0.3, "triton")
+        wanted = reference.selected(*inputs, chosen, l_sel=l_sel, n_sel=n_sel, scale=0.3)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+        assert choices
+        if most_work != 3:
+            assert {x for choice in choices for x in choice} == {int(most_work > 0)}
+    torch.testing.assert_close(lse_of[0], lse_of[100], rtol=0, atol=1e-5)
+    selecting.union_forward = shipped
+
+
+@check
+def union() -> None:
+    """Of neighbours' blocks: the same as by block; by pointers and by TMA; tiles cut short by ranges; of a pack, too."""
+    _united(70, 4, 2, 16, 3, 16, parts=1, by_tma=True)
+    selecting.MOST_WORK = 100
+    _whole([5, 0, 40, 21], 1, 4, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
+
+
+@check
+def unions() -> None:
+    """Blocks of no power of two, of several sub-blocks; one head per group; a batch; a pack in ranges."""
+    _united(75, 6, 2, 8, 4, 8)
+    _united(60, 2, 1, 24, 3, 48, by_tma=True)
+    _united(170, 1, 1, 72, 2, 8)
+    selecting.MOST_WORK = 100
+    _whole([50], 2, 3, 1, 48, 16, torch.float32, 0.1, l=8, d=8, l_sel=16, n_sel=3, w=100)
+    sequences.PARTS = 1
+    _whole([50, 3, 60], 1, 2, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
+
+
 def _whole(
     lengths: list[int], B: int, H: int, G: int, d_k: int, d_v: int, dtype: torch.dtype, scale: float, **sizes: int
 ) -> None:

@@ -14,8 +14,14 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 # What runs in one process; the last check of each may change how work is cut, for good.
-QUICK = (("window", "compression", "selection", "segments"), ("lists", "selected"), ("tiles",), ("whole", "decoding"))
-SLOW = (("ranges",), ("groups",), ("any_shape",) * 5)
+QUICK = (
+    ("window", "compression", "selection", "segments"),
+    ("lists", "selected"),
+    ("tiles",),
+    ("whole", "decoding"),
+    ("union",),
+)
+SLOW = (("ranges",), ("groups",), ("unions",), ("any_shape",) * 5)
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,21 @@ from nsa.kernels.triton.rows import (
 
 @triton.jit
 def selected_forward(
-    Q, K, V, LISTS, ITEMS, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
+    Q, K, V, LISTS, ITEMS, CHOICE, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, UNITED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: an item and a sub-block. WIDE where q has more elements in a sequence than 32 bits count. Grid (items, SUB)."""
+    """A program: an item and a sub-block. WIDE where q has more elements in a sequence than 32 bits count. Grid (items, SUB).
+
+    If UNITED, groups that CHOICE marks are left to `union_forward`.
+    """
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4
     group = tl.load(item)
-    if group >= 0:
+    is_ours = group >= 0
+    if UNITED:
+        is_ours = is_ours & (tl.load(CHOICE + group, mask=is_ours, other=1) == 0)
+    if is_ours:
         j, begin, end = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         b, g, sub = group // G, group % G, tl.program_id(1)
         s0, length = tokens_of(SEQUENCES, b, S, PACKED)  # S itself may be a constant, which no branch redefines
@@ -82,16 +88,24 @@ def selected_forward(
 
 @triton.jit
 def merge_parts(
-    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, POSITIONS, S, H, G, FIRST,
+    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, POSITIONS, OWNERS, CHOICE, S, H, G, FIRST, before,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr,
-    E1: tl.constexpr, HP: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
+    E1: tl.constexpr, HP: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, UNITED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """A program: the parts of a query and group, merged to O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
 
-    Grid (queries * G,).
+    If UNITED, groups that CHOICE marks are left to `union_forward`; of a pack, OWNERS [T] are tokens' sequences, of which
+    ``before`` come before the first at work. Grid (queries * G,).
     """
     row = tl.program_id(0).to(tl.int64)
     token, g = FIRST + row // G, row % G
+    if UNITED:
+        if PACKED:
+            b = tl.load(OWNERS + token) - before
+        else:
+            b = token // S
+        if tl.load(CHOICE + b * G + g) > 0:
+            return
     if PACKED:
         t = tl.load(POSITIONS + token)
     else:
@@ -122,13 +136,13 @@ def merge_parts(
     store_two(O, out * DV, i < h, acc0, acc1, DV, E0, E1)
     tl.store(LSE + out, (top + tl.log2(total)) / LOG2E, mask=i < h)
     if GATED:
-        _gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc0, 0, E0, DV)
+        gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc0, 0, E0, DV)
         if E1 > 0:
-            _gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc1, E0, E1, DV)
+            gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc1, E0, E1, DV)
 
 
 @triton.jit
-def _gate_and_store(
+def gate_and_store(
     O_CMP, O_WIN, GATES, OUT, rows, there, selected, FIRST: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr
 ):
     """Columns from FIRST on of the gated sum."""

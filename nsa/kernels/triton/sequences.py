@@ -32,6 +32,7 @@ class Range:
     count: int
     chunks: int
     all_chunks: int
+    before: int = 0  # sequences, of a pack, before the first at work
     table: torch.Tensor | None = None
 
     @property
@@ -51,6 +52,7 @@ class Sequences:
     ranges: tuple[Range, ...]
     table: torch.Tensor | None = None  # of a pack, for what needs no ranges
     positions: torch.Tensor | None = None  # of a pack: int32 [tokens], a token's place in its sequence
+    owners: torch.Tensor | None = None  # of a pack: int32 [tokens], a token's sequence
 
     @property
     def is_packed(self) -> bool:
@@ -106,17 +108,17 @@ def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch
     rows = [[a, n, key_starts[i], keys[i], 0, n, 0, 0] for i, (a, n) in enumerate(spans)]
     at, found = len(rows), []
     for first, end in ranges_of(tokens, bytes_of_parts):
-        chunks = [0]
+        chunks, before = [0], sum(a + n <= first for a, n in spans)
         for i, (a, n) in enumerate(spans):
             lo, hi = max(0, first - a), min(n, end - a)
             if lo < hi:
                 rows.append([a, n, key_starts[i], keys[i], lo, hi, chunks[-1], 0])
                 chunks.append(chunks[-1] + -(-(hi - lo) // chunk))
-        found.append((first, end, at, len(rows), chunks[-1]))
+        found.append((first, end, at, len(rows), chunks[-1], before))
         at = len(rows)
     table = _on_device(rows, device)
     ranges = []
-    for first, end, a, b, all_chunks in found:
+    for first, end, a, b, all_chunks, before in found:
         most = max(row[5] - row[4] for row in rows[a:b])
         ranges.append(
             Range(
@@ -127,14 +129,16 @@ def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch
                 count=b - a,
                 chunks=-(-most // chunk),
                 all_chunks=all_chunks,
+                before=before,
                 table=table[a:b],
             )
         )
-    starts = torch.repeat_interleave(table[: len(spans), 0], table[: len(spans), 1], output_size=tokens)
-    positions = torch.arange(tokens, dtype=torch.int32, device=device) - starts
+    owners = torch.arange(len(spans), dtype=torch.int32, device=device)
+    owners = torch.repeat_interleave(owners, table[: len(spans), 1], output_size=tokens)
+    positions = torch.arange(tokens, dtype=torch.int32, device=device) - table[:, 0].index_select(0, owners)
     return Sequences(
         count=len(spans), longest=longest, most_keys=max(keys), tokens=tokens, chunk=chunk, ranges=tuple(ranges),
-        table=table[: len(spans)], positions=positions,
+        table=table[: len(spans)], positions=positions, owners=owners,
     )  # fmt: skip
 
 

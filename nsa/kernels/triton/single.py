@@ -112,13 +112,9 @@ def picks_of(chosen: torch.Tensor, n_sel: int) -> torch.Tensor:
     return picks
 
 
-def _lists(
-    picks: torch.Tensor, seqs: Sequences, at: sequences.Range, selection: Selection, piece: int
-) -> tuple[torch.Tensor, selecting.Items]:
+def _room_for_lists(picks: torch.Tensor, at: sequences.Range, selection: Selection) -> Pair:
     G = picks.shape[1]
-    entries = picks.new_empty(at.tokens * G * selection.n_sel)
-    totals = picks.new_empty(at.count * G * selection.n_blocks)
-    return entries, selecting.make_lists(picks, entries, totals, seqs, at, selection, piece)
+    return picks.new_empty(at.tokens * G * selection.n_sel), picks.new_empty(at.count * G * selection.n_blocks)
 
 
 def selected_forward(
@@ -129,11 +125,12 @@ def selected_forward(
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
     seqs = _batch(q, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
-    picks, G = picks_of(chosen, selection.n_sel), k.shape[2]
+    picks = picks_of(chosen, selection.n_sel)
     for at in seqs.ranges:
-        entries, items = _lists(picks, seqs, at, selection, selecting.piece_of(q.shape[2] // G))
-        parts = selecting.selected_forward(flat_q, flat_k, flat_v, entries, items, seqs, at, selection, scale)
-        selecting.merge_parts(parts, out.flatten(0, 1), lse.flatten(0, 1), G, seqs, at, selection)
+        selecting.attend(
+            flat_q, flat_k, flat_v, picks, *_room_for_lists(picks, at, selection), seqs, at, selection, scale, out.flatten(0, 1),
+            lse.flatten(0, 1),
+        )  # fmt: skip
     return out, lse
 
 
@@ -149,7 +146,8 @@ def selected_backward(
     several = len(seqs.ranges) > 1
     d_keys = tuple(x.new_zeros(x.shape, dtype=torch.float32 if several else x.dtype) for x in (flat_k, flat_v))
     for at in seqs.ranges:
-        entries, items = _lists(picks, seqs, at, selection, BACKWARD_PIECE)
+        entries, totals = _room_for_lists(picks, at, selection)
+        items = selecting.make_lists(picks, entries, totals, seqs, at, selection, BACKWARD_PIECE)
         selecting.selected_gradients(
             grad, flat_q, flat_k, flat_v, lse, delta, delta, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
             scale, branch=NO_GATE, add_dq=False, add_keys=several,

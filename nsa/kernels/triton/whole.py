@@ -94,7 +94,7 @@ def forward(
     places, scale = branches.compression(sizes.l, sizes.d), sizes.scale
     branches.strided_forward(flat_q, k_cmp, v_cmp, seqs, places, scale, kept.o_cmp, kept.lse[0])
     branches.strided_forward(flat_q, k_win, v_win, seqs, branches.window(sizes.w), scale, kept.o_win, kept.lse[2])
-    h, G = q.shape[2] // sel[0].shape[2], sel[0].shape[2]
+    G = sel[0].shape[2]
     selection = _selection(seqs, q, sel[1], kept, sizes)
     groups = 0
     for at in seqs.ranges:
@@ -105,11 +105,10 @@ def forward(
         selecting.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
-        items = selecting.make_lists(kept.picks, entries, totals, seqs, at, selection, selecting.piece_of(h))
-        parts = selecting.selected_forward(flat_q, k_sel, v_sel, entries, items, seqs, at, selection, scale)
-        selecting.merge_parts(
-            parts, kept.o_sel, kept.lse[1], G, seqs, at, selection, (kept.o_cmp, kept.o_win, flat_gates, flat_out)
-        )
+        selecting.attend(
+            flat_q, k_sel, v_sel, kept.picks, entries, totals, seqs, at, selection, scale, kept.o_sel, kept.lse[1],
+            (kept.o_cmp, kept.o_win, flat_gates, flat_out),
+        )  # fmt: skip
     return out, kept
 
 
