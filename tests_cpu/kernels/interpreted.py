@@ -106,9 +106,9 @@ def lists() -> None:
         l_sel, n_sel, G, piece = 8, 4, 2, 5
         longest = max(b - a for a, b in pairwise(ends))
         selection = selecting.Selection(l_sel, n_sel, blocks.num_selection(longest, l_sel))
-        seqs = sequences.pack(ends, 8, 4, 1, torch.device("cpu"))
+        seqs = sequences.pack(ends, 8, 4, l_sel, 1, torch.device("cpu"))
         if ends == [0, 200]:
-            seqs = sequences.batch(1, 200, 8, 4, 1, torch.device("cpu"))
+            seqs = sequences.batch(1, 200, 8, 4, l_sel, 1, torch.device("cpu"))
         assert len(seqs.ranges) > 2
         picks = torch.empty(ends[-1], G, n_sel, dtype=torch.int32)
         for at in seqs.ranges:

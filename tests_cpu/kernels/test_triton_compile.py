@@ -150,7 +150,7 @@ def test_memory_of_parts_is_bounded() -> None:
     kept = whole.empty_kept(q, v, None, sizes)
     keys = 2 * (2 * S + S // 16) * G * (d_k + d_v)
     selection = selecting.Selection.of(S, 64, 16, q, d_v)
-    seqs = whole.sequences_of(q, d_v, None, sizes)
+    seqs = whole.sequences_of(q, G, d_v, None, sizes)
     items = max(at.tokens for at in seqs.ranges) * G * 16 // selecting.BACKWARD_PIECE + G * (selection.n_blocks + 1)
     parts = max(at.tokens for at in seqs.ranges) * selecting.parts_bytes(q[0], d_v, selection) + items * 64 * 4 * (
         d_k + d_v
@@ -169,6 +169,37 @@ def test_an_old_triton_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(support, "triton_version", lambda: (3, 2))
     reason = support.why_not(torch.bfloat16, torch.device("cuda"), 64, 64)
     assert reason == "the Triton kernels need Triton 3.6, and 3.2 is installed"
+
+
+@pytest.mark.parametrize(
+    ("S", "H", "G", "l_sel", "said"),
+    [
+        (1 << 20, 4, 1, 16, "1048576 tokens are 65536 blocks of l_sel=16"),
+        (1 << 21, 64, 16, 128, "2097152 tokens of 16 groups and head dim 128"),
+        (4096, 512, 2, 64, "256 heads per group"),
+    ],
+)
+def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel: int, said: str) -> None:
+    from nsa.kernels.triton import whole
+
+    with pytest.raises(ValueError, match=said):
+        whole.check_limits(S, H, G, 128, 64, l_sel)
+
+
+def test_a_pack_of_one_long_document_and_many_short_ones_has_room_for_its_own_blocks() -> None:
+    """What a document's items need follows from its own length, not from the longest."""
+    from nsa.kernels.triton import selecting, sequences
+
+    ends = [0, 8192, *range(8192 + 64, 8192 + 64 * 257, 64)]
+    seqs = sequences.pack(ends, 32, 16, 64, 1, torch.device("cpu"))
+    selection = selecting.Selection(64, 16, 128)
+    (at,) = seqs.ranges
+    assert at.rooms == 128 + 1 + 256 * 2
+    assert at.table is not None
+    assert at.table[:, 7].tolist() == [0, *range(129, 129 + 2 * 256, 2)]
+    picks = torch.empty(seqs.tokens, 2, 16, dtype=torch.int32)
+    room = selecting._room(picks, at, selection, 256)
+    assert len(room.items) == seqs.tokens * 2 * 16 // 256 + 2 * at.rooms
 
 
 def test_more_programs_than_a_gpu_numbers_are_refused() -> None:

@@ -58,12 +58,19 @@ def list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel: tl.constexpr, PACKED: t
 
 
 @triton.jit
-def items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel: tl.constexpr, PACKED: tl.constexpr):
+def items_of(
+    SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel: tl.constexpr, L_SEL: tl.constexpr, PACKED: tl.constexpr
+):
     """First and end of the room for the items of a sequence and group: what its part of the list can need at most."""
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     list0 = list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel, PACKED)
-    group = b * G + g
-    return list0 // PIECE + group * (n_blocks + 1), (list0 + (hi - lo) * n_sel) // PIECE + (group + 1) * (n_blocks + 1)
+    _, length = tokens_of(SEQUENCES, b, S, PACKED)
+    own = tl.cdiv(length, L_SEL) + 1
+    if PACKED:
+        first = tl.load(SEQUENCES + b * FIELDS + 7) * G + g * own
+    else:
+        first = (b * G + g) * own
+    return list0 // PIECE + first, (list0 + (hi - lo) * n_sel) // PIECE + first + own
 
 
 @triton.jit
@@ -132,7 +139,8 @@ def write_items(ITEMS, STARTS, first, end, group, list0, total, worker, workers,
 @triton.jit
 def place_entries(
     PICKS, COUNTS, TOTALS, LISTS, ITEMS, STARTS, SEQUENCES, S, G, LO, HI, FIRST, chunks, n_blocks, PIECE,
-    n_sel: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr, NB: tl.constexpr, BIG: tl.constexpr, PACKED: tl.constexpr,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr, NB: tl.constexpr, BIG: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """A program: the entries of a chunk's picks, by a sort of (block, query, slot); and its share of the items.
 
@@ -156,7 +164,7 @@ def place_entries(
         base = list0 + tl.cumsum(total, 0) - total + before - (tl.cumsum(here, 0) - here)
         place = tl.gather(base, block, 0) + e
         tl.store(LISTS + place, (first + source // NS) * n_sel + source % NS, mask=there)
-        begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel, PACKED)
+        begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel, L_SEL, PACKED)
         starts = STARTS + tl.program_id(0).to(tl.int64) * (n_blocks + 1)
         write_items(
             ITEMS, starts, begin, end, tl.program_id(0), list0, total, c, tl.cdiv(hi - lo, CH), PIECE, n_blocks, NB
@@ -165,15 +173,15 @@ def place_entries(
 
 @triton.jit
 def cut_lists(
-    TOTALS, ITEMS, STARTS, SEQUENCES, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel: tl.constexpr, NB: tl.constexpr,
-    PACKED: tl.constexpr,
+    TOTALS, ITEMS, STARTS, SEQUENCES, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel: tl.constexpr, L_SEL: tl.constexpr,
+    NB: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Items of another PIECE from the lists' lengths, for the backward. Grid (sequences * G, workers)."""
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     j = tl.arange(0, NB)
     total = tl.load(TOTALS + tl.program_id(0).to(tl.int64) * n_blocks + j, mask=j < n_blocks, other=0)
     list0 = list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel, PACKED)
-    begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel, PACKED)
+    begin, end = items_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel, L_SEL, PACKED)
     starts = STARTS + tl.program_id(0).to(tl.int64) * (n_blocks + 1)
     write_items(
         ITEMS,

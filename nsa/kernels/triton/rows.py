@@ -9,7 +9,7 @@ products need; only what is no sum of two powers is padded with zeros. A product
 
 Sequences. Tensors are flat over tokens: q [T, H, D]; k, v [T, G, D] or, compressed, [Nc, G, D]. A batch has its sequences at
 multiples of S; a pack (PACKED) has a table, int32 [sequences, 8]: first token, tokens, first compressed key, compressed keys,
-first and end of the queries at work, first chunk of lists, nothing.
+first and end of the queries at work, first chunk of lists, selection blocks (and one more each) of the sequences before.
 """
 
 from __future__ import annotations

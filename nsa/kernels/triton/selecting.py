@@ -145,7 +145,8 @@ def make_lists(
     )  # fmt: skip
     launch(
         lists.place_entries, (groups, at.chunks), picks, picks, counts, totals, entries, *found, table, longest, G, at.lo, at.hi,
-        at.first, at.chunks, n_blocks, piece, n_sel=selection.n_sel, **pads, BIG=1 << 30, PACKED=packed, num_warps=4,
+        at.first, at.chunks, n_blocks, piece, n_sel=selection.n_sel, L_SEL=selection.l_sel, **pads, BIG=1 << 30, PACKED=packed,
+        num_warps=4,
     )  # fmt: skip
     return found
 
@@ -158,7 +159,7 @@ def cut_lists(
     table = picks if at.table is None else at.table
     launch(
         lists.cut_lists, (at.count * G, min(32, at.chunks)), picks, totals, *found, table, sequences.longest, G, at.lo, at.hi,
-        at.first, selection.n_blocks, piece, n_sel=selection.n_sel, NB=_pads(selection, sequences)["NB"],
+        at.first, selection.n_blocks, piece, n_sel=selection.n_sel, L_SEL=selection.l_sel, NB=_pads(selection, sequences)["NB"],
         PACKED=at.table is not None, num_warps=4,
     )  # fmt: skip
     return found
@@ -166,7 +167,7 @@ def cut_lists(
 
 def _room(picks: torch.Tensor, at: Range, selection: Selection, piece: int) -> Items:
     groups = at.count * picks.shape[1]
-    most = at.tokens * picks.shape[1] * selection.n_sel // piece + groups * (selection.n_blocks + 1)
+    most = at.tokens * picks.shape[1] * selection.n_sel // piece + picks.shape[1] * at.rooms
     return Items(picks.new_empty(most, 4), picks.new_empty(groups, selection.n_blocks + 1))
 
 

@@ -4,6 +4,7 @@ tables.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,7 +23,7 @@ class Range:
     """Queries that the selected branch works on at once: tokens first ... end - 1 of all, lo ... hi - 1 of a batch's sequences.
 
     Of a pack, ``table`` (rows.py has its columns) says which of each sequence, and hi - lo is the most of any. ``chunks`` are a
-    sequence's at most, ``all_chunks`` those of all sequences.
+    sequence's at most, ``all_chunks`` those of all sequences; ``rooms`` are the selection blocks of all, and one more each.
     """
 
     first: int
@@ -32,6 +33,7 @@ class Range:
     count: int
     chunks: int
     all_chunks: int
+    rooms: int
     before: int = 0  # sequences, of a pack, before the first at work
     table: torch.Tensor | None = None
 
@@ -74,20 +76,24 @@ def most_groups(tokens: int, count: int, bytes_of_parts: int) -> int:
     return count + -(-tokens // _step(bytes_of_parts)) - 1
 
 
-def batch(count: int, S: int, l: int, d: int, bytes_of_parts: int, device: torch.device) -> Sequences:
+def batch(
+    count: int, S: int, l: int, d: int, l_sel: int, bytes_of_parts: int, device: torch.device
+) -> Sequences:  # fmt: skip
     """``count`` sequences of S tokens each."""
     runs = ranges_of(count * S, bytes_of_parts)
     if count > 1 and len(runs) > 1:
-        return pack(range(0, count * S + 1, S), l, d, bytes_of_parts, device)
-    chunk = SHORT_CHUNK if S <= SHORT else CHUNK
+        return pack(range(0, count * S + 1, S), l, d, l_sel, bytes_of_parts, device)
+    chunk, rooms = SHORT_CHUNK if S <= SHORT else CHUNK, blocks.num_selection(S, l_sel) + 1
     if count == 1:
-        ranges = [
-            Range(first=a, end=b, lo=a, hi=b, count=1, chunks=-(-(b - a) // chunk), all_chunks=-(-(b - a) // chunk))
-            for a, b in runs
-        ]
+        cut = [(a, b, -(-(b - a) // chunk)) for a, b in runs]
+        ranges = [Range(first=a, end=b, lo=a, hi=b, count=1, chunks=n, all_chunks=n, rooms=rooms) for a, b, n in cut]
     else:
         each = -(-S // chunk)
-        ranges = [Range(first=0, end=count * S, lo=0, hi=S, count=count, chunks=each, all_chunks=count * each)]
+        ranges = [
+            Range(
+                first=0, end=count * S, lo=0, hi=S, count=count, chunks=each, all_chunks=count * each, rooms=count * rooms
+            )
+        ]  # fmt: skip
     return Sequences(
         count=count,
         longest=S,
@@ -98,8 +104,19 @@ def batch(count: int, S: int, l: int, d: int, bytes_of_parts: int, device: torch
     )
 
 
-def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch.device) -> Sequences:
+def pack(
+    ends: Sequence[int], l: int, d: int, l_sel: int, bytes_of_parts: int, device: torch.device
+) -> Sequences:  # fmt: skip
     """Sequences one behind the other, from ``ends[i]`` to ``ends[i + 1]``; empty ones are left out."""
+    return _pack(tuple(ends), l, d, l_sel, tuple(ranges_of(ends[-1], bytes_of_parts)), device)
+
+
+# All layers of a step ask for the same tables; and a captured step, which must not read what the host holds, finds those of
+# its warm-up.
+@functools.lru_cache(maxsize=8)
+def _pack(
+    ends: tuple[int, ...], l: int, d: int, l_sel: int, runs: tuple[tuple[int, int], ...], device: torch.device
+) -> Sequences:
     spans = [(a, b - a) for a, b in pairwise(ends) if b > a]
     tokens, longest = ends[-1], max(length for _, length in spans)
     chunk = SHORT_CHUNK if longest <= SHORT else CHUNK
@@ -107,18 +124,19 @@ def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch
     key_starts = [0, *accumulate(keys)]
     rows = [[a, n, key_starts[i], keys[i], 0, n, 0, 0] for i, (a, n) in enumerate(spans)]
     at, found = len(rows), []
-    for first, end in ranges_of(tokens, bytes_of_parts):
-        chunks, before = [0], sum(a + n <= first for a, n in spans)
+    for first, end in runs:
+        chunks, rooms, before = [0], 0, sum(a + n <= first for a, n in spans)
         for i, (a, n) in enumerate(spans):
             lo, hi = max(0, first - a), min(n, end - a)
             if lo < hi:
-                rows.append([a, n, key_starts[i], keys[i], lo, hi, chunks[-1], 0])
+                rows.append([a, n, key_starts[i], keys[i], lo, hi, chunks[-1], rooms])
+                rooms += blocks.num_selection(n, l_sel) + 1
                 chunks.append(chunks[-1] + -(-(hi - lo) // chunk))
-        found.append((first, end, at, len(rows), chunks[-1], before))
+        found.append((first, end, at, len(rows), chunks[-1], rooms, before))
         at = len(rows)
     table = _on_device(rows, device)
     ranges = []
-    for first, end, a, b, all_chunks, before in found:
+    for first, end, a, b, all_chunks, rooms, before in found:
         most = max(row[5] - row[4] for row in rows[a:b])
         ranges.append(
             Range(
@@ -129,6 +147,7 @@ def pack(ends: Sequence[int], l: int, d: int, bytes_of_parts: int, device: torch
                 count=b - a,
                 chunks=-(-most // chunk),
                 all_chunks=all_chunks,
+                rooms=rooms,
                 before=before,
                 table=table[a:b],
             )

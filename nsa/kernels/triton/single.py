@@ -20,8 +20,8 @@ def _flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.contiguous().flatten(0, 1) for x in tensors]
 
 
-def _batch(q: torch.Tensor, l: int = 1, d: int = 1, bytes_of_parts: int = 0) -> Sequences:
-    return sequences.batch(q.shape[0], q.shape[1], l, d, bytes_of_parts, q.device)
+def _batch(q: torch.Tensor, l: int = 1, d: int = 1, l_sel: int = 1, bytes_of_parts: int = 0) -> Sequences:
+    return sequences.batch(q.shape[0], q.shape[1], l, d, l_sel, bytes_of_parts, q.device)
 
 
 def _strided_forward(
@@ -123,7 +123,7 @@ def selected_forward(
     """As `cpu_selected.selected_forward`."""
     flat_q, flat_k, flat_v = _flat(q, k, v)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
-    seqs = _batch(q, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
+    seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
     picks = picks_of(chosen, selection.n_sel)
     for at in seqs.ranges:
@@ -141,7 +141,7 @@ def selected_backward(
     """As `cpu_selected.selected_backward`."""
     grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
-    seqs = _batch(q, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
+    seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
     picks, delta, dq = picks_of(chosen, selection.n_sel), branches.row_sums(grad, out), torch.empty_like(flat_q)
     several = len(seqs.ranges) > 1
     d_keys = tuple(x.new_zeros(x.shape, dtype=torch.float32 if several else x.dtype) for x in (flat_k, flat_v))

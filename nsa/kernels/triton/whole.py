@@ -15,12 +15,17 @@ from typing import NamedTuple
 
 import torch
 
+from nsa.kernels import blocks
 from nsa.kernels.triton import branches, selecting, sequences
 from nsa.kernels.triton.selecting import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+MOST_BLOCKS = 1 << 15  # of a sequence: a pick and who picked it are one sortable number of 30 bits
+MOST_HEADS = 128  # of a group: sums of their probabilities are float16's
 
 
 class Kept(NamedTuple):
@@ -51,13 +56,29 @@ class Sizes(NamedTuple):
     scale: float
 
 
-def sequences_of(q: torch.Tensor, d_v: int, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Sequences:
+def check_limits(S: int, H: int, G: int, d_k: int, d_v: int, l_sel: int) -> None:
+    """Refuse what would not fit the kernels' numbers. ValueError."""
+    n_blocks = blocks.num_selection(S, l_sel)
+    if n_blocks >= MOST_BLOCKS:
+        raise ValueError(
+            f"{S} tokens are {n_blocks} blocks of l_sel={l_sel}: the Triton kernels sort fewer than {MOST_BLOCKS}"
+        )
+    if S * G * max(d_k, d_v) >= 1 << 31:
+        raise ValueError(
+            f"{S} tokens of {G} groups and head dim {max(d_k, d_v)}: the Triton kernels count keys' elements in 31 bits"
+        )
+    if H // G > MOST_HEADS:
+        raise ValueError(f"{H // G} heads per group: the Triton kernels take {MOST_HEADS} at most")
+
+
+def sequences_of(q: torch.Tensor, G: int, d_v: int, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Sequences:
     """Of a batch, or of a pack: then ``cu_seqlens`` is read on the host."""
     B, S = q.shape[:2]
+    check_limits(S, q.shape[2], G, q.shape[3], d_v, sizes.l_sel)
     each = selecting.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
     if cu_seqlens is None:
-        return sequences.batch(B, S, sizes.l, sizes.d, each, q.device)
-    return sequences.pack(cu_seqlens.tolist(), sizes.l, sizes.d, each, q.device)
+        return sequences.batch(B, S, sizes.l, sizes.d, sizes.l_sel, each, q.device)
+    return sequences.pack(cu_seqlens.tolist(), sizes.l, sizes.d, sizes.l_sel, each, q.device)
 
 
 def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Kept:
@@ -85,7 +106,7 @@ def forward(
 ) -> tuple[torch.Tensor, Kept]:
     """Eq. 5, [B, S, H, Dv], and what the backward needs."""
     kept = empty_kept(q, sel[1], cu_seqlens, sizes)
-    seqs = sequences_of(q, sel[1].shape[-1], cu_seqlens, sizes)
+    seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     out = q.new_empty(*q.shape[:3], sel[1].shape[-1])
     (flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates), flat_out = (
         _flat(q, *cmp, *sel, *win, gates),
@@ -132,7 +153,7 @@ def backward(
     cu_seqlens: torch.Tensor | None, sizes: Sizes,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Gradients of q, keys and values in the order of the arguments, and gates."""
-    seqs = sequences_of(q, sel[1].shape[-1], cu_seqlens, sizes)
+    seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     flat = _flat(grad, q, *cmp, *sel, *win, gates)
     flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat
     d_gates, delta = branches.gates_backward(flat_grad, (kept.o_cmp, kept.o_sel, kept.o_win), flat_gates)
