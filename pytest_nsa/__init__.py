@@ -14,8 +14,7 @@ Importing this imports neither torch nor anything that needs it.
 from __future__ import annotations
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.hosting import host_fixture
-from pytest_nsa.launch.outcome import Outcome
+from pytest_nsa.host_fixtures import host_fixture
 from pytest_nsa.marks import (
     LayerRange,
     backend,
@@ -31,6 +30,7 @@ from pytest_nsa.marks import (
     trace,
     world_size,
 )
+from pytest_nsa.session.outcome import Outcome
 
 __all__ = [
     "LayerRange",

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.artifacts import write_atomically
-from pytest_nsa.diagnosis.diagnose import diagnose
-from pytest_nsa.evidence import find_test_folders, load
+from pytest_nsa.cli.watch import folder_of, watch
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.evidence.load import find_test_folders, load
 from pytest_nsa.report import html
 from pytest_nsa.report.summary import Entry, decision_of
-from pytest_nsa.report.text import lines
-from pytest_nsa.watching import folder_of, watch
+from pytest_nsa.report.terminal import lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.launch import sockets
-from pytest_nsa.launch.messages import Job
-from pytest_nsa.launch.parent import punch_hole
+from pytest_nsa.system import unix_sockets
+from pytest_nsa.system.prctl import punch_hole
+from pytest_nsa.wire.messages import Job
 
 BLOCK = 4096
 
@@ -142,7 +142,7 @@ class DebuggerServer:
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self.name, self._listener = sockets.listen("debugger")
+        self.name, self._listener = unix_sockets.listen("debugger")
         self.once = False  # post mortem: one rank a test
         self._served = 0
 
@@ -154,7 +154,7 @@ class DebuggerServer:
         """Serve a rank that asks; the others wait for it in their next collective."""
         if not select.select([self._listener], [], [], 0)[0]:
             return 0.0
-        connection = sockets.accept(self._listener)
+        connection = unix_sockets.accept(self._listener)
         if connection is None:
             return 0.0
         with connection:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_nsa import marks
-from pytest_nsa.launch.context import RankContext, current_rank, require_rank
 from pytest_nsa.marks import LayerRange
+from pytest_nsa.rank.context import RankContext, current_rank, require_rank
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,17 +7,26 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import attached, marks, settings
+from pytest_nsa import marks, settings
 from pytest_nsa.artifacts import RunFolder
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
-from pytest_nsa.items import RankedFunction, folder_key, make_ranked, refuse_marks, runner_key, timeout_key, verdict_key
-from pytest_nsa.launch.context import current_rank
-from pytest_nsa.launching import artifacts, failed_key, launch
-from pytest_nsa.report import session as session_report
+from pytest_nsa.rank.context import current_rank
+from pytest_nsa.report import run as session_report
 from pytest_nsa.report.summary import Entry, decision_of
-from pytest_nsa.report.text import headline, short_path
-from pytest_nsa.resources import gpu_memory
-from pytest_nsa.running import RankRunner, termination_as_interrupt
+from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.session import outer_hooks
+from pytest_nsa.session.items import (
+    RankedFunction,
+    folder_key,
+    make_ranked,
+    refuse_marks,
+    runner_key,
+    timeout_key,
+    verdict_key,
+)
+from pytest_nsa.session.launch import artifacts, failed_key, launch
+from pytest_nsa.session.resources import gpu_memory
+from pytest_nsa.session.runner import RankRunner, termination_as_interrupt
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
@@ -39,20 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
     resolved = settings.resolve(config)
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     follows = resolved.outer is not None and resolved.outer.rank > 0
-    root = attached.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
+    root = outer_hooks.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
     config.stash[runner_key] = RankRunner(config, resolved, RunFolder(root, worker.get("nsa_run")))
     if resolved.zygote_fd is not None:
-        from pytest_nsa.launch.zygote import ServeSession
+        from pytest_nsa.spawn.zygote import ServeSession
 
         config.pluginmanager.register(ServeSession(resolved.zygote_fd, resolved.listener_fd), "nsa-zygote")
     elif resolved.cold_job is not None:
-        from pytest_nsa.launch.cold import ColdSession
+        from pytest_nsa.spawn.cold import ColdSession
 
         config.pluginmanager.register(ColdSession(resolved.cold_job), "nsa-cold")
     elif resolved.outer is not None:
-        config.pluginmanager.register(attached.AttachedHooks(), "nsa-attached")
+        config.pluginmanager.register(outer_hooks.AttachedHooks(), "nsa-attached")
     elif config.pluginmanager.hasplugin("xdist"):
-        from pytest_nsa.distributed import XdistHooks
+        from pytest_nsa.session.xdist import XdistHooks
 
         config.pluginmanager.register(XdistHooks(), "nsa-xdist")
 

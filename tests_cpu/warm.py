@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.launch.messages import Channel
-from pytest_nsa.launch.parent import die_with
+from pytest_nsa.system.prctl import die_with
+from pytest_nsa.wire.messages import Channel
 
 
 class WarmPython:

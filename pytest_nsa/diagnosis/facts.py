@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 from pytest_nsa.diagnosis.verdict import Fact
-from pytest_nsa.evidence import RaisedException, RankEvidence
-from pytest_nsa.watch.stacks import Frame
+from pytest_nsa.evidence.load import RaisedException, RankEvidence
+from pytest_nsa.evidence.stacks import Frame
 
 
 def signal_text(number: int) -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision
-from pytest_nsa.evidence import Evidence, RankEvidence, load
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.load import Evidence, RankEvidence, load
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, write_trace
 from pytest_nsa.report.summary import Entry
-from pytest_nsa.report.text import frame_lines, number_ranks, short_place
-from pytest_nsa.watch.board import Collective
+from pytest_nsa.report.terminal import frame_lines, number_ranks, short_place
 
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 LANE_WIDTH, LANE_HEIGHT, LEFT = 860, 26, 64

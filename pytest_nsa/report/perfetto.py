@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.artifacts import write_atomically
-from pytest_nsa.evidence import Evidence, RankEvidence
+from pytest_nsa.evidence.load import Evidence, RankEvidence
 
 NAME = "perfetto.json"
 _PHASES, _COLLECTIVES = 0, 1

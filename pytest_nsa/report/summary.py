@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.report.text import short_place
+from pytest_nsa.report.terminal import short_place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

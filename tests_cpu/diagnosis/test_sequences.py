@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from nsa.trace.board import Board
-from pytest_nsa.diagnosis.diagnose import diagnose
-from pytest_nsa.evidence import load
-from pytest_nsa.watch.board import Collective
-from pytest_nsa.watch.sequences import can_complete, first_departure, waits_apart
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import can_complete, first_departure, waits_apart
+from pytest_nsa.evidence.load import load
 from tests_cpu.diagnosis.test_evidence import make_folder
 
 BASE = Collective(

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace.names import plain_name
 from nsa.trace.session import TraceSession, installed
-from pytest_nsa.watch.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 from nsa.trace.board import RING_SIZE, Board
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
-from pytest_nsa.watch.board import BoardReader
+from pytest_nsa.evidence.board import BoardReader
 
 
 class Detached(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_nsa import LayerRange, branch, gc_range, static_graph, trace, world_size
 from pytest_nsa.fixtures import DDP, FSDP, Group, Trace
-from pytest_nsa.launching import Launch
+from pytest_nsa.session.launch import Launch
 
 
 class Net(nn.Module):

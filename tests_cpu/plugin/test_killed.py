@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.artifacts import read_lines
+from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.testing import HEADER, read_result
-from pytest_nsa.watch.board import BoardReader
 
 SLEEPS = """
 @world_size(2)

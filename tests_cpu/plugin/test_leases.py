@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.launch.leases import Broker, hold_while_alive
+from pytest_nsa.system.leases import Broker, hold_while_alive
 from pytest_nsa.testing import ExampleResult, run_example
 
 NOTE = """
@@ -147,7 +147,7 @@ def test_too_many_gpus_are_a_reason_to_skip(pytester: pytest.Pytester, lease_fol
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pytest_nsa.launch.leases import Broker
+from pytest_nsa.system.leases import Broker
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
 lease = Broker(folder=folder, kind="gpu", names="0123").lease(3, share=False, holder="a_long_test", say=print)
@@ -248,7 +248,7 @@ def test_tickets_are_served_in_order(tmp_path: Path) -> None:
     waiting = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from pytest_nsa.launch.leases import Broker
+        from pytest_nsa.system.leases import Broker
         broker = Broker(folder=Path(sys.argv[1]), kind="gpu", names="0123")
         lease = broker.lease(int(sys.argv[2]), share=False, holder="x", say=lambda text: print("waits", flush=True))
         print("got", flush=True)
@@ -276,7 +276,7 @@ def test_a_killed_holder_whose_ranks_live_on_keeps_the_gpu(tmp_path: Path) -> No
     broker = Broker(folder=tmp_path, kind="gpu", names="0")
     lease = broker.lease(1, share=False, holder="host", say=print)
     rank = subprocess.Popen(
-        [sys.executable, "-c", "import sys, time; from pytest_nsa.launch.leases import hold_while_alive\n"
+        [sys.executable, "-c", "import sys, time; from pytest_nsa.system.leases import hold_while_alive\n"
          "held = hold_while_alive(sys.argv[1:]); print('held', flush=True); time.sleep(1000)", *lease.in_use],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

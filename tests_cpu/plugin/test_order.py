@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_nsa.fixtures import DDP
-from pytest_nsa.launching import Launch
+from pytest_nsa.session.launch import Launch
 
 
 def line_of(text: str) -> int:

@@ -1,0 +1,173 @@
+"""``pytest-nsa watch``: follows a training that pytest did not start, by the boards that its ranks map; it signals nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.diagnosis.engine import suspect
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.load import load
+from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.second_look import note_process
+from pytest_nsa.monitor.stall import StandStill
+
+LOOK_S = 0.25
+GRACE_S = 1.0
+ENOUGH_S = 4.0  # to see who moves, and to look twice at who does not
+_BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
+
+
+def folder_of(pid: int) -> Path | None:
+    """Where a rank's board lies, by what its process has mapped; None when it has none, or is another user's."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((Path(match[1]) for line in lines if (match := _BOARD.search(line))), None)
+
+
+@dataclass
+class Watcher:
+    """Looks at the ranks of ``folder`` that run on this machine. What it sees goes to ``host.jsonl`` there as it happens."""
+
+    folder: Path
+    watch: ProgressWatch = field(init=False)
+    finding: Finding | None = None
+    _standing: StandStill = field(default_factory=StandStill)
+    _gone: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.watch = ProgressWatch({})
+        self._find_ranks()
+
+    def _find_ranks(self) -> None:
+        for path in self.folder.glob("rank*/board.bin"):
+            if path.parent.name[4:].isdigit():
+                self.watch.add(int(path.parent.name[4:]), path.parent)
+
+    @property
+    def boards(self) -> dict[int, BoardSnapshot]:
+        """By rank, as they were last seen."""
+        return dict(sorted(self.watch.boards.items()))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank here has ended, well or not."""
+        return bool(self.boards) and all(b.phase == "done" or r in self._gone for r, b in self.boards.items())
+
+    def look(self) -> bool:
+        """Look once; whether what is to be said has changed."""
+        self._find_ranks()
+        self.watch.look()
+        before = self.finding
+        for rank, board in self.boards.items():
+            if board.phase != "done" and rank not in self._gone and not self._is_alive(board):
+                self._gone.add(rank)
+                append_line(self.folder / "host.jsonl", {"event": "gone", "time": time.time(), "rank": rank})
+                self.finding = suspect(load(self.folder))
+        waited = self.watch.longest_wait
+        if waited < GRACE_S and not self._gone:
+            self._standing.reset()
+            self.finding = None
+        elif self._standing.look(self._alive(), waited):
+            self._note(waited)
+            self.finding = suspect(load(self.folder))
+        return (before and before.key) != (self.finding and self.finding.key)
+
+    def _alive(self) -> dict[int, int]:
+        return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
+
+    def _is_alive(self, board: BoardSnapshot) -> bool:
+        """Whether the process that made the board is there, and maps it still: its number may be another's by now."""
+        path = Path(f"/proc/{int(board.numbers['pid'])}")
+        return path.exists() and folder_of(int(board.numbers["pid"])) is not None
+
+    def _note(self, waited: float) -> None:
+        log = self.folder / "host.jsonl"
+        for rank, facts in self._standing.facts.items():
+            note_process(log, rank, facts)
+        append_line(log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)})
+
+    def lines(self) -> list[str]:
+        """A line a rank, and the verdict where there is one."""
+        found = [self._line(rank, board) for rank, board in self.boards.items()]
+        if self.finding is not None:
+            f = self.finding
+            who = describe_ranks(f.ranks, int(max(b.numbers["world_size"] for b in self.boards.values())))
+            kind = "verdict" if f.certain else "suspicion"
+            found.append(f"{kind}: {f.cause} on {who}" + (f" at {f.where}" if f.where else "") + f": {f.reason}")
+        return found
+
+    def _line(self, rank: int, board: BoardSnapshot) -> str:
+        n = board.numbers
+        state = "has gone" if rank in self._gone else board.phase
+        text = f"rank {rank}  step {n['step']:.0f}  {state}"
+        if board.phase == "backward":
+            text += f"  {n['gradients']:.0f}/{n['gradients_expected']:.0f} gradients"
+        if board.inside:
+            text += f"  in {board.inside[-1].describe()}"
+        elif board.line:
+            text += f"  at {board.line}"
+        still = self.watch.stood_for(rank)
+        return text + (f"  still for {still:.0f} s" if still >= 2 and board.phase != "done" else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        ranks = [
+            {
+                "rank": rank, "pid": int(b.numbers["pid"]), "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
+                "module": b.module, "gradients": int(b.numbers["gradients"]), "gone": rank in self._gone,
+                "inside": b.inside[-1].describe() if b.inside else "", "still_s": round(self.watch.stood_for(rank), 2),
+            }
+            for rank, b in self.boards.items()
+        ]  # fmt: skip
+        f = self.finding
+        verdict = None if f is None else {
+            "cause": f.cause, "ranks": f.ranks, "where": f.where, "module": f.module, "reason": f.reason, "certain": f.certain,
+            "confidence": f.confidence,
+        }  # fmt: skip
+        return {"time": time.time(), "folder": str(self.folder), "ranks": ranks, "verdict": verdict}
+
+
+def watch(folders: Iterable[Path], *, as_json: bool, once: bool, out: TextIO = sys.stdout) -> int:
+    """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when a verdict stands."""
+    watchers = [Watcher(folder) for folder in folders]
+    shown, last, began = 0, 0.0, time.monotonic()
+    try:
+        while True:
+            changed = [w.look() for w in watchers]
+            is_over = all(w.is_over for w in watchers)
+            due = time.monotonic() - last >= (1.0 if out.isatty() else 5.0)
+            has_seen = any(w.boards for w in watchers)
+            settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
+            if has_seen and (any(changed) or is_over or due) and not (once and not (settled or is_over)):
+                last = time.monotonic()
+                shown = _show(watchers, as_json, out, shown)
+                if once or is_over:
+                    break
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        pass
+    return int(any(w.finding is not None for w in watchers))
+
+
+def _show(watchers: list[Watcher], as_json: bool, out: TextIO, shown: int) -> int:
+    """Print; on a terminal over what was printed before. Returns the lines that are there now."""
+    if as_json:
+        for watcher in watchers:
+            print(json.dumps(watcher.to_json()), file=out, flush=True)
+        return 0
+    lines = [line for watcher in watchers for line in watcher.lines()]
+    if out.isatty() and shown:
+        out.write(f"\x1b[{shown}A\x1b[J")
+    print("\n".join(lines), file=out, flush=True)
+    return len(lines)

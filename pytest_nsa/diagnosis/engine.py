@@ -1,0 +1,201 @@
+"""Evidence to verdict: the rules in order, the first that answers wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pytest_nsa.diagnosis.causes import ADVICE
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
+from pytest_nsa.diagnosis.rules import absence, autograd, exits, numbers, order, payloads, speed, stalls
+from pytest_nsa.diagnosis.verdict import Finding, Outcome, Verdict
+from pytest_nsa.evidence.load import Evidence
+
+Rule = Callable[[Evidence], Finding | None]
+
+
+def refused(evidence: Evidence) -> Finding | None:
+    """No rank was started."""
+    if not evidence.refused:
+        return None
+    return Finding(
+        cause="unknown", ranks=(), reason=f"the ranks could not be started: {evidence.refused}", confidence=1.0
+    )
+
+
+def unknown(evidence: Evidence) -> Finding:
+    """No rule fits; said with where each rank stands, and all the evidence."""
+    where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
+    why = "no rule fits" if evidence.stood else "whoever ran the ranks was killed while they moved"
+    return Finding(
+        cause="unknown",
+        ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
+        reason=f"{why}; {where or 'all the evidence is in the folder'}",
+        confidence=0.0,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+# What torch states; what the collectives prove; who raised or died first; who stands where.
+RULES: tuple[Rule, ...] = (
+    refused,
+    absence.left_by_choice,
+    autograd.ready_twice,
+    autograd.static_graph_changed,  # before the next: its message says both
+    autograd.unused_parameters,
+    order.departed,
+    order.waiting_apart,
+    exits.init_timeout,
+    numbers.nan_loss,
+    exits.rank_raised,
+    payloads.aborted,
+    exits.rank_died,
+    exits.rank_gone,
+    exits.rank_exited,
+    absence.left_alone,
+    speed.graph_explosion,
+    speed.straggler,
+    speed.slow,
+    stalls.standing,
+    absence.not_entered,
+    exits.only_victims,
+)
+
+
+_ERRORS = frozenset(
+    {
+        "rank_exception",
+        "assertion",
+        "oom",
+        "ready_twice",
+        "unused_parameters",
+        "static_graph_changed",
+        "rank_exited",
+        "nan_loss",
+        "silent_divergence",
+    }
+)
+
+
+_UNMET = ("skipped_collective", "extra_collective", "missing_collective")
+
+
+def diagnose(evidence: Evidence) -> Verdict:
+    """The verdict on a test's evidence."""
+    ranks, job = evidence.ranks, evidence.job
+    common: dict[str, Any] = {
+        "scenario": job.scenario, "nodeid": job.nodeid, "duration_s": round(evidence.duration_s, 3),
+        "stood_still_s": round(evidence.stood_still_s, 3), "world_size": job.world_size,
+        "backend": job.backend, "parallel": evidence.parallel,
+    }  # fmt: skip
+    if evidence.stop == "interrupted":
+        return _of_the_interrupted(evidence, common)
+    if all(r.finished and r.passed for r in ranks):
+        wrong = payloads.wrong_numbers(evidence) or numbers.silent_divergence(evidence)
+        if wrong is not None:
+            return _from(wrong, job.root, outcome="FAIL", **common)
+        return _of_the_passed(evidence, common)
+    finding = next((f for rule in RULES if (f := rule(evidence)) is not None), None) or unknown(evidence)
+    if evidence.lost:
+        stood = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
+        finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{stood}")
+    fallen = [r for r in ranks if r.signal and not r.by_us and r.rank not in finding.ranks]
+    if fallen:
+        said = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
+        finding = replace(finding, reason=f"{finding.reason} (a consequence: {said})")
+    culprits = [r for r in ranks if r.rank in finding.ranks]
+    in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
+    missing = in_backward[0].missing if in_backward else ()
+    return _from(finding, job.root, outcome=_outcome(evidence, finding), parameters_missing=missing, **common)
+
+
+def suspect(evidence: Evidence) -> Finding | None:
+    """What the rules make of ranks that stand still, or are waited for, while the test runs; None where none of them fits."""
+    rules = (
+        order.departed,
+        order.waiting_apart,
+        speed.graph_explosion,
+        speed.straggler,
+        stalls.standing,
+        absence.not_entered,
+    )
+    found = next((f for rule in rules if (f := rule(evidence)) is not None), None)
+    return None if found is None else _relative(found, evidence.job.root)
+
+
+def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
+    """The verdict that a finding comes to; paths below ``root`` are shortened, ``fields`` are what no rule knows."""
+    finding = _relative(finding, root)
+    return Verdict(
+        cause=finding.cause,
+        ranks=finding.ranks,
+        where=finding.where,
+        module=finding.module,
+        evidence=finding.facts,
+        certain=finding.certain,
+        reason=finding.reason,
+        confidence=finding.confidence,
+        advice=ADVICE[finding.cause],
+        **fields,
+    )
+
+
+def _relative(finding: Finding, root: str) -> Finding:
+    """The finding with paths below the tests' root shortened to it, so that a verdict reads the same on any machine."""
+    if not root:
+        return finding
+    prefix = root.rstrip("/") + "/"
+    facts = tuple(replace(fact, says=fact.says.replace(prefix, "")) for fact in finding.facts)
+    return replace(
+        finding,
+        where=finding.where.replace(prefix, ""),
+        reason=finding.reason.replace(prefix, ""),
+        facts=facts,
+    )
+
+
+def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
+    """Ctrl-C on a hang is what everybody does first: what stood still then is said, as far as it is known."""
+    found = None
+    if not evidence.moved_at_stop:
+        as_if = replace(evidence, stop="deadline")
+        found = next((f for rule in RULES if (f := rule(as_if)) is not None), None)
+    if found is None:
+        return Verdict(
+            outcome="INTERRUPTED", reason="interrupted by the user", advice="run it again", evidence=all_facts(evidence.ranks),
+            **common,
+        )  # fmt: skip
+    found = replace(found, reason=f"interrupted by the user; until then {found.reason}")
+    return _from(found, evidence.job.root, outcome="INTERRUPTED", **common)
+
+
+def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
+    ranks = evidence.ranks
+    skipped = tuple(r.rank for r in ranks if r.skipped is not None)
+    if not skipped:
+        return Verdict(outcome="PASS", **common)
+    reason = next(r.skipped for r in ranks if r.skipped is not None) or "skipped"
+    if len(skipped) == len(ranks):
+        return Verdict(outcome="SKIP", reason=reason, **common)
+    return Verdict(
+        outcome="FAIL", cause="data_dependent_branch", ranks=skipped, certain=True, confidence=0.95,
+        reason=f"skipped on some ranks only ({', '.join(map(str, skipped))}): {reason}",
+        advice="decide the skip from what all ranks know, so that all skip or none", **common,
+    )  # fmt: skip
+
+
+def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
+    if finding.cause in ("slow", "graph_explosion", "straggler"):
+        return "SLOW"
+    if finding.cause in _ERRORS:  # whatever the others were stopped for
+        return "FAIL"
+    if finding.cause == "rank_died":
+        return "CRASH"
+    if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
+        return "HANG"
+    fell = {r.rank for r in evidence.ranks if r.signal and not r.by_us}
+    if fell:
+        # Gloo may abort a rank that is sent what it did not ask for: ranks that would have waited for ever all the same.
+        return "HANG" if finding.cause in _UNMET and not fell & set(finding.ranks) else "CRASH"
+    return "HANG" if evidence.stop == "host_died" and evidence.stood_still_s else "FAIL"

@@ -1,0 +1,1 @@
+"""Evidence to findings: one module per family of causes."""

@@ -1,0 +1,119 @@
+"""Ranks that never came to what the others wait in: they ended their test, or stand where nothing more is known of them."""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
+from pytest_nsa.diagnosis.rules.order import NEW_GROUP, STOPS, awaited, skipped
+from pytest_nsa.diagnosis.rules.source import is_for_a_later_rank
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+
+
+def left_by_choice(evidence: Evidence) -> Finding | None:
+    """Some ranks skipped the test, or expected it to fail, while the others went on."""
+    left = {
+        r.rank: r.xfailed or r.skipped or "" for r in evidence.ranks if r.xfailed is not None or r.skipped is not None
+    }
+    others = [r for r in evidence.ranks if r.rank not in left]
+    if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
+        return None
+    if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
+        return None  # who left may have left for that
+    if any(is_victim_text(evidence.ranks[rank].left.get("after", "")) for rank in left):
+        return None
+    how = "expected to fail" if any(evidence.ranks[rank].xfailed is not None for rank in left) else "skipped"
+    return Finding(
+        cause="data_dependent_branch", ranks=tuple(left), certain=True, confidence=0.95,
+        where=evidence.ranks[min(left)].left.get("where", ""),
+        reason=f"{how} on some ranks only ({', '.join(map(str, left))}): {next(iter(left.values()))}",
+        facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def left_alone(evidence: Evidence) -> Finding | None:
+    """Some ranks ended their test well while others wait in a collective that they never entered.
+
+    When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
+    """
+    finished = [r for r in evidence.ranks if r.finished and r.passed]
+    left = [r for r in evidence.ranks if r not in finished and awaited(r) is not None]
+    if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
+        return None
+    if any(not is_victim(error) for rank in left for error in rank.exceptions):
+        return None
+    missed = awaited(left[0])
+    assert missed is not None
+    culprits = tuple(r.rank for r in finished)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    ended = f"ended {'its' if len(culprits) == 1 else 'their'} test"
+    if missed.op == NEW_GROUP:
+        return Finding(
+            cause="init_timeout",
+            ranks=culprits,
+            where=missed.site,
+            reason=f"{who} {ended} without the group that the others wait for",
+            certain=True,
+            confidence=0.85,
+            facts=all_facts(evidence.ranks),
+        )
+    if missed.op.startswith(("send", "recv")):
+        return _unmatched(evidence, culprits, left)
+    if is_for_a_later_rank(missed.site) or len(left) < len(finished):
+        who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
+        return Finding(
+            cause="extra_collective",
+            ranks=tuple(r.rank for r in left),
+            where=missed.site,
+            reason=f"{who_waits} entered {missed.describe()}, which {who} {ended} without",
+            certain=True,
+            confidence=0.8,
+            facts=all_facts(evidence.ranks),
+        )
+    why = f"{who} {ended} without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
+    return skipped(evidence, culprits, missed, why)
+
+
+def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:
+    """Sends and receives without their other half: first those whose peer has ended its test."""
+    waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
+    alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
+    told = "; ".join(
+        f"rank {rank} waits in {c.describe()}"
+        + (", which ended its test without the other half" if c.peer in finished else "")
+        for rank, c in sorted(alone.items())
+    )
+    return Finding(
+        cause="p2p_unmatched", ranks=tuple(sorted(alone)), where=alone[min(alone)].site, reason=told, certain=True,
+        confidence=0.85, facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankEvidence]) -> str:
+    """Fewer steps than the others, and none that went otherwise: its data came to an end."""
+    steps = {r.rank: r.board.numbers["step"] for r in evidence.ranks if r.board is not None}
+    fewer = max(steps.get(r.rank, 0.0) for r in finished) < min(steps.get(r.rank, 0.0) for r in left)
+    return "ran out of data: uneven batches" if fewer else "call skipped"
+
+
+def not_entered(evidence: Evidence) -> Finding | None:
+    """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
+    if evidence.stop not in STOPS or not evidence.stood:
+        return None
+    waiting = [r for r in evidence.ranks if r.is_waiting]
+    absent = [r for r in evidence.ranks if not r.is_waiting]
+    if not waiting or not absent:
+        return None
+    who = describe_ranks(tuple(r.rank for r in absent), evidence.job.world_size)
+    board = waiting[0].board
+    inside = board.inside[0] if board is not None and board.inside else None
+    missed = inside.describe() if inside is not None else "a collective"
+    return Finding(
+        cause="init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective",
+        ranks=tuple(r.rank for r in absent),
+        where=last_seen(absent[0]),
+        module=owning_module(absent[0]),
+        reason=f"{who} never entered {missed}, in which the others wait",
+        confidence=0.6,
+        facts=all_facts(evidence.ranks),
+    )

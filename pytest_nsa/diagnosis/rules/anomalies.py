@@ -1,0 +1,67 @@
+"""Steps that went otherwise on some ranks than on the others: why a collective was skipped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.rules.exits import is_victim_text
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+
+HABIT = 0.5  # of a rank's steps: what happens so often is how this program trains
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Oddity:
+    """What some ranks did in a step and the others did not; ``why`` is the reason of the plan's list, with what is known."""
+
+    ranks: tuple[int, ...]
+    step: int
+    why: str
+
+
+def oddity(evidence: Evidence) -> Oddity | None:
+    """The last step that went otherwise on some ranks, but not on all."""
+    by_step: dict[tuple[int, str], dict[int, dict[str, object]]] = {}
+    for rank in evidence.ranks:
+        steps = rank.board.numbers["step"] if rank.board is not None else 0.0
+        kinds = [e["kind"] for e in rank.oddities]
+        for event in rank.oddities:
+            if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
+                continue
+            if kinds.count(event["kind"]) <= max(1.0, HABIT * steps):
+                by_step.setdefault((event["step"], event["kind"]), {})[rank.rank] = event
+    for (step, kind), ranks in sorted(by_step.items(), reverse=True):
+        if len(ranks) < len(evidence.ranks):
+            event = next(iter(ranks.values()))
+            return Oddity(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event))
+    return None
+
+
+def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
+    """Whether what ended a forward is what another rank's end looks like, or ended the test: nobody swallowed it."""
+    error = str(event.get("error", ""))
+    told = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
+    return told or is_victim_text(error)
+
+
+def _why(kind: str, event: dict[str, object]) -> str:
+    if kind == "forward_failed":
+        return f"forward aborted by a swallowed exception in {event.get('module') or 'the model'}: {event.get('error')}"
+    if kind == "not_synchronised":
+        return "no_sync on some ranks only"
+    return "batch skipped, no backward" if event.get("finite", True) else "batch skipped after NaN, no backward"
+
+
+def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
+    """How the culprits' way through the model differs from the others', as 'entered b where the others entered a'; or ''.
+
+    A rank that has only come less far has taken no other path.
+    """
+    mine = next((r.modules for r in evidence.ranks if r.rank in culprits and r.modules), ())
+    others = [r.modules for r in evidence.ranks if r.rank not in culprits and r.modules]
+    if not mine or not others or any(o != others[0] for o in others if len(o) == len(others[0])):
+        return ""
+    for a, b in zip(mine, others[0], strict=False):
+        if a != b:
+            return f"entered {a} where the others entered {b}"
+    return ""

@@ -1,0 +1,86 @@
+"""What torch itself states about autograd and DDP: translated, never guessed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from pytest_nsa.diagnosis.facts import exception_fact
+from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
+
+_TWICE = re.compile(r"Parameter at index (\d+)(?: with name (\S+?))? has been marked as ready twice")
+
+
+def _raised(evidence: Evidence, *texts: str) -> Iterator[tuple[RankEvidence, RaisedException]]:
+    for rank in evidence.ranks:
+        for error in rank.exceptions:
+            if any(text in error.message for text in texts):
+                yield rank, error
+                break
+
+
+def ready_twice(evidence: Evidence) -> Finding | None:
+    """A parameter was marked ready twice: reentrant checkpointing under DDP, as a rule."""
+    found = list(_raised(evidence, "marked as ready twice", "Expected to mark a variable ready only once"))
+    if not found:
+        return None
+    rank, error = found[0]
+    match = _TWICE.search(error.message)
+    index = int(match[1]) if match else None
+    name = (match[2] or "") if match else ""
+    if not name and index is not None and index < len(rank.parameter_names):
+        name = rank.parameter_names[index]
+    name = name.removeprefix("module.")
+    which = f"parameter {index} ({name or 'its name is not known'})" if index is not None else "a parameter"
+    return Finding(
+        cause="ready_twice",
+        ranks=tuple(r.rank for r, _ in found),
+        where=error.where,
+        module=name,
+        reason=f"{which} was marked as ready twice in one backward: its hook fired again, as reentrant checkpointing makes it do",
+        certain=True,
+        confidence=0.99,
+        facts=tuple(exception_fact(r, e) for r, e in found),
+    )
+
+
+def unused_parameters(evidence: Evidence) -> Finding | None:
+    """A forward began before the last backward had reduced every parameter."""
+    found = list(_raised(evidence, "Expected to have finished reduction in the prior iteration"))
+    if not found:
+        return None
+    rank, error = found[0]
+    indices = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", error.message)
+    names = (
+        [rank.parameter_names[int(i)] for i in indices[1].split() if int(i) < len(rank.parameter_names)]
+        if indices
+        else []
+    )
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return Finding(
+        cause="unused_parameters",
+        ranks=tuple(r.rank for r, _ in found),
+        where=error.where,
+        module=names[0] if names else "",
+        reason=f"parameters took no part in the last backward: {shown or 'torch names none'}",
+        certain=True,
+        confidence=0.97,
+        facts=tuple(exception_fact(r, e) for r, e in found),
+    )
+
+
+def static_graph_changed(evidence: Evidence) -> Finding | None:
+    """DDP was promised a static graph, and it changed."""
+    found = list(_raised(evidence, "our training graph has changed in this iteration"))
+    if not found:
+        return None
+    return Finding(
+        cause="static_graph_changed",
+        ranks=tuple(r.rank for r, _ in found),
+        where=found[0][1].where,
+        reason="under static_graph=True the autograd graph of this step differs from the first step's",
+        certain=True,
+        confidence=0.97,
+        facts=tuple(exception_fact(r, e) for r, e in found),
+    )

@@ -1,0 +1,218 @@
+"""The rank itself: died, raised, exited, never came. First cause, not first line: victims' messages are known as such."""
+
+from __future__ import annotations
+
+import re
+
+from pytest_nsa.diagnosis.facts import (
+    all_facts,
+    exception_fact,
+    exit_fact,
+    last_seen,
+    owning_module,
+    signal_text,
+)
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.stacks import Frame
+
+# What a rank says when another one has gone: a consequence, whatever rank it stands on.
+VICTIM_TEXTS = (
+    "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
+    "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
+    "connection refused", "connectfullmesh failed", "rank has terminated", "failed to pass monitoredbarrier",
+)  # fmt: skip
+_ASSERTIONS = ("AssertionError", "Failed")
+_MEMORY = ("OutOfMemoryError", "MemoryError")
+_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
+_LOADER_TEXTS = ("DataLoader worker (pid", "DataLoader timed out after")  # the first is killed, or exited unexpectedly
+_CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.")
+_TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
+_LEAVES = ("SystemExit", "Exit")
+
+
+def is_victim(error: RaisedException) -> bool:
+    """Whether an exception, or what it was raised from, is torch saying that another rank has gone."""
+    said = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
+    return not _is_of_a_lost_worker(error) and any(_says_so(message, file) for message, file in said)
+
+
+def _is_of_a_lost_worker(error: RaisedException) -> bool:
+    texts = (error.message, *(message for message, *_ in error.chain))
+    return error.in_loader or any(text.startswith(_LOADER_TEXTS) for text in texts)
+
+
+def _is_of_memory(error: RaisedException) -> bool:
+    kinds = (error.type, *(kind for *_, kind in error.chain))
+    texts = (error.message, *(message for message, *_ in error.chain))
+    return any(kind in _MEMORY for kind in kinds) or any(part in t.lower() for t in texts for part in _MEMORY_TEXTS)
+
+
+def _told(error: RaisedException) -> tuple[str, str]:
+    """What an exception says in a line, and where: one that a data loader's worker raised carries its traceback as its text."""
+    caught = _CAUGHT.match(error.headline)
+    if caught is None:
+        before = next(((kind, text.strip()) for text, _, kind in error.chain), None)
+        after = (
+            f", after {before[0]}: {before[1].splitlines()[0][:100] if before[1] else 'no message'}" if before else ""
+        )
+        return f"{error.type}: {error.headline[:200] or 'no message'}{after}", error.where
+    frames = [Frame(m["file"], int(m["line"]), m["function"]) for m in _TRACEBACK.finditer(error.message)]
+    where = next((f.describe() for f in reversed(frames) if f.is_user), error.where)
+    return f"{error.message.strip().splitlines()[-1][:200]}, in {caught['worker']}", where
+
+
+def is_victim_text(message: str) -> bool:
+    """Whether a text is what torch says when another rank has gone."""
+    return any(phrase in message.lower() for phrase in VICTIM_TEXTS)
+
+
+def _says_so(message: str, raised_in: str) -> bool:
+    from_torch = "/torch/" in raised_in or "/nsa/trace/" in raised_in or not raised_in
+    return from_torch and is_victim_text(message)
+
+
+def init_timeout(evidence: Evidence) -> Finding | None:
+    """The group never formed."""
+    if evidence.stop != "start":
+        return None
+    absent = [r for r in evidence.ranks if r.board is None or r.board.phase == "start"]
+    here = [r for r in absent if r.board is not None]
+    # All of them wait in rendezvous unless some never came so far.
+    culprits = [r for r in absent if r.board is None] or (absent if len(absent) < len(evidence.ranks) else here)
+    return Finding(
+        cause="init_timeout",
+        ranks=tuple(r.rank for r in culprits),
+        where=last_seen(culprits[0]) if culprits else "",
+        reason="the process group was not formed in time",
+        confidence=0.7,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def rank_died(evidence: Evidence) -> Finding | None:
+    """A rank was ended by a signal that we did not send. The first in time, if several."""
+    dead = _deaths(evidence)
+    if not dead:
+        return None
+    rank = dead[0]
+    name = signal_text(rank.signal)
+    board = rank.board
+    at = f" in {board.phase} of step {board.numbers['step']:.0f}" if board is not None and board.numbers["step"] else ""
+    seen = board.numbers.get("line_time", 0.0) if board is not None and rank.stack is None else 0.0
+    ago = (
+        f"; it was last seen at {board.line}, {max(0.0, rank.exit_time - seen):.2f} s before" if board and seen else ""
+    )
+    return Finding(
+        cause="rank_died",
+        ranks=(rank.rank,),
+        where=last_seen(rank),
+        module=owning_module(rank),
+        reason=f"rank {rank.rank} was ended by {name}{at}{ago}",
+        certain=True,
+        confidence=0.95,
+        facts=(exit_fact(rank), *all_facts(evidence.ranks)),
+    )
+
+
+def _deaths(evidence: Evidence) -> list[RankEvidence]:
+    """Ranks that a signal of somebody else's ended, the first first."""
+    return sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
+
+
+def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
+    """Each rank's first exception that is no victim's, earliest first."""
+    found = []
+    for rank in evidence.ranks:
+        own = [e for e in rank.exceptions if not is_victim(e)]
+        if own:
+            found.append((rank, min(own, key=lambda e: e.time)))
+    return sorted(found, key=lambda pair: pair[1].time)
+
+
+def rank_raised(evidence: Evidence) -> Finding | None:
+    """The first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where nobody waited."""
+    found = _first_exceptions(evidence)
+    if not found:
+        return None
+    first_rank, error = found[0]
+    if any(r.exit_time <= error.time and r is not first_rank for r in _deaths(evidence)):
+        return None  # what came after a death may well be its consequence
+    same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
+    culprits = tuple(sorted(r.rank for r, _ in same))
+    others = [r for r in evidence.ranks if r.rank not in culprits]
+    waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
+    if error.type in _LEAVES:
+        cause = "rank_exited"
+    elif _is_of_memory(error):
+        cause = "oom"
+    elif _is_of_a_lost_worker(error):
+        cause = "dataloader_stuck"
+    elif error.type in _ASSERTIONS and not waited:
+        cause = "assertion"
+    else:
+        cause = "rank_exception"
+    reason, where = _told(error)
+    if waited:
+        reason += f" (meanwhile {describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
+    return Finding(
+        cause=cause,
+        ranks=culprits,
+        where=where,
+        module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "",
+        reason=reason,
+        certain=True,
+        confidence=0.95,
+        facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
+    )
+
+
+def rank_gone(evidence: Evidence) -> Finding | None:
+    """A rank of a training that is only watched has gone without a word: nobody saw how."""
+    gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
+    if not gone:
+        return None
+    return Finding(
+        cause="rank_died",
+        ranks=tuple(r.rank for r in gone),
+        where=last_seen(gone[0]),
+        module=owning_module(gone[0]),
+        reason=f"the process of rank {gone[0].rank} has gone without a word: killed, or left by os._exit",
+        certain=True,
+        confidence=0.8,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def rank_exited(evidence: Evidence) -> Finding | None:
+    """A rank's process ended by itself before its test did."""
+    gone = [r for r in evidence.ranks if r.exit_code is not None and not r.finished and not r.exceptions]
+    if not gone:
+        return None
+    rank = min(gone, key=lambda r: r.exit_time)
+    return Finding(
+        cause="rank_exited",
+        ranks=(rank.rank,),
+        where=last_seen(rank),
+        module=owning_module(rank),
+        reason=f"rank {rank.rank} exited with code {rank.exit_code} before its test was done",
+        certain=True,
+        confidence=0.95,
+        facts=(exit_fact(rank), *all_facts(evidence.ranks)),
+    )
+
+
+def only_victims(evidence: Evidence) -> Finding | None:
+    """All that is known are torch's complaints of lost connections; the earliest is the nearest to the cause."""
+    errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
+    if not errors or evidence.stop == "host_died":  # there, whoever killed the host may have killed a rank as well
+        return None
+    rank, error = min(errors, key=lambda pair: pair[1].time)
+    return Finding(
+        cause="rank_exception",
+        ranks=(rank.rank,),
+        where=error.where,
+        reason=f"{error.type}: {error.headline[:200]} (the first of such complaints; no rank is known to have gone)",
+        confidence=0.3,
+        facts=tuple(exception_fact(r, e) for r, e in errors),
+    )

@@ -1,0 +1,101 @@
+"""Where two ranks stand to each other in the program, by their stacks: in which function their ways part, and at which lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.rules.source import is_here, is_in_loop, is_past_the_loop, share_a_loop
+from pytest_nsa.evidence.load import RankEvidence
+from pytest_nsa.evidence.stacks import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two ranks stand in the innermost function that both are in; and whether the source of that is here.
+
+    ``in_loop``: what called that function stands in a loop; ``below`` and ``other_below``: what it calls on the one and on the
+    other rank does.
+    """
+
+    here: str
+    there: str
+    in_loop: bool = False
+    below: bool = False
+    other_below: bool = False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the one has left a loop that the other is in."""
+        later = comes_first(self.there, self.here)
+        return is_past_the_loop(self.here, self.there) or (self.other_below and not self.below and later)
+
+    @property
+    def turned(self) -> Parting:
+        """Seen from the other."""
+        return Parting(self.there, self.here, self.in_loop, self.other_below, self.below)
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether a loop may bring both to the same lines again, or nobody knows."""
+        return self.in_loop or share_a_loop(self.here, self.there) or not is_here(self.there)
+
+
+def where_they_part(one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> Parting:
+    """By their stacks, else by the sites of their calls."""
+    mine, others = user_frames(one), user_frames(other)
+    common, parted = _common(mine, others)
+    in_loop = _any_in_loop(mine[:common])
+    if parted:
+        below, other_below = (_any_in_loop(path[common + 1 :]) for path in (mine, others))
+        return Parting(parted[0].describe(), parted[1].describe(), in_loop, below, other_below)
+    there, here = _place_in(other, site), _place_in(one, other_site)
+    return Parting(site, there, in_loop) if there else Parting(here or site, other_site, in_loop)
+
+
+def user_frames(rank: RankEvidence) -> list[Frame]:
+    """The outermost first."""
+    return [f for f in reversed(rank.stack.frames) if f.is_user] if rank.stack is not None else []
+
+
+def _place_in(rank: RankEvidence, site: str) -> str:
+    """Where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
+    file, function = site.partition(":")[0], site.rpartition(" in ")[2]
+    frames = rank.stack.frames if rank.stack is not None else ()
+    return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
+
+
+def lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
+    """The lines of the ranks in the innermost function that all of them are in, where those differ."""
+    _, parted = _common(*(user_frames(rank) for rank in ranks))
+    return [frame.line for frame in parted] or None
+
+
+def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
+    """How many outermost frames the paths share, and the next ones where these are of one function; () where they are not."""
+    depth = 0
+    for frames in zip(*paths, strict=False):
+        if len(set(frames)) > 1:
+            return depth, frames if len({(f.file, f.function) for f in frames}) == 1 else ()
+        depth += 1
+    return depth, ()
+
+
+def _any_in_loop(frames: list[Frame]) -> bool:
+    return any(is_in_loop(frame.describe()) for frame in frames)
+
+
+def comes_first(place: str, other: str) -> bool:
+    """Whether ``place`` is an earlier line of the function that ``other`` is in."""
+    (file, line, function), (other_file, other_line, other_function) = _parts(place), _parts(other)
+    return (file, function) == (other_file, other_function) and 0 < line < other_line
+
+
+def _parts(place: str) -> tuple[str, int, str]:
+    at, _, function = place.rpartition(" in ")
+    file, _, line = at.rpartition(":")
+    return file, int(line) if line.isdigit() else 0, function
+
+
+def recomputes(rank: RankEvidence) -> bool:
+    """Whether a rank runs a part of its forward a second time, for gradient checkpointing: that is no round of a loop."""
+    return rank.stack is not None and any("torch/utils/checkpoint.py" in f.file for f in rank.stack.frames)

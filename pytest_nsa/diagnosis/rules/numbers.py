@@ -1,0 +1,163 @@
+"""Numbers that are wrong: a loss that is none, gradients and parameters that ought to be equal on all ranks and are not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_nsa.artifacts import read_lines
+from pytest_nsa.diagnosis.facts import exception_fact
+from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
+from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.stacks import Frame
+
+_FINITE = re.compile(r"isfinite|isnan|isinf")
+_NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
+TOLERANCE = 1e-6  # relative, of a tensor's norm
+_WHAT = {
+    "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
+    "gradient": "after their reduction, the gradients of",
+    "parameter": "after the optimizer's step, the values of",
+}
+
+
+def nan_loss(evidence: Evidence) -> Finding | None:
+    """A test that failed by an assertion or an exception, after a loss that is no finite number."""
+    errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
+    odd = [(r, e) for r in evidence.ranks for e in r.oddities if _is_not_finite(e, r)]
+    if not errors:
+        return None
+    if not odd:
+        return _said_by_the_test(evidence)
+    step = min(e["step"] for _, e in odd)
+    ranks = tuple(sorted({r.rank for r, e in odd if e["step"] == step}))
+    value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
+    rank, error = next(((r, e) for r, e in errors if r.rank in ranks), errors[0])
+    # A step without backward is noted when it is over: what the test raised in it comes before.
+    first = min((e["time"] for _, e in odd if e["kind"] == "not_finite"), default=0.0)
+    if error.time < first:
+        return None  # what failed before has other reasons
+    text = error.headline[:120] or error.type
+    return Finding(
+        cause="nan_loss",
+        ranks=ranks,
+        where=error.where,
+        reason=f"the loss of step {step} is {value} on {describe_ranks(ranks, evidence.job.world_size)}; then {error.type}: {text}",
+        certain=True,
+        confidence=0.9,
+        facts=(exception_fact(rank, error),),
+    )
+
+
+def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
+    """A loss that is no number; or an output, in the step in which the test ended without a backward."""
+    ended_there = rank.board is not None and rank.board.numbers["step"] == event["step"]
+    return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
+
+
+def _said_by_the_test(evidence: Evidence) -> Finding | None:
+    """The test's own assertion looked for a number, and found none."""
+    found = [
+        (r, e) for r in evidence.ranks for e in r.exceptions if e.type == "AssertionError" and _asks_for_a_number(e)
+    ]
+    if not found:
+        return None
+    ranks = tuple(sorted({r.rank for r, _ in found}))
+    rank, error = found[0]
+    return Finding(
+        cause="nan_loss",
+        ranks=ranks,
+        where=error.where,
+        reason=f"the test's assertion found no finite number: {error.headline[:120]}",
+        certain=True,
+        confidence=0.8,
+        facts=(exception_fact(rank, error),),
+    )
+
+
+def _asks_for_a_number(error: RaisedException) -> bool:
+    source = Frame(error.file, error.line, error.function).source
+    return bool(_FINITE.search(source)) and bool(_NAN.search(error.message))
+
+
+def silent_divergence(evidence: Evidence) -> Finding | None:
+    """The first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
+    if not evidence.job.check_divergence:
+        return None
+    streams: dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]] = {}
+    for rank in evidence.ranks:
+        for key, records in _by_model(rank, evidence.job.world_size).items():
+            streams.setdefault(key, {})[rank.rank] = records
+    found = (
+        _diverging(evidence, by_rank) for (members, _), by_rank in streams.items() if len(by_rank) == len(members) > 1
+    )
+    return next((finding for finding in found if finding is not None), None)
+
+
+def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...], int], list[dict[str, Any]]]:
+    """A rank's checksums by the ranks that DDP keeps equal, and which of the models of these it is."""
+    found: dict[tuple[tuple[int, ...], int], list[dict[str, Any]]] = {}
+    numbers: dict[tuple[int, ...], list[int]] = {}
+    for record in read_lines(rank.checksums) if rank.checksums.is_file() else ():
+        members = tuple(record.get("ranks", range(world_size)))
+        models = numbers.setdefault(members, [])
+        if record.get("model", 0) not in models:
+            models.append(record.get("model", 0))
+        found.setdefault((members, models.index(record.get("model", 0))), []).append(record)
+    return found
+
+
+def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> Finding | None:
+    """The first tensor of a model that differs between its ranks."""
+    names: list[str] = []
+    for records in zip(*streams.values(), strict=False):
+        by_rank = dict(zip(streams, records, strict=True))
+        names = records[0].get("names", names)
+        if len({(r["kind"], len(r["norms"])) for r in records}) > 1:
+            return None  # other steps on other ranks: nothing can be compared
+        index = _first_difference(by_rank)
+        if index is not None:
+            return _diverged(evidence, by_rank, index, names)
+    return None
+
+
+def _first_difference(records: Mapping[int, dict[str, Any]]) -> int | None:
+    for index, values in enumerate(zip(*(r["norms"] for r in records.values()), strict=True)):
+        if not _are_equal(values):
+            return index
+    return None
+
+
+def _are_equal(values: tuple[float | None, ...]) -> bool:
+    if any(v is None for v in values) or any(v != v for v in values):
+        return len({str(v) for v in values}) == 1
+    low, high = min(v for v in values if v is not None), max(v for v in values if v is not None)
+    return low == high or high - low <= TOLERANCE * abs(high)
+
+
+def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: int, names: list[str]) -> Finding:
+    values = {rank: r["norms"][index] for rank, r in records.items()}
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        near = next((k for k, ranks in groups.items() if _are_equal((value, values[ranks[0]]))), str(value))
+        groups.setdefault(near, []).append(rank)
+    largest = max(groups.values(), key=len)
+    minority = tuple(r for r in values if r not in largest)
+    ranks = minority if len(largest) > len(values) / 2 else tuple(values)
+    first = next(iter(records.values()))
+    name = names[index] if index < len(names) else f"parameter {index}"
+    shown = ", ".join(f"rank {r}: {v:.6g}" if v is not None else f"rank {r}: none" for r, v in values.items())
+    return Finding(
+        cause="silent_divergence",
+        ranks=ranks,
+        module=name.rpartition(".")[0],
+        reason=f"{_WHAT[first['kind']]} {name} differ between ranks from step {first['step']} on (L2 norms: {shown})",
+        certain=True,
+        confidence=0.95,
+        facts=tuple(
+            Fact(rank=r, kind="checksum", file=f"rank{r}/checksums.jsonl", says=f"{name}: {v}")
+            for r, v in values.items()
+        ),
+    )

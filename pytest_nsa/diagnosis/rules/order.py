@@ -1,0 +1,384 @@
+"""The order of collectives: where ranks' sequences depart, and which rank departs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.rules.anomalies import oddity, other_path
+from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.locations import (
+    Parting,
+    comes_first,
+    lines_where_paths_part,
+    recomputes,
+    user_frames,
+    where_they_part,
+)
+from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, share_a_loop
+from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective, Shape
+from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+
+NEW_GROUP = "new_group"
+OUT_OF_DATA = "ran out of data: it has left the loop that the others are in"
+STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
+
+
+def rings(evidence: Evidence) -> Rings:
+    return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
+
+
+def departed(evidence: Evidence) -> Finding | None:
+    """Two ranks entered different collectives at the same place of their group's sequence."""
+    entered = first_departure(rings(evidence))
+    if entered is None or _raised_before(evidence, entered):
+        return None
+    culprits, cause, why = _explained(evidence, *blame(evidence, entered))
+    facts = tuple(
+        Fact(
+            rank=r,
+            kind="collective",
+            file=f"rank{r}/board.bin",
+            says=f"entered {c.describe()} in step {c.step}",
+        )
+        for r, c in sorted(entered.items())
+    )
+    first = entered[culprits[0]] if culprits else next(iter(entered.values()))
+    others = next((c for r, c in entered.items() if r not in culprits), first)
+    skipped = cause == "skipped_collective"
+    return Finding(
+        cause=cause,
+        ranks=culprits,
+        # For a call that was skipped, the line to look at is the call that the others are in.
+        where=others.site if skipped else first.site,
+        reason=why,
+        module="",
+        certain=True,
+        confidence=0.9 if len(culprits) < len(entered) else 0.6,
+        facts=facts + all_facts(evidence.ranks),
+    )
+
+
+def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:
+    """Whether a rank had raised by itself when it entered what differs: its teardown's calls are a consequence."""
+    return any(
+        error.time < c.entered and not is_victim(error)
+        for rank, c in entered.items()
+        for error in evidence.ranks[rank].exceptions
+    )
+
+
+def waiting_apart(evidence: Evidence) -> Finding | None:
+    """Every rank waits, and not in the same collective: the one that is ahead went on without the one behind it."""
+    if evidence.stop not in STOPS or not evidence.stood:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished]
+    found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    if len(alive) < 2 or not found or any(not r.is_waiting for r in alive):
+        return None
+    if len(found) < len(alive):
+        return _ahead_in_unseen_wait(evidence, alive, found)
+    if len({c.place for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
+        return None
+    if any(can_complete(c, rings(evidence)) for c in found.values()):
+        return None
+    facts = all_facts(evidence.ranks)
+    in_steps = any(c.step for c in found.values())
+    shown = "; ".join(
+        f"rank {r} in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in sorted(found.items())
+    )
+    crossed = len({_group(c) for c in found.values()}) > 1
+    if crossed:
+        shown += _members(evidence, found)
+    # Who takes the groups in another order than so far is known by its own calls.
+    departing = _departs_over_groups(evidence, found) if crossed else ()
+    ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else _went_ahead(evidence, found)
+    if not ahead:
+        ranks = departing or (_minority(found) if crossed else tuple(sorted(found)))
+        return Finding(
+            cause="group_order_deadlock" if crossed else "collective_mismatch", ranks=ranks,
+            where=found[ranks[0]].site, reason=f"the ranks wait in different collectives: {shown}", certain=True,
+            confidence=0.85 if crossed else 0.6, facts=facts,
+        )  # fmt: skip
+    behind = tuple(r for r in sorted(found) if r not in ahead)
+    # Only members of the group that the others wait in can have gone on without its call.
+    ahead = tuple(r for r in ahead if r in evidence.members(_group(found[behind[0]]))) or ahead
+    if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence.ranks[r], found[r]) for r in behind):
+        who = describe_ranks(behind, evidence.job.world_size)
+        why = f"{who} entered {found[behind[0]].describe()}, which the others went on without: {shown}"
+        culprits, cause, why = _explained(evidence, behind, "extra_collective", why)
+        return Finding(
+            cause=cause, ranks=culprits, where=found[behind[0]].site, reason=why, certain=True, confidence=0.85, facts=facts,
+        )  # fmt: skip
+    missed = next(c for r, c in sorted(found.items()) if r not in ahead)
+    who = describe_ranks(ahead, evidence.job.world_size)
+    why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
+    return skipped(evidence, ahead, missed, why)
+
+
+def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
+    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
+    odd = oddity(evidence)
+    if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
+        who = describe_ranks(odd.ranks, evidence.job.world_size)
+        told = why.replace(f" ({OUT_OF_DATA})", "")  # where the step itself says why
+        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
+    # Who was aborted may have no stack.
+    stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
+    if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
+        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
+    if len(culprits) == len(evidence.ranks):
+        return culprits, cause, why
+    path = other_path(evidence, culprits)
+    if path:
+        who = describe_ranks(culprits, evidence.job.world_size)
+        return culprits, "data_dependent_branch", f"{who} {path}. {why}"
+    return culprits, cause, why
+
+
+def skipped(
+    evidence: Evidence, culprits: tuple[int, ...], missed: Collective, reason: str, confidence: float = 0.9
+) -> Finding:
+    """``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
+    culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason)
+    return Finding(
+        cause=cause,
+        ranks=culprits,
+        where=missed.site,
+        reason=reason,
+        certain=True,
+        confidence=confidence,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _ahead_in_unseen_wait(
+    evidence: Evidence, alive: list[RankEvidence], found: dict[int, Collective]
+) -> Finding | None:
+    """Some ranks wait inside torch, in a call that the board does not see, in a later step than the others' collective."""
+    steps = {r.rank: r.board.numbers["step"] for r in alive if r.board is not None}
+    ahead = tuple(rank for rank in sorted(steps) if rank not in found)
+    if not ahead or min(steps[rank] for rank in ahead) <= max(steps[rank] for rank in found):
+        return None
+    missed = found[min(found)]
+    who = describe_ranks(ahead, evidence.job.world_size)
+    why = f"{who} went on to the next step without {missed.describe()}, in which the others wait (call skipped)"
+    return skipped(evidence, ahead, missed, why, confidence=0.85)
+
+
+def awaited(rank: RankEvidence) -> Collective | None:
+    return rank.board.waits_in if rank.board is not None else None
+
+
+def _group(collective: Collective) -> str:
+    """What DDP does by itself is counted apart, in the same group."""
+    return collective.group.removeprefix("ddp:")
+
+
+def _members(evidence: Evidence, found: dict[int, Collective]) -> str:
+    """Which ranks the groups of ``found`` have, but for that of all."""
+    said = ""
+    for group in sorted({c.group for c in found.values()} - set(DEFAULT_GROUPS)):
+        said += f"; group {group} has {describe_ranks(evidence.members(group), evidence.job.world_size)}"
+    return said
+
+
+def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks that are not where most are; all, where there is no such place."""
+    (place, most), *rest = Counter(c.place for c in found.values()).most_common()
+    if not rest or most == rest[0][1]:
+        return tuple(sorted(found))
+    return tuple(r for r, c in sorted(found.items()) if c.place != place)
+
+
+def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
+    """Whether two ranks stand in the two branches of one ``if``: nobody has gone on past the others."""
+    places = {r: _places(evidence.ranks[r], c) for r, c in found.items()}
+    return any(
+        are_alternatives(a, b) for r, s in itertools.combinations(places, 2) for a in places[r] for b in places[s]
+    )
+
+
+def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks whose call is not what their own calls of all groups so far expect next, but a call that they know."""
+    departing = []
+    for rank, collective in found.items():
+        board = evidence.ranks[rank].board
+        shapes = [c.shape for c in (board.collectives if board else ()) if c.index < collective.index and c.peer == -1]
+        expected = _expected(shapes)
+        if expected is None or collective.shape not in shapes:
+            return ()
+        if expected != collective.shape and expected[0] != collective.shape[0]:
+            departing.append(rank)
+    return tuple(sorted(departing)) if len(departing) < len(found) else ()
+
+
+def _is_for_a_later_rank(rank: RankEvidence, collective: Collective) -> bool:
+    return any(is_for_a_later_rank(place) for place in _places(rank, collective))
+
+
+def _places(rank: RankEvidence, collective: Collective) -> set[str]:
+    """The lines that a rank stands in, from its test down to a call."""
+    return {collective.site, *(frame.describe() for frame in user_frames(rank))}
+
+
+def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
+    """(culprits, cause, reason) for a departure."""
+    votes = Counter(c.shape for c in entered.values())
+    (winner, most), *rest = votes.most_common()
+    if not rest or most > rest[0][1]:  # a majority, on three ranks and more
+        culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
+    else:
+        early = _left_the_loop_early(evidence, entered)
+        if early is not None:
+            return early
+        culprits = _departs_from_pattern(evidence, entered) or _went_ahead(evidence, entered)
+    if not culprits:
+        shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
+        return (
+            tuple(sorted(entered)),
+            "collective_mismatch",
+            f"the ranks are in different collectives: {shown}",
+        )
+    mine = entered[culprits[0]]
+    other = next(c for r, c in entered.items() if r not in culprits)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    another = next(r for r in entered if r not in culprits)
+    parted = where_they_part(evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site)
+    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, parted)
+    if cause == "collective_mismatch":
+        return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
+    if cause == "extra_collective":
+        where_others = f"where the others entered {other.describe()}"
+        return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
+    told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
+    return culprits, cause, f"{told} ({why})"
+
+
+def _kind(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:
+    """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
+
+    ``parted`` is where the two stand in the function in which their ways part.
+    """
+    if _same_line(mine, other) or are_alternatives(mine.site, other.site):
+        return "collective_mismatch", ""
+    here, there = parted.here, parted.there
+    if parted.has_left:
+        return "skipped_collective", OUT_OF_DATA
+    if parted.turned.has_left:
+        return "extra_collective", "makes another round of the loop that the others have left"
+    is_new = _is_new(before, mine)
+    if comes_first(here, there) and not parted.goes_round:
+        return "extra_collective", "which the others have gone past" if is_new else "once more than the others"
+    shapes = [c.shape for c in before]
+    if _expected(shapes) is not None:
+        usual = {c.site for c in before if c.shape == mine.shape}
+        if _expected([*shapes, other.shape]) == mine.shape:
+            swapped = mine.site not in usual
+            return ("collective_mismatch", ", in another order") if swapped else ("skipped_collective", "call skipped")
+        if not usual and _is_new(before, other):
+            # Nobody expects either: the one that comes first in the program is left out.
+            return ("extra_collective", "") if comes_first(here, there) else ("skipped_collective", "call skipped")
+        if not usual:
+            function, others_function = (c.site.rpartition(" in ")[2] for c in (mine, other))
+            if (mine.op, mine.phase, function) == (other.op, other.phase, others_function):
+                return "collective_mismatch", ""
+            if not comes_first(there, here) or parted.goes_round:
+                return "extra_collective", ""
+            return "skipped_collective", "ran out of data" if mine.step < other.step else "call skipped"
+    if is_new and comes_first(here, there):
+        return "extra_collective", ""
+    return "skipped_collective", "call skipped"
+
+
+def _is_new(before: list[Collective], collective: Collective) -> bool:
+    """Whether a line has entered nothing like this before."""
+    return all(c.shape != collective.shape or not _same_line(c, collective) for c in before)
+
+
+def _same_line(a: Collective, b: Collective) -> bool:
+    return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
+
+
+def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+    """What a rank entered in the same group before ``at``, as far as its ring goes back."""
+    board = evidence.ranks[rank].board
+    return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
+
+
+def _expected(shapes: list[Shape]) -> tuple[object, ...] | None:
+    """The shape that should come next: what followed the longest earlier run that equals the latest one."""
+    best: tuple[int, tuple[object, ...]] | None = None
+    for end in range(len(shapes) - 1, 0, -1):
+        length = 0
+        while length < end and shapes[end - 1 - length] == shapes[-1 - length]:
+            length += 1
+        if length and (best is None or length > best[0]):
+            best = (length, shapes[end])
+    return best[1] if best is not None else None
+
+
+def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Ranks that made fewer steps and have gone on to something else, while the others are in a further step's backward.
+
+    Uneven batches look so. Where the same place of earlier rounds saw both calls, nobody can say who is right: all are
+    named then. None when this is not the picture.
+    """
+    steps = {rank: c.step for rank, c in entered.items()}
+    behind = tuple(rank for rank, step in steps.items() if step < max(steps.values()))
+    ahead = [rank for rank in entered if rank not in behind]
+    if not behind or entered[behind[0]].phase == "backward" or any(entered[r].phase != "backward" for r in ahead):
+        return None
+    mine, other = entered[behind[0]], entered[ahead[0]]
+    before = _before(evidence, behind[0], mine)
+    shapes = [c.shape for c in before]
+    followers = {shapes[i + 1] for i in range(len(shapes) - 1) if shapes[i] == shapes[-1]}
+    who = describe_ranks(behind, evidence.job.world_size)
+    told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
+    if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
+        parted = where_they_part(evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site)
+        if (parted.in_loop or share_a_loop(parted.here, parted.there)) and not parted.has_left:
+            return behind, "extra_collective", f"{told}: a call that no round before had"
+        return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
+    if {mine.shape, other.shape} <= followers:
+        return (
+            tuple(sorted(entered)),
+            "collective_mismatch",
+            f"{told}: uneven batches, or a call skipped before that step",
+        )
+    return None
+
+
+def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
+    departing = []
+    for rank, collective in entered.items():
+        expected = _expected([c.shape for c in _before(evidence, rank, collective)])
+        if expected is None:
+            return ()
+        if expected != collective.shape:
+            departing.append(rank)
+    return tuple(sorted(departing)) if len(departing) < len(entered) else ()
+
+
+def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """The ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
+    ranks = sorted(entered)
+    steps = {r: entered[r].step for r in ranks}
+    if len(set(steps.values())) > 1:
+        return tuple(r for r in ranks if steps[r] == max(steps.values()))
+    # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
+    again = tuple(
+        r
+        for r in ranks
+        if entered[r].site in {c.site for c in _before(evidence, r, entered[r])} and not recomputes(evidence.ranks[r])
+    )
+    if again and len(again) < len(ranks):
+        return again
+    lines = lines_where_paths_part([evidence.ranks[r] for r in ranks])
+    if lines is None:
+        return ()
+    return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))

@@ -1,0 +1,169 @@
+"""It moves, and not fast enough: how fast, who is waited for, and whether the autograd graph explains it."""
+
+from __future__ import annotations
+
+import itertools
+
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+
+MANY_NODES = 20_000
+SHARE = 0.5  # of a forward's nodes that one module makes
+RECENT = 20  # collectives
+OFTEN = 0.7
+LATE = 0.4  # of the time
+_ENGINE = "_engine_run_backward"
+
+
+def graph_explosion(evidence: Evidence) -> Finding | None:
+    """Ranks at work in a forward or backward whose autograd nodes are many, and mostly one module's."""
+    if evidence.stop not in ("deadline", "hang_after", "host_died", "certain"):
+        return None
+    found = [r for r in evidence.ranks if not r.finished and _many_nodes(r)]
+    if not found:
+        return None
+    rank = found[0]
+    assert rank.board is not None
+    n, module = rank.board.numbers, rank.board.nodes_module
+    total = max(n["nodes"], n["nodes_owned"])
+    return Finding(
+        cause="graph_explosion",
+        ranks=tuple(r.rank for r in found),
+        where=last_seen(rank),
+        module=module,
+        reason=f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {_progress(rank)}",
+        confidence=0.8,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _many_nodes(rank: RankEvidence) -> bool:
+    board = rank.board
+    if board is None or board.phase not in ("forward", "backward"):
+        return False
+    owned, total = board.numbers.get("nodes_owned", 0.0), board.numbers.get("nodes", 0.0)
+    if owned < MANY_NODES or owned < SHARE * total:
+        return False
+    works = rank.process.get("wants_cpu") or rank.process.get("cpu_share", 0.0) > SHARE or rank.moved_at_stop
+    stack = rank.stack
+    in_engine = stack is None or board.phase == "forward" or stack.frames[0].function == _ENGINE
+    return bool(works and in_engine)
+
+
+def straggler(evidence: Evidence) -> Finding | None:
+    """The ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
+    if evidence.stop not in ("deadline", "host_died") or not (evidence.moved_at_stop or _is_between_steps(evidence)):
+        return None
+    late = _always_last(evidence) or _waited_for(evidence)
+    if not late:
+        return None
+    ranks, reason = late
+    first = next(r for r in evidence.ranks if r.rank in ranks)
+    return Finding(
+        cause="straggler",
+        ranks=ranks,
+        where=last_seen(first),
+        module=owning_module(first),
+        reason=reason,
+        confidence=0.8,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _is_between_steps(evidence: Evidence) -> bool:
+    """Whether the stand-still at the end is no longer than those before it were: with slow steps nothing moves for a while."""
+    times = sorted(
+        b["time"]
+        for r in evidence.ranks
+        for a, b in itertools.pairwise(r.heartbeats)
+        if a["collectives"] != b["collectives"]
+    )
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    long = [gap for gap in gaps if gap > 0.5 * evidence.stood_still_s]
+    return len(long) >= 2 and evidence.stood_still_s <= 2 * max(gaps)
+
+
+def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
+    """Who came last to the latest collectives of all ranks, and by how much."""
+    by_place: dict[tuple[str, int], dict[int, float]] = {}
+    for rank in evidence.ranks:
+        for c in rank.board.collectives if rank.board is not None else ():
+            if c.peer == -1 and not c.group.startswith("ddp"):  # what DDP does by itself goes with its buckets
+                by_place.setdefault(c.place, {})[rank.rank] = c.entered
+    whole = sorted((min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks))[-RECENT:]
+    if len(whole) < 3:
+        return None
+    spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
+    waited = sum(span for span, _ in spans)
+    time = max(max(e.values()) for _, e in whole) - whole[0][0]
+    if waited < LATE * time:
+        return None
+    blame: dict[int, float] = {}
+    for span, last in spans:
+        blame[last] = blame.get(last, 0.0) + span
+    culprit, most = max(blame.items(), key=lambda entry: entry[1])
+    if most < OFTEN * waited or _now_waits_itself(evidence, culprit):
+        return None
+    count = sum(last == culprit for _, last in spans)
+    return (culprit,), (
+        f"rank {culprit} came last to {count} of the last {len(spans)} collectives; the others waited for it "
+        f"{min(100.0, 100 * most / max(time, 1e-9)):.0f}% of the time"
+    )
+
+
+def _now_waits_itself(evidence: Evidence, culprit: int) -> bool:
+    """Whether a rank waits while others do not: whatever it did before, they are the late ones now."""
+    others = [r for r in evidence.ranks if r.rank != culprit and not r.finished]
+    return evidence.ranks[culprit].is_waiting and any(not r.is_waiting for r in others)
+
+
+def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
+    """The others stand in a collective, and one that moves has not come to it."""
+    waiting = [r for r in evidence.ranks if not r.finished and not r.moved_at_stop and r.is_waiting]
+    moving = tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop)
+    if not waiting or not moving or evidence.waits_s < 1.5:
+        return None
+    who = describe_ranks(moving, evidence.job.world_size)
+    return moving, f"the others have waited for {who} for {evidence.waits_s:.1f} s; it moves, and has not come yet"
+
+
+def slow(evidence: Evidence) -> Finding | None:
+    """The deadline came while the ranks still moved."""
+    if evidence.stop != "deadline" or not (evidence.moved_at_stop or _is_between_steps(evidence)):
+        return None
+    moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
+    moving = moving or [r for r in evidence.ranks if not r.finished]
+    return Finding(
+        cause="slow",
+        ranks=tuple(r.rank for r in moving),
+        where=last_seen(moving[0]) if moving else "",
+        reason=f"the ranks still made progress when the time was up: {_rate(evidence)}",
+        confidence=0.8,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _rate(evidence: Evidence) -> str:
+    boards = [r.board for r in evidence.ranks if r.board is not None]
+    steps = min((b.numbers["step"] for b in boards), default=0.0)
+    seconds = max(evidence.stop_time - evidence.started, 1e-9)
+    if steps > 1:
+        return f"{steps:.0f} steps in {seconds:.1f} s, {seconds / steps:.2f} s a step"
+    in_backward = next((r for r in evidence.ranks if r.board is not None and r.board.phase == "backward"), None)
+    return _progress(in_backward) if in_backward else f"no whole step in {seconds:.1f} s"
+
+
+def _progress(rank: RankEvidence) -> str:
+    """How far a backward has come and what it still needs, from the heartbeats of the step."""
+    assert rank.board is not None
+    n = rank.board.numbers
+    arrived, expected = n["gradients"], n["gradients_expected"]
+    beats = [b for b in rank.heartbeats if b["phase"] == "backward" and b["step"] == n["step"]]
+    if rank.board.phase != "backward" or not beats:
+        return f"{rank.board.phase} of step {n['step']:.0f}"
+    seconds = n["beat_time"] - beats[0]["time"]
+    said = f"backward of step {n['step']:.0f} has brought {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
+    if 0 < arrived < expected:
+        said += f", {arrived / max(seconds, 1e-9):.2g} a second: about {seconds * (expected - arrived) / arrived:.0f} s to go"
+    return said

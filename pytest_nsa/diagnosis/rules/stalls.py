@@ -1,0 +1,276 @@
+"""Where a rank stands when nothing moves: which rank is not where the others wait, and why it stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
+from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.load import SILENT_S, Evidence, RankEvidence
+
+STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
+BUSY = 0.5  # of a core, over the sample
+STARVED = 0.1  # of a core, on a busy machine
+FAULTS = 1000  # a second: who gets new memory is in the kernel as well
+IN_KERNEL = 0.15  # of the time on the processor: what asks again and again for a file or a socket is often there
+MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
+GIL_WAIT_STARVED_MS = 4.5
+GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
+_LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
+_STORE = re.compile(r"store\w*\.(get|wait|multi_get)\(", re.IGNORECASE)
+_LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
+_COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
+_IO = re.compile(
+    r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
+    r"|\bselect\((?!\[\], \[\], \[\])|\.poll\("
+)
+_IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
+_IO_WAITS = (
+    "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
+    "flock", "posix_lock", "io_schedule", "folio_wait",
+)  # fmt: skip
+_CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
+_LOADER = "torch/utils/data/dataloader.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A cause, what the rank does in words, how sure that is, and the line where that is known better than by its stack."""
+
+    cause: str
+    says: str
+    confidence: float
+    where: str = ""
+
+
+def standing(evidence: Evidence) -> Finding | None:
+    """The rank that is not where the others wait; with one rank, or none waiting, every rank that stands somewhere."""
+    if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.stood:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
+    absent = [r for r in alive if not r.is_waiting]
+    if not absent:
+        return _all_wait(evidence, alive)
+    whys = {rank.rank: why for rank in absent if (why := _why(rank)) is not None}
+    if not whys:
+        return None
+    rank = next(r for r in absent if r.rank in whys)
+    why = whys[rank.rank]
+    culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
+    waiting = tuple(r.rank for r in alive if r.is_waiting)
+    n = evidence.job.world_size
+    reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"
+    if waiting:
+        reason += f"; {describe_ranks(waiting, n)} waited for it"
+    more = [(r, other) for r, other in whys.items() if other.cause != why.cause]
+    for number, other in more:
+        at = other.where or last_seen(evidence.ranks[number])
+        reason += f"; a second cause: rank {number} {other.says} ({other.cause}, at {at})"
+    return Finding(
+        cause=why.cause,
+        ranks=culprits,
+        where=why.where or last_seen(rank),
+        module=owning_module(rank),
+        reason=reason,
+        confidence=why.confidence,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _why(rank: RankEvidence) -> Why | None:
+    """Why a rank stands where it stands; None when nothing says so. Each rule is on one kind of evidence, the surest first."""
+    rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
+        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
+    )  # fmt: skip
+    return next((why for rule in rules if (why := rule(rank)) is not None), None)
+
+
+def _files(rank: RankEvidence) -> list[str]:
+    return [f.file for f in rank.stack.frames] if rank.stack is not None else []
+
+
+def _library_files(rank: RankEvidence) -> list[str]:
+    """Those of the frames that the user's innermost line has called, innermost first."""
+    found = []
+    for frame in rank.stack.frames if rank.stack is not None else ():
+        if frame.is_user:
+            break
+        found.append(frame.file)
+    return found
+
+
+def _source(rank: RankEvidence) -> str:
+    frame = user_frame(rank)
+    return frame.source if frame is not None else ""
+
+
+def _wchan(rank: RankEvidence) -> str:
+    return str(rank.process.get("wchan", ""))
+
+
+def _stopped(rank: RankEvidence) -> Why | None:
+    state = rank.process.get("state", "?")
+    return (
+        Why("rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95) if state in ("T", "t") else None
+    )
+
+
+def _compiling(rank: RankEvidence) -> Why | None:
+    in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
+    # A compiled function's own frames run below dynamo's evaluation of it, and are no compile.
+    running = (
+        any(f.function in ("_fn", "compile_wrapper") for f in rank.stack.frames) if rank.stack is not None else False
+    )
+    compiling = any(
+        part in file
+        for file in _files(rank)
+        for part in ("convert_frame.py", "/_inductor/", "output_graph.py", "/triton/compiler")
+    )
+    if not in_compiler or not (compiling or not running):
+        return None
+    imports = any(file.startswith("<frozen importlib") for file in _library_files(rank))
+    return Why("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
+
+
+def _loader(rank: RankEvidence) -> Why | None:
+    if not any(_LOADER in file for file in _library_files(rank)):
+        return None
+    for stacks in rank.children_threads:
+        main = next((t for t in stacks if t.is_main), None)
+        if main is not None and main.user_frame is not None:
+            where = main.user_frame.describe()
+            return Why("dataloader_stuck", f"waits for its data loader, whose worker stands at {where}", 0.9, where)
+    return Why("dataloader_stuck", "waits for its data loader", 0.85)
+
+
+def _child(rank: RankEvidence) -> Why | None:
+    if not any(file.endswith(_CHILD_FILES) for file in _library_files(rank)) and _wchan(rank) != "do_wait":
+        return None
+    commands = ", ".join(rank.process.get("children", ())) or "unknown"
+    return Why("child_process", f"waits for a child process: {commands}", 0.85)
+
+
+def _computes(rank: RankEvidence) -> bool:
+    cpu = rank.process.get("cpu_share", 0.0)
+    return cpu >= BUSY or (rank.process.get("wants_cpu", False) and cpu >= STARVED)
+
+
+def _gil_held(rank: RankEvidence) -> Why | None:
+    silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
+    if not silent or (rank.process.get("wants_cpu") and not _computes(rank)):  # starved: its heartbeat is too
+        return None
+    return Why("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
+
+
+def _symbol(rank: RankEvidence) -> str:
+    return f" ({rank.native_symbol})" if rank.native_symbol else ""
+
+
+def _busy(rank: RankEvidence) -> Why | None:
+    return _what_computes(rank) if _computes(rank) else None
+
+
+def _starved(rank: RankEvidence) -> Why | None:
+    """It computes, on a machine that is too busy to let it: who waits uses next to nothing."""
+    return _what_computes(rank) if rank.process.get("cpu_share", 0.0) >= STARVED else None
+
+
+def _what_computes(rank: RankEvidence) -> Why:
+    stack, frame = rank.stack, user_frame(rank)
+    n = rank.board.numbers if rank.board is not None else {}
+    # On a busy machine its heartbeat is late for want of a core, too.
+    limit = GIL_WAIT_MS if rank.process.get("cpu_share", 0.0) >= BUSY else GIL_WAIT_STARVED_MS
+    fights = rank.process.get("gil_wait_ms", 0.0) > limit
+    looks = n.get("still_looks", 0.0)
+    in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
+    # A loop that asks the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
+    in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
+    if frame is not None and in_kernel and is_in_while(frame.describe()):
+        return Why("infinite_loop", "asks again and again, without a pause, for what does not come", 0.8)
+    if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
+        in_python = True
+    if not looks and stack is not None and frame is not None:  # only the stack can tell; a tracer's frame is none
+        in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
+    if in_python:
+        return Why("infinite_loop", "runs in Python without making progress", 0.8)
+    return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
+
+
+def _sleeping(rank: RankEvidence) -> Why | None:
+    return (
+        Why("sleeping", "sleeps", 0.8)
+        if re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0])
+        or any(w in _wchan(rank) for w in ("nanosleep", "pause", "sigsuspend"))
+        else None
+    )
+
+
+def _io(rank: RankEvidence) -> Why | None:
+    wchan = _wchan(rank)
+    if rank.process.get("state") != "D" and not any(part in wchan for part in _IO_WAITS):
+        return None
+    return Why("io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8)
+
+
+def _io_by_source(rank: RankEvidence) -> Why | None:
+    files = _library_files(rank)
+    if any("/asyncio/" in file for file in files):
+        return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
+    by_file = any(file.endswith(_IO_FILES) for file in files[:4])
+    return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+
+
+def _store(rank: RankEvidence) -> Why | None:
+    missing = "waits for a key of a store that no rank has set"
+    in_python = any(part in file for file in _library_files(rank) for part in _LOCK_FILES)  # a queue of that name
+    return Why("io_stuck", missing, 0.6) if _STORE.search(_source(rank)) and not in_python else None
+
+
+def _lock(rank: RankEvidence) -> Why | None:
+    if any(part in file for file in _library_files(rank)[:3] for part in _IO_FILES):
+        return None
+    by_file = any(part in file for file in _library_files(rank)[:1] for part in _LOCK_FILES)
+    source = bool(_LOCK.search(_source(rank)))
+    stack, frame = rank.stack, user_frame(rank)
+    by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
+    if not (by_file or source or by_wait):
+        return None
+    in_hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""
+    return Why("lock_deadlock", f"waits for a lock that is not released{in_hook}", 0.9 if by_file or source else 0.7)
+
+
+def _backward(rank: RankEvidence) -> Why | None:
+    board = rank.board
+    if board is None or board.phase != "backward" or board.numbers["gradients"]:
+        return None
+    return Why("backward_deadlock", "stands in backward before any gradient", 0.6)
+
+
+def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
+    """Nobody is elsewhere: all in the same collective, in different groups, or receiving from each other."""
+    inside = [(r, c) for r in alive if r.board is not None and (c := r.board.waits_in) is not None]
+    if len(alive) < 2 or len(inside) < len(alive):
+        return None
+    shown = "; ".join(f"rank {r.rank} in {c.describe()}" for r, c in inside)
+    pairs = [(r, c) for r, c in inside if c.peer != -1 or c.op.startswith("recv")]
+    certain = True
+    if pairs:
+        cause, reason, confidence = "p2p_unmatched", f"receives and sends do not pair: {shown}", 0.85
+        certain, inside = len(pairs) == len(inside), pairs
+    elif len({c.group for _, c in inside}) > 1:
+        cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
+    elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:
+        cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
+        certain = False
+        unsent = sum(r.process.get("unsent_bytes", 0) for r in alive)
+        if unsent:  # handed to the kernel, and never acknowledged
+            reason, confidence = f"{reason}; {unsent} bytes unsent", 0.9
+    else:
+        return None
+    return Finding(
+        cause=cause, ranks=tuple(r.rank for r, _ in inside), where=inside[0][1].site, reason=reason, certain=certain,
+        confidence=confidence, facts=all_facts(evidence.ranks),
+    )  # fmt: skip

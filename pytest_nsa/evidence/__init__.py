@@ -1,0 +1,1 @@
+"""The folder of a test as values."""

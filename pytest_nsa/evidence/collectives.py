@@ -1,0 +1,43 @@
+"""Compares the ranks' sequences of collectives: where they part, and whether what a rank waits in can still complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pytest_nsa.evidence.board import Collective
+
+Rings = Mapping[int, tuple[Collective, ...]]
+
+
+def first_departure(rings: Rings) -> dict[int, Collective] | None:
+    """What each rank entered at the first sequence number of a group where their calls differ; None where none does.
+
+    Compared are operation and, for operations that demand it, dtype and element count. Point-to-point calls pair by tag
+    and are left out; so is what only one rank's ring still holds.
+    """
+    by_place: dict[tuple[int, str], dict[int, Collective]] = {}
+    for rank, ring in rings.items():
+        for c in ring:
+            if c.peer == -1:
+                by_place.setdefault((c.sequence, c.group), {})[rank] = c
+    for place in sorted(by_place):
+        if len({c.shape for c in by_place[place].values()}) > 1:
+            return dict(sorted(by_place[place].items()))
+    return None
+
+
+def can_complete(collective: Collective, rings: Rings) -> bool:
+    """Whether every rank of its group has entered it: then it ends by itself, however long it takes."""
+    entered = sum(any(c.place == collective.place for c in ring) for ring in rings.values())
+    return entered >= collective.size
+
+
+def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:
+    """What each rank waits in, when all wait, not all in the same place, and nothing of it can complete.
+
+    Nobody can come to anybody's help then. None when any rank is free, or waits for a send or receive.
+    """
+    found = {rank: c for rank, c in blocked.items() if c is not None and c.peer == -1}
+    if len(found) < max(2, len(blocked)) or len({c.place for c in found.values()}) < 2:
+        return None
+    return None if any(can_complete(c, rings) for c in found.values()) else found

@@ -1,0 +1,303 @@
+"""A test's folder as values. Reads what is there, tolerates what is torn or missing, and holds no opinion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.artifacts import read_lines
+from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump, telling_thread
+from pytest_nsa.monitor.native import innermost_symbol
+from pytest_nsa.wire.messages import Job
+
+SILENT_S = 0.6  # the heartbeat beats every 0.05 s
+STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaisedException:
+    """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
+
+    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
+    while it took a batch from a data loader's worker.
+    """
+
+    time: float
+    when: str
+    type: str
+    module: str
+    message: str
+    file: str
+    line: int
+    function: str
+    raised_in: str
+    chain: tuple[tuple[str, str, str], ...]
+    in_loader: bool = False
+
+    @property
+    def where(self) -> str:
+        """``file:line in function``."""
+        return f"{self.file}:{self.line} in {self.function}" if self.file else ""
+
+    @property
+    def headline(self) -> str:
+        """The first line of its message, '' where it has none."""
+        return next(iter(self.message.strip().splitlines()), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEvidence:
+    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
+    that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
+    own numbers, the last that were asked; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
+    fail, and after what; ``gone``: its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how
+    long the heartbeat had been silent when the host looked at the stand-still.
+    """
+
+    rank: int
+    exit_code: int | None
+    signal: int
+    exit_time: float
+    by_us: bool
+    finished: bool
+    passed: bool
+    skipped: str | None
+    xfailed: str | None
+    left: dict[str, Any]
+    exceptions: tuple[RaisedException, ...]
+    parameter_names: tuple[str, ...]
+    board: BoardSnapshot | None
+    beat_age_s: float | None
+    moved_at_stop: bool
+    process: dict[str, Any]
+    threads: tuple[ThreadStack, ...]
+    fatal: tuple[ThreadStack, ...]
+    children_threads: tuple[tuple[ThreadStack, ...], ...]
+    native_symbol: str
+    native_absent: str
+    reports: tuple[dict[str, Any], ...]
+    heartbeats: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    warnings: tuple[dict[str, Any], ...]
+    left_running: tuple[str, ...]
+    quit_debugger: bool
+    gone: bool
+    oddities: tuple[dict[str, Any], ...]
+    modules: tuple[str, ...]
+    checksums: Path
+    parallel: str | None
+    ddp: dict[str, Any]
+    groups: dict[str, tuple[int, ...]]
+    folder: Path
+
+    @property
+    def stack(self) -> ThreadStack | None:
+        """The thread that tells where the rank stands, from the dump of the stand-still or of the crash."""
+        return telling_thread(self.threads) or telling_thread(self.fatal)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for others: inside a collective, or in torch's own waits."""
+        stack = telling_thread(self.threads)
+        if stack is not None and self.threads:
+            for frame in stack.frames:  # from the innermost up to the user's own code
+                if frame.is_user:
+                    break
+                if _is_wait(frame.file):
+                    return True
+            if (
+                stack.frames[0].function != "_engine_run_backward"
+                and self.board is not None
+                and self.board.phase == "backward"
+            ):
+                return False  # a bucket may be on its way while the rank itself stands in the user's code
+        if self.board is None or self.process.get("state") in ("T", "t"):
+            return False
+        # Who is silent does not mark a collective that has completed behind its back; what blocks it, it marked before.
+        silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
+        return self.board.blocked is not None if silent else bool(self.board.inside)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parameters whose gradient had not arrived in the last backward begun."""
+        if self.board is None or len(self.board.arrived) < len(self.parameter_names):
+            return ()
+        return tuple(n for n, seen in zip(self.parameter_names, self.board.arrived, strict=False) if not seen)
+
+
+def _is_wait(file: str) -> bool:
+    return any(
+        part in file for part in ("torch/distributed/", "nn/parallel/distributed.py", "nsa/trace/collectives.py")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by
+    themselves; ``refused`` why no ranks could be started, ``lost`` why those that ran could be followed no longer."""
+
+    job: Job
+    ranks: tuple[RankEvidence, ...]
+    stop: str
+    stood_still_s: float
+    moved_at_stop: bool
+    duration_s: float
+    started: float
+    stop_time: float
+    waits_s: float
+    refused: str
+    lost: str
+    folder: Path
+
+    @property
+    def stood(self) -> bool:
+        """Whether the ranks stood still at the end. Where the host was killed that is not given: they may have been passing by."""
+        if self.stop != "host_died":
+            return True
+        boards = [r.board.numbers for r in self.ranks if not r.finished and r.board is not None]
+        if self.stood_still_s:  # the host saw it, then; whoever beat since must not have moved
+            boards = [n for n in boards if n["beat_time"] > self.stop_time]
+        elif not boards:
+            return False
+        # Who was silent already, stopped or without the interpreter's lock, says nothing of whether it moved.
+        newest = max((n["beat_time"] for n in boards), default=0.0)
+        boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
+        return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """The ranks of a group; all of them where nobody told."""
+        told = next((r.groups[group] for r in self.ranks if group in r.groups), ())
+        return told or tuple(range(self.job.world_size))
+
+    @property
+    def parallel(self) -> str:
+        """How the model was shared, as the ranks saw it, else as the test's fixtures say."""
+        return next((r.parallel for r in self.ranks if r.parallel), self.job.parallel)
+
+
+def load(folder: Path, *others: Path) -> Evidence:
+    """Read a test's or a training's folder; ``others`` are those of further nodes of the same run, with their ranks.
+
+    Raises FileNotFoundError when ``folder`` holds no job.json.
+    """
+    job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+    folders = (folder, *others)
+    host = sorted((e for f in folders for e in read_lines(f / "host.jsonl")), key=lambda e: e.get("time", 0.0))
+    standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
+    stop = next((e for e in host if e["event"] == "stop"), standing)
+    ended = next((e for e in host if e["event"] == "ended"), {})
+    began = next((e["time"] for e in host if e["event"] == "started"), 0.0)
+    started = began or job.created
+    refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
+    return Evidence(
+        job=job,
+        ranks=tuple(_load_rank(_folder_of(folders, r), r, host) for r in range(job.world_size)),
+        stop=stop.get("reason", "host_died" if refused or not ended else ""),
+        stood_still_s=stop.get("stood_still_s", 0.0),
+        moved_at_stop=stop.get("moved", False),
+        duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
+        started=started,
+        stop_time=stop.get("time", 0.0),
+        waits_s=standing.get("waits_s", 0.0),
+        refused="" if began else refused,
+        lost=refused if began else "",
+        folder=folder,
+    )
+
+
+def _folder_of(folders: Sequence[Path], rank: int) -> Path:
+    return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
+
+
+def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvidence:
+    events = list(read_lines(folder / "events.jsonl"))
+    exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
+    sampled = next((e for e in host if e["event"] == "sampled"), {})
+    # The signal that asks for a stack may wake the very call that hung: what the rank did from then on tells nothing.
+    woken = sampled.get("time", float("inf"))
+    events = [e for e in events if e["time"] <= woken or e["event"] in ("warning", "left_running", "quit_debugger")]
+    done = next((e for e in events if e["event"] == "done"), None)
+    standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
+    stop = next((e for e in host if e["event"] == "stop"), standing)
+    # What the rank said of itself while it stood, unless it was asked for its stacks since, or has moved.
+    own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
+    board = BoardReader(folder / "board.bin").read()
+    return RankEvidence(
+        rank=rank,
+        exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
+        signal=exit_event.get("signal", 0),
+        exit_time=exit_event.get("time", 0.0),
+        by_us=exit_event.get("by_us", False),
+        finished=done is not None,
+        passed=bool(done and done["passed"]),
+        skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
+        left=next((e for e in events if e["event"] in ("skipped", "xfailed")), {}),
+        xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),
+        exceptions=tuple(
+            RaisedException(
+                **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
+                module=e.get("module", ""),
+                raised_in=e.get("raised_in", ""),
+                chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
+                in_loader=e.get("in_loader", False),
+            )
+            for e in events
+            if e["event"] == "exception"
+        ),
+        parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
+        board=board,
+        beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
+        moved_at_stop=rank in stop.get("moved_ranks", ()),
+        process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
+        threads=parse_dump(_text(folder / "stacks.txt") or own.get("stacks", "")),
+        native_symbol=innermost_symbol(_text(folder / "native.txt")),
+        native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
+        children_threads=parse_children(_text(folder / "stacks.txt")),
+        fatal=parse_dump(_text(folder / "fatal.txt")),
+        reports=tuple(read_lines(folder / "reports.jsonl")),
+        heartbeats=tuple(read_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
+        notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
+        warnings=tuple(e for e in events if e["event"] == "warning"),
+        left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
+        quit_debugger=any(e["event"] == "quit_debugger" for e in events),
+        gone=any(e["event"] == "gone" and e["rank"] == rank for e in host),
+        oddities=tuple(e for e in events if e["event"] == "oddity"),
+        modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
+        checksums=folder / "checksums.jsonl",
+        parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
+        ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
+        groups={e["name"]: tuple(e["ranks"]) for e in events if e["event"] == "group"},
+        folder=folder,
+    )
+
+
+def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
+    """The modules that the current forward has called, by name."""
+    return tuple(names[i] if i < len(names) else "another module" for i in board.path) if board is not None else ()
+
+
+def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]:
+    """What the rank's heartbeat wrote of its stand-still; {} when it stood elsewhere, earlier. ``until`` 0: nobody saw more."""
+    try:
+        own = json.loads(_text(folder / "standing.json"))
+    except ValueError:
+        return {}
+    return own if isinstance(own, dict) and own.get("time", 0.0) >= until - stood_still - 1.0 else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def find_test_folders(folder: Path) -> list[Path]:
+    """``folder`` itself when it is a test's, else the tests' folders in it."""
+    if (folder / "job.json").is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/job.json"))

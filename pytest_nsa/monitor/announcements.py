@@ -1,0 +1,50 @@
+"""What a stand-still looks like while the test still has its time: announced as soon as a rule fits, and when that changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.diagnosis.engine import suspect
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.load import load
+from pytest_nsa.monitor.supervise import Limits
+from pytest_nsa.wire.messages import Job
+
+
+class Suspicions:
+    """Called by the host at a stand-still; keeps what was suspected in ``suspicions.jsonl`` of the test's folder."""
+
+    def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
+        self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
+        self._last: tuple[object, ...] = ()  # the key of what was announced
+
+    def __call__(self) -> Finding | None:
+        """What the rules make of the evidence now; None where none fits."""
+        evidence = load(self.folder)
+        found = suspect(evidence)
+        if found is not None and found.key != self._last:
+            self._last = found.key
+            append_line(
+                self.folder / "suspicions.jsonl",
+                {
+                    "time": time.time(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
+                    "reason": found.reason, "certain": found.certain, "stood_still_s": evidence.waits_s,
+                },
+            )  # fmt: skip
+            self.announce(self._text(found, evidence.waits_s))
+        return found
+
+    def _text(self, found: Finding, seconds: float) -> str:
+        who = describe_ranks(found.ranks, self.job.world_size)
+        test = self.job.scenario or self.job.nodeid
+        if found.certain:
+            what = "that cannot mend itself: the test is ended"
+        elif self.limits.hang_after:
+            what = f"a suspicion; the test is ended if it stands for {self.limits.hang_after:g} s"
+        else:
+            what = f"a suspicion; the test has {self.job.timeout:g} s in all"
+        at = f" at {found.where}" if found.where else ""
+        return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {found.reason} ({what})"

@@ -1,0 +1,139 @@
+"""Whether ranks move: compares boards over time, and sees collectives that cannot match any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure, waits_apart
+
+QUIET_S = 0.2
+CONFIRM_MISMATCH_S = 1.0
+
+
+@dataclass
+class ProgressWatch:
+    """Feeds on the ranks' boards; knows since when nothing has moved."""
+
+    folders: dict[int, Path]
+    readers: dict[int, BoardReader] = field(init=False)
+    boards: dict[int, BoardSnapshot] = field(init=False, default_factory=dict)
+    running_since: float = 0.0
+    last_move: float = field(init=False)
+    _signatures: dict[int, tuple[float, ...]] = field(init=False, default_factory=dict)
+    _moves: dict[int, float] = field(init=False, default_factory=dict)
+    _last_look: float = field(init=False)
+    _departed_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.readers = {rank: BoardReader(folder / "board.bin") for rank, folder in self.folders.items()}
+        self.last_move = self._last_look = time.monotonic()
+
+    def add(self, rank: int, folder: Path) -> None:
+        """Watch another rank, whose board has just been found."""
+        if rank not in self.folders:
+            self.folders[rank] = folder
+            self.readers[rank] = BoardReader(folder / "board.bin")
+
+    def stood_for(self, rank: int) -> float:
+        """Seconds since a rank moved."""
+        return time.monotonic() - self._moves.get(rank, time.monotonic())
+
+    def look(self) -> None:
+        """Read every board and note what moved."""
+        now = time.monotonic()
+        if now - self._last_look > 5.0:
+            self.last_move = now  # this process itself was suspended: that is not the ranks' stand-still
+        self._last_look = now
+        for rank, reader in self.readers.items():
+            board = reader.read()
+            if board is None:
+                continue
+            self.boards[rank] = board
+            if self._signatures.get(rank) != board.signature:
+                self._signatures[rank] = board.signature
+                self.last_move = self._moves[rank] = now
+        if not self.running_since and len(self.boards) == len(self.folders) and self.all_past("start"):
+            self.running_since = now
+
+    def pause(self, seconds: float) -> None:
+        """The ranks were held for so long: it counts neither as their time nor as standing still."""
+        if seconds:
+            self.last_move += seconds
+            self._last_look += seconds
+            self.running_since += seconds if self.running_since else 0.0
+            self._departed_since = 0.0
+            self._moves = {rank: at + seconds for rank, at in self._moves.items()}
+
+    def all_past(self, phase: str) -> bool:
+        """Whether every rank has a board and none is in ``phase``."""
+        return all(board.phase != phase for board in self.boards.values())
+
+    @property
+    def stood_still(self) -> float:
+        """Seconds since anything of any rank moved."""
+        return time.monotonic() - self.last_move
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds since any rank moved; or, where one waits in a collective for others that do move, since it did."""
+        now = time.monotonic()
+        waits = [now - self._moves[rank] for rank, board in self.boards.items() if board.inside and rank in self._moves]
+        return max([self.stood_still, *waits])
+
+    @property
+    def beat_ages(self) -> dict[str, float]:
+        """Seconds since each rank's heartbeat beat."""
+        return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.boards.items()}
+
+    def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
+        """A stand-still as evidence: for how long, and who has moved within ``grace`` seconds."""
+        return {
+            "stood_still_s": self.stood_still, "waits_s": waited, "moved": self.stood_still < grace,
+            "moved_ranks": self.moved_within(grace), "beat_age_s": self.beat_ages,
+        }  # fmt: skip
+
+    @property
+    def rings(self) -> Rings:
+        """The ranks' last collectives."""
+        return {rank: board.collectives for rank, board in self.boards.items()}
+
+    def has_departed(self) -> bool:
+        """Whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
+        # Ranks that still move are not looked at more closely: decoding every ring at every look costs.
+        if self.stood_still < QUIET_S or not self._disagree():
+            self._departed_since = 0.0
+            return False
+        now = time.monotonic()
+        self._departed_since = self._departed_since or now
+        return now - self._departed_since >= CONFIRM_MISMATCH_S
+
+    def _disagree(self) -> bool:
+        blocked = {rank: board.blocked for rank, board in self.boards.items()}
+        return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
+
+    def is_even(self) -> bool:
+        """Whether every rank has left each collective that it entered, and none of them differed."""
+        numbers = [board.numbers for board in self.boards.values()]
+        return all(n["collectives_entered"] == n["collectives_left"] for n in numbers) and not first_departure(
+            self.rings
+        )
+
+    def moved_within(self, seconds: float) -> list[int]:
+        """The ranks that moved in the last ``seconds``."""
+        now = time.monotonic()
+        return [rank for rank, at in self._moves.items() if now - at < seconds]
+
+    def all_blocked(self, ended: Collection[int]) -> bool:
+        """Whether the main thread of every rank that has not ended waits in a collective."""
+        return all(b.blocked is not None for r, b in self.boards.items() if r not in ended)
+
+    def is_left_alone(self, ended: Collection[int]) -> bool:
+        """Whether every rank that has not ended waits in a collective that needs one of the ended."""
+        waits = [board.blocked for rank, board in self.boards.items() if rank not in ended]
+        rings = self.rings
+        return bool(waits) and all(c is not None and c.peer == -1 and not can_complete(c, rings) for c in waits)

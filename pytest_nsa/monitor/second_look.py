@@ -1,0 +1,78 @@
+"""The second look, taken only when something stands still: first /proc, which disturbs nobody, last the stack dump."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.evidence.stacks import CHILD_MARK
+from pytest_nsa.system.procfs import catches, children_of, difference, look_at
+from pytest_nsa.system.tcp import socket_queues
+
+SAMPLE_S = 0.4
+DUMP_WAIT_S = 2.0
+MAX_CHILDREN = 4
+DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
+
+
+def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int, dict[str, Any]]) -> None:
+    """Two looks at each rank (rank -> pid), ``SAMPLE_S`` apart; appended to ``evidence`` as one line a rank, with ``more``."""
+    first = {rank: look_at(pid) for rank, pid in pids.items()}
+    started = time.monotonic()
+    time.sleep(SAMPLE_S)
+    elapsed = time.monotonic() - started
+    for rank, pid in pids.items():
+        before, after = first[rank], look_at(pid)
+        if before is not None and after is not None:
+            facts = {**difference(before, after, elapsed), **more.get(rank, {}), **socket_queues(pid)}
+            note_process(evidence, rank, facts)
+
+
+def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
+    """A line on a rank's process."""
+    append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
+
+
+def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
+    """Ask each rank (rank -> its stacks.txt) for a dump by ``send(rank)``, and wait until the dumps are whole."""
+    sizes = {rank: _size(path) for rank, path in ranks.items()}
+    for rank in ranks:
+        send(rank)
+    deadline = time.monotonic() + DUMP_WAIT_S
+    waiting = dict.fromkeys(ranks, -1)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(0.02)
+        for rank, last in list(waiting.items()):
+            size = _size(ranks[rank])
+            if size > sizes[rank] and size == last:
+                del waiting[rank]
+            else:
+                waiting[rank] = size
+
+
+def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
+    """Ask the ranks' own children (data loaders' workers) for a dump, into the rank's file behind a line ``# process PID``.
+
+    Only those that inherited the rank's handler of the signal are asked: it would end any other process.
+    """
+    for rank, pid in pids.items():
+        for child in children_of(pid)[:MAX_CHILDREN]:
+            if not catches(child, DUMP_SIGNAL):
+                continue
+            with files[rank].open("a", encoding="utf-8") as file:
+                file.write(f"{CHILD_MARK}{child}\n")
+            with contextlib.suppress(ProcessLookupError):
+                dump_stacks({rank: files[rank]}, lambda _, child=child: os.kill(child, DUMP_SIGNAL))  # type: ignore[misc]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

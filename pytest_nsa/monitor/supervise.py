@@ -1,0 +1,277 @@
+"""The host's side of a test on ranks: start them, watch them, end them, and leave the record. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.monitor.native import dump_native
+from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.second_look import DUMP_SIGNAL, dump_children, dump_stacks, note_process, sample_processes
+from pytest_nsa.monitor.stall import StandStill
+from pytest_nsa.system.gpu import look_at_gpus
+from pytest_nsa.wire.messages import CrewSpec, Job
+
+POLL_S = 0.05
+GRACE_S = 1.0  # of stand-still, before what looks stuck is taken for stuck
+FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
+KILL_WAIT_S = 10.0
+
+
+class LaunchError(Exception):
+    """The ranks could not be started; the message says why and what to do."""
+
+
+class UnfitError(LaunchError):
+    """Ranks must not be forked from the process that collected the tests; the message says why."""
+
+
+class Attendant(Protocol):
+    """Something else that the host does while the ranks run (`pytest_nsa.attend`). ``stop_reason`` ends the run."""
+
+    stop_reason: str
+
+    def attend(self) -> float:
+        """Called at each look at the ranks; returns the seconds that shall not count as theirs."""
+        ...
+
+    def finish(self) -> None:
+        """The ranks have ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`).
+
+    ``lost`` are ranks whose whole node has gone: whatever their status says, we did not end them.
+    """
+
+    lost: Collection[int]
+
+    def expect(self, spec: CrewSpec | None) -> None:
+        """What ranks the test after the next job will need (None: unknown): they may be made ready meanwhile."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait for what must come before the first rank. Raises LaunchError; UnfitError where no rank may come from here."""
+        ...
+
+    def start(self, job: Job) -> list[int]:
+        """Start the ranks; returns their process ids. Raises LaunchError."""
+        ...
+
+    def exits(self, timeout: float) -> dict[int, int]:
+        """Wait statuses of ranks that have ended since the last call, by rank."""
+        ...
+
+    def signal(self, rank: int, number: int) -> None:
+        """Signal one rank, if it has not ended."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL every rank of the job that is still there, and what they started."""
+        ...
+
+    def close(self) -> None:
+        """End the launcher and everything it started."""
+        ...
+
+
+class Suspicion(Protocol):
+    """What is made of a stand-still. One that is certain cannot mend itself."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether the test may be ended at once."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Limits:
+    """Seconds: to form the group, for the body, and of a suspicious stand-still after which to give up (0: never)."""
+
+    start: float
+    run: float
+    hang_after: float
+
+
+@dataclass
+class RanksRun:
+    """Runs one job to its end. Everything it sees goes to ``host.jsonl`` in the job's folder as it happens."""
+
+    job: Job
+    launcher: Launcher
+    limits: Limits
+    attendants: Sequence[Attendant] = ()
+    suspect: Callable[[], Suspicion | None] | None = None  # what is wrong, by the evidence so far
+    ranks: Sequence[int] = ()  # those that are watched; all by default
+    pids: list[int] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    _ended_by: str = ""
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.job.folder)
+        self.log = self.folder / "host.jsonl"
+        self.ranks = self.ranks or range(self.job.world_size)
+        self.standing = StandStill()
+        self.suspicion: Suspicion | None = None
+        self._beats: dict[int, tuple[float, float]] = {}
+        self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
+
+    def run(self) -> None:
+        """Start, watch, end. Raises LaunchError; a KeyboardInterrupt passes through once no rank is left."""
+        started = time.monotonic()
+        try:
+            self.pids = self.launcher.start(self.job)
+            self._note("started", pids=self.pids)
+            reason = self._watch(time.monotonic())
+            if reason:
+                self._stop(reason)
+        except KeyboardInterrupt:
+            self._stop("interrupted")
+            raise
+        finally:
+            self._kill()
+            for attendant in self.attendants:
+                attendant.finish()
+            self._note("ended", duration_s=time.monotonic() - started)
+            with contextlib.suppress(OSError):
+                (self.folder / "store").unlink()
+
+    def _watch(self, started: float) -> str:
+        """Wait until all ranks have ended ('') or there is a reason to stop them."""
+        failed_at = 0.0
+        while len(self.statuses) < len(self.ranks):
+            self._collect(POLL_S)
+            paused = sum(attendant.attend() for attendant in self.attendants)
+            started, failed_at = started + paused, failed_at + paused if failed_at else 0.0
+            self.watch.pause(paused)
+            if len(self.statuses) == len(self.ranks):
+                return ""
+            reason = next((attendant.stop_reason for attendant in self.attendants if attendant.stop_reason), "")
+            if reason:
+                return reason
+            self.watch.look()
+            self._look_closer()
+            self.watch.look()  # that may have taken long: what moved meanwhile has not stood still
+            now = time.monotonic()
+            if not failed_at and any(status != 0 for status in self.statuses.values()):
+                failed_at = now
+            if failed_at and self._nothing_to_wait_for(now - failed_at):
+                return "failed"
+            if self.watch.has_departed():
+                return "departed"
+            if self._waits_for_the_finished():
+                return "left_alone"
+            reason = self._past_limits(started, now)
+            if reason:
+                return reason
+        return ""
+
+    def _past_limits(self, started: float, now: float) -> str:
+        since = self.watch.running_since
+        if not since:
+            return "start" if now - started >= self.limits.start else ""
+        if now - since >= self.limits.run:
+            return "deadline"
+        if self.suspicion is None:
+            return ""
+        if self.watch.stood_still < GRACE_S:  # somebody moves: slow, and no hang
+            return ""
+        if self.suspicion.certain:
+            return "certain"
+        return "hang_after" if 0 < self.limits.hang_after <= self.standing.counted else ""
+
+    def _look_closer(self) -> None:
+        """At a stand-still: what the processes do, written down, and what is to be made of it."""
+        waited = self.watch.longest_wait
+        if self.suspect is None or not self.watch.running_since or waited < GRACE_S:
+            self.standing.reset()
+            self.suspicion = None
+            self._beats = {}
+            return
+        self._beats = self._beats or self._late_beats()
+        if not self.standing.look(self._alive(), waited):
+            return
+        for rank, facts in self.standing.facts.items():
+            note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank)})
+        self._note("standing", **self.watch.stand_still_facts(waited, GRACE_S))
+        self.suspicion = self.suspect()
+
+    def _late_beats(self) -> dict[int, tuple[float, float]]:
+        """By how many seconds in all the heartbeats came late, and how many there were."""
+        return {rank: (b.numbers["gil_late"], b.numbers["beat"]) for rank, b in self.watch.boards.items()}
+
+    def _gil_wait(self, rank: int) -> float:
+        """Milliseconds by which a heartbeat of this stand-still came late: its thread waited for the interpreter's lock."""
+        late, beats = self._beats.get(rank, (0.0, 0.0))
+        now_late, now_beats = self._late_beats().get(rank, (late, beats))
+        return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
+
+    def _alive(self) -> dict[int, int]:
+        """Process ids of the ranks that have not ended, by rank."""
+        return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
+
+    def _nothing_to_wait_for(self, since_failure: float) -> bool:
+        """The test has failed: the others may end by themselves, but not wait for each other, and not for long."""
+        if since_failure >= FAILED_S:
+            return True
+        return since_failure >= GRACE_S and self.watch.stood_still >= GRACE_S and self.watch.all_blocked(self.statuses)
+
+    def _waits_for_the_finished(self) -> bool:
+        """Some ranks ended well while the others wait in a collective for them: nobody will come."""
+        if not self.statuses or self.watch.stood_still < GRACE_S:
+            return False
+        return self.watch.is_left_alone(self.statuses)
+
+    def _collect(self, timeout: float) -> None:
+        for rank, status in self.launcher.exits(timeout).items():
+            self.statuses[rank] = status
+            code = os.waitstatus_to_exitcode(status)
+            by_us = bool(self._ended_by) and rank not in self.launcher.lost
+            self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
+
+    def _stop(self, reason: str) -> None:
+        """Classify first, dump second: a signal may wake the very call that hung."""
+        self._note(
+            "stop",
+            reason=reason,
+            stood_still_s=self.watch.stood_still,
+            moved=self.watch.stood_still < GRACE_S,
+            moved_ranks=self.watch.moved_within(GRACE_S),
+        )
+        alive = self._alive()
+        beats = {rank: {"gil_wait_ms": self._gil_wait(rank)} for rank in alive}
+        sample_processes(alive, self.log, beats)
+        self._note("gpus", gpus=look_at_gpus())
+        self.watch.look()
+        self._note("sampled", beat_age_s=self.watch.beat_ages)
+        self._ended_by = reason
+        stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
+        dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL))
+        for rank, pid in alive.items():
+            absent = dump_native(pid, self.job.rank_folder(rank) / "native.txt") if pid else "it runs on another node"
+            self._note("native", rank=rank, absent=absent)
+        dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
+
+    def _kill(self) -> None:
+        self._ended_by = self._ended_by or "cleanup"
+        if len(self.statuses) < len(self.pids) or (self.job.stay and not self._may_stay()):
+            self.launcher.kill()
+        deadline = time.monotonic() + KILL_WAIT_S
+        while len(self.statuses) < len(self.pids) and time.monotonic() < deadline:
+            self._collect(POLL_S)
+
+    def _may_stay(self) -> bool:
+        """Whether the ranks are fit for another test: all passed, and left every collective that any of them entered."""
+        self.watch.look()
+        return not any(self.statuses.values()) and self.watch.is_even()
+
+    def _note(self, event: str, **facts: object) -> None:
+        append_line(self.log, {"event": event, "time": time.time(), **facts})

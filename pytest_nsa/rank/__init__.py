@@ -1,0 +1,1 @@
+"""In a rank: its process, what it runs, and what it shares with the other ranks."""

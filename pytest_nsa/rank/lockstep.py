@@ -1,0 +1,121 @@
+"""A hypothesis test on ranks: the same examples on all of them, in step, so that one rank's failure is everybody's.
+
+Left alone, each rank would draw examples of its own, and a rank that fails would shrink while the others wait for it in
+a collective. Here the seed is the test's, nothing is replayed from a database, no clock decides, and after each example
+the ranks tell each other through the group's store how it went.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from pytest_nsa.rank.context import RankContext
+
+_INNER = "_nsa_inner"
+PATIENCE_S = 3.0  # for the others to come to the end of an example that failed here: they may be stuck without us
+
+
+class ExampleFailed(Exception):
+    """An example failed on some rank. Raised on all ranks from one line, so that hypothesis shrinks alike on all."""
+
+
+class OutOfStep(BaseException):
+    """Another rank did not come to the end of the example: hypothesis must not go on. Carries the failure as its cause."""
+
+
+def is_hypothesis_test(item: pytest.Item) -> bool:
+    """Whether hypothesis drives the test."""
+    return hasattr(getattr(item, "obj", None), "hypothesis")
+
+
+def _function(item: Any) -> Any:
+    """The function that @given made; of a method, what it is bound from."""
+    return getattr(item.obj, "__func__", item.obj)
+
+
+def relax(item: Any) -> None:
+    """No clock may decide on one rank, and on the host hypothesis may not make the ranks' fixtures to look at them."""
+    import hypothesis
+
+    test = _function(item)
+    test._hypothesis_internal_use_settings = hypothesis.settings(
+        parent=test._hypothesis_internal_use_settings,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+def prepare(ctx: RankContext, item: Any) -> None:
+    """In a rank: make a hypothesis test run in step with the others."""
+    import hypothesis
+    import torch.distributed as dist
+
+    test = _function(item)
+    hypothesis.seed(ctx.job.seed)(test)  # this takes the database out too
+    relax(item)
+    inner = test.hypothesis.inner_test
+    inner = getattr(inner, _INNER, inner)  # a reused rank has wrapped it before
+    store = dist.PrefixStore(f"examples-{ctx.job.seed}", dist.distributed_c10d._get_default_store())
+    count = 0
+
+    @wraps(inner)
+    def in_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        error: BaseException | None = None
+        try:
+            inner(*args, **kwargs)
+        except (Exception, pytest.fail.Exception) as raised:
+            if type(raised).__module__.startswith("hypothesis"):
+                raise  # assume() and the like: the same on all ranks, as the examples are
+            error = raised
+        failed = _exchange(store, ctx, count, error)
+        if failed:
+            raise ExampleFailed(f"the example failed on rank{'s' * (len(failed) > 1)} {', '.join(failed)}") from error
+
+    setattr(in_step, _INNER, inner)
+    test.hypothesis.inner_test = in_step
+
+
+def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | None) -> list[str]:
+    """The ranks on which this example failed. Raises OutOfStep when it failed here and the others do not come."""
+    ranks = [str(rank) for rank in range(ctx.job.world_size)]
+    store.set(f"{count}/{ctx.rank}", "failed" if error is not None else "fine")
+    keys = [f"{count}/{rank}" for rank in ranks]
+    if error is None:
+        store.wait(keys)
+    else:
+        try:
+            store.wait(keys, timedelta(seconds=PATIENCE_S))
+        except Exception:
+            from nsa.trace.events import record_exception
+
+            record_exception(ctx.folder, error, "call")
+            raise OutOfStep(
+                f"this example failed here, and another rank is not at its end after {PATIENCE_S:.0f} s"
+            ) from error
+    return [rank for rank in ranks if store.get(f"{count}/{rank}") == b"failed"]
+
+
+def own_error(call: pytest.CallInfo[Any]) -> bool:
+    """Put this rank's own failure in the place of what only kept the ranks in step. False: it failed elsewhere."""
+    if call.excinfo is None:
+        return True
+    error = call.excinfo.value
+    if not isinstance(error, ExampleFailed | OutOfStep):
+        return True
+    cause = error.__cause__
+    if cause is None:
+        try:
+            pytest.fail(str(error), pytrace=False)
+        except pytest.fail.Exception as short:
+            call.excinfo = pytest.ExceptionInfo.from_exception(short)
+        return False
+    for note in getattr(error, "__notes__", ()):  # hypothesis writes the falsifying example there
+        cause.add_note(note)
+    call.excinfo = pytest.ExceptionInfo.from_exception(cause)
+    return True

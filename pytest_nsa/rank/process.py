@@ -1,0 +1,246 @@
+"""One rank's process: joins its group, leaves evidence from its test's first moment, runs the test, says that it is done."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import pytest
+
+from nsa.trace.events import record, record_exception
+from pytest_nsa.monitor.second_look import DUMP_SIGNAL
+from pytest_nsa.rank import coverage, replay
+from pytest_nsa.rank.context import RankContext, become
+from pytest_nsa.system.children import end_leftovers
+from pytest_nsa.system.leases import hold_while_alive
+from pytest_nsa.system.prctl import become_subreaper
+from pytest_nsa.wire.messages import Channel, CrewSpec, Job
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+EXIT_FAILED = 1
+# What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
+LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
+SETTLE_S = 0.2  # before ranks that stay are taken for uneven
+# torch's own time limit must not come before ours: its message names nobody. The host bounds every wait.
+GROUP_TIMEOUT = timedelta(days=1)
+
+
+class RankProcess:
+    """A rank of a crew. It runs the job that it was forked for, or the jobs that it is told through ``control``."""
+
+    def __init__(
+        self,
+        number: int,
+        spec: CrewSpec,
+        store: Path,
+        items: Mapping[str, pytest.Item],
+        control: Channel | None = None,
+    ) -> None:
+        self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
+        self.device = "cpu"
+        self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
+        self._has_joined = False
+        self._coverage_settings = coverage.settings_of_this_process()
+        self._had = set(sys.modules).intersection(LATE)
+
+    def run(self, job: Job | None) -> int:
+        """Until there is nothing more to do; returns the exit code of the last job."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
+        become_subreaper()
+        self._set_environment()
+        self._held = hold_while_alive(job.in_use if job is not None else ())
+        code = 0
+        if job is None:
+            self._join(forked_ahead=True)
+            self._tell(op="joined")
+            job = self._next_job()
+        while job is not None:
+            code = self._run(job)
+            self._tell(op="finished", code=code, late=[m for m in LATE if m in sys.modules and m not in self._had])
+            job = self._next_job() if job.stay else None
+        return code
+
+    def _tell(self, **message: object) -> None:
+        if self.control is not None:
+            self.control.send(**message)
+
+    def _next_job(self) -> Job | None:
+        """The next one; None when the zygote has gone."""
+        while self.control is not None and not self.control.closed:
+            for message in self.control.receive(None):
+                if "job" in message:  # else a late answer to a request that was given up
+                    return Job.from_json(message["job"])
+        return None
+
+    def _run(self, job: Job) -> int:
+        """Run one job; returns its exit code. Everything is left in the rank's folder."""
+        folder = job.rank_folder(self.number)
+        folder.mkdir(exist_ok=True)
+        _redirect_output(folder)
+        self._arm_stack_dumps(folder)
+
+        from nsa.trace.session import installed
+        from nsa.trace.training import record_models
+
+        record(folder, event="start", pid=os.getpid(), notes=self.notes)
+        session = installed()
+        session.begin(
+            folder,
+            self.number,
+            job.world_size,
+            job.parallel.upper(),
+            beats=Path(job.folder),
+            checksums=job.check_divergence,
+        )
+
+        record_models(session.observer, folder, session.heartbeat)
+        listen_to_traces()
+        trace_log.folder = folder
+        measuring = coverage.start(self._coverage_settings)
+        try:
+            run = replay.prepare(job, self.items)
+            session.board.text("line", run.place)
+            self._join()
+            ctx = RankContext(rank=self.number, job=job, device=self.device, session=session, notes=self.notes)
+            become(ctx)
+            session.board.phase("body")
+            passed = run.body(ctx)
+        except (Exception, KeyboardInterrupt, pytest.exit.Exception) as error:
+            record_exception(folder, error, "setup" if session.board.phase_name == "start" else "call")
+            traceback.print_exc()
+            passed = False
+        coverage.save(measuring)
+        session.board.phase("done")
+        session.end(SETTLE_S if job.stay else 0.0)
+        for command in end_leftovers():
+            record(folder, event="left_running", command=command)
+        record(folder, event="done", passed=passed)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return 0 if passed else EXIT_FAILED
+
+    def _set_environment(self) -> None:
+        """The launcher's variables, before anything reads them; and what would take a rank down is changed, and said."""
+        n, number = str(self.spec.world_size), str(self.number)
+        os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
+        if self.spec.only < 0:  # else the outer launcher has set them
+            os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n)
+        if self.spec.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
+        if self.spec.cores:
+            os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
+        self.notes = []
+        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and self.spec.backend == "gloo":
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+            self.notes.append(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (SIGSEGV, seen with torch 2.13); the ranks use INFO instead"
+            )
+        elif not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # DDP's errors then name parameters, not indices
+
+    def _join(self, *, forked_ahead: bool = False) -> None:
+        """Choose the device and form the group, once. Raises RuntimeError where there is no GPU to use."""
+        if self._has_joined:
+            return
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        if self.spec.device == "cuda":
+            if not torch.cuda.device_count():
+                raise RuntimeError(
+                    f"torch {torch.__version__} sees no GPU, though the machine shows one; install a CUDA build of torch"
+                )
+            local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or self.number)
+            self.device = f"cuda:{local % torch.cuda.device_count()}"
+            torch.cuda.set_device(self.device)
+        dist.set_debug_level_from_env()
+        store = self._store()
+        dist.init_process_group(
+            self.spec.backend,
+            store=store,
+            rank=self.number,
+            world_size=self.spec.world_size,
+            timeout=GROUP_TIMEOUT,
+        )
+        # A rank whose test is short may be gone before another has joined; of those forked ahead the zygote waits for all.
+        if not forked_ahead:
+            store.set(f"joined-{self.number}", "1")
+            store.wait([f"joined-{rank}" for rank in range(self.spec.world_size)], GROUP_TIMEOUT)
+        self._has_joined = True
+
+    def _store(self) -> dist.Store:
+        if self.spec.rendezvous:
+            import torch.distributed as dist
+
+            place, _, prefix = self.spec.rendezvous.partition("/")
+            host, _, port = place.rpartition(":")
+            return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT))
+        if self.control is not None and self.spec.backend == "gloo":
+            from pytest_nsa.rank.store import ChannelStore
+
+            self._channel_store = ChannelStore(self.control)  # C++ calls back into it for as long as the process lives
+            return self._channel_store
+        import torch.distributed as dist
+
+        return dist.FileStore(str(self.store), self.spec.world_size)
+
+    def _arm_stack_dumps(self, folder: Path) -> None:
+        """faulthandler in C, so that it answers while C++ holds the GIL; one file a rank that stays open."""
+        stacks = (folder / "stacks.txt").open("a", encoding="utf-8")
+        faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
+        fatal = (folder / "fatal.txt").open("w", encoding="utf-8")
+        faulthandler.enable(file=fatal, all_threads=True)
+        for file in self._files:
+            file.close()
+        self._files = [stacks, fatal]
+
+
+def _redirect_output(folder: Path) -> None:
+    """File descriptors 1 and 2 go to this rank's output.log; standard input is empty."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(null)
+    os.close(log)
+
+
+class TraceLog(logging.Handler):
+    """What the tracers say, through the logger ``nsa.trace``, goes to the output and to ``traces.log`` as it is said."""
+
+    folder: Path
+
+    def emit(self, entry: logging.LogRecord) -> None:
+        """One line to both."""
+        line = self.format(entry) + "\n"
+        if sys.__stdout__ is not None:
+            sys.__stdout__.write(line)
+            sys.__stdout__.flush()
+        with (self.folder / "traces.log").open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+# Made before the fork: a logger that is set up in each rank costs it half a millisecond.
+trace_log = TraceLog()
+trace_log.setFormatter(logging.Formatter("%(message)s"))
+
+
+def listen_to_traces() -> None:
+    """Take the logger over, once a process or before it is forked."""
+    log = logging.getLogger("nsa.trace")
+    if trace_log not in log.handlers:
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.addHandler(trace_log)

@@ -1,0 +1,187 @@
+"""What a rank runs: the collected item by pytest's own protocol, or a function for the fixture `launch`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.trace.events import cut, origin, record, record_exception
+from pytest_nsa.artifacts import append_line
+from pytest_nsa.host_fixtures import take_host_values
+from pytest_nsa.rank import debugger, lockstep
+from pytest_nsa.rank.context import RankContext
+from pytest_nsa.wire.messages import Job
+
+# They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
+HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace")
+_RECORDER = "nsa-rank-recorder"
+_kept_alive: list[object] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What every rank of a job does: ``body`` returns whether it passed; ``place`` is 'file:line in name'."""
+
+    body: Callable[[RankContext], bool]
+    place: str
+
+
+def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
+    """What the ranks will run. Raises LookupError with a sentence when the zygote does not have it."""
+    if job.function:
+        module_name, _, name = job.function.partition(":")
+        module = sys.modules.get(module_name)
+        if module is None:
+            try:
+                module = importlib.import_module(module_name)
+            except ImportError:
+                raise LookupError(
+                    f"launch({name}): module {module_name!r} is not among those that were collected"
+                ) from None
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise LookupError(f"launch({name}): no function of this name at the top level of {module_name}")
+        code = getattr(function, "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno} in {name}" if code else name
+        return Run(body=lambda ctx: _run_function(ctx, function), place=place)
+    item = items.get(job.nodeid)
+    if item is None:
+        raise LookupError(f"{job.nodeid}: was not collected by the process that starts the ranks")
+    path, line, _ = item.reportinfo()
+    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{(line or 0) + 1} in {item.name}")
+
+
+def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
+    from pytest_nsa.fixtures import by_name
+
+    available = {**by_name(ctx), **ctx.job.arguments}
+    wanted = inspect.signature(function).parameters
+    try:
+        function(**{name: available[name] for name in wanted if name in available})
+    except pytest.skip.Exception as skip:
+        record(ctx.folder, event="skipped", reason=str(skip))
+    except (Exception, pytest.fail.Exception) as error:
+        record_exception(ctx.folder, error, "call")
+        traceback.print_exc()
+        return False
+    return True
+
+
+def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
+    config = item.config
+    make_ranks_config(config)
+    recorder: RankRecorder = config.pluginmanager.getplugin(_RECORDER)
+    recorder.begin(ctx)
+    if ctx.job.tmp:
+        _share_temporary_folder(config, Path(ctx.job.tmp))
+    if lockstep.is_hypothesis_test(item):
+        lockstep.prepare(ctx, item)
+    take_host_values(item, ctx.job.values)
+    # The whole protocol, not its three phases alone: assertion messages and warning filters hang on it.
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    return recorder.passed
+
+
+def make_ranks_config(config: pytest.Config) -> None:
+    """Once, best before ranks are forked: no capture by pytest, no plugins that are the host's, and our recorder."""
+    if config.pluginmanager.hasplugin(_RECORDER):
+        return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        # Output belongs in this rank's file as it is written, not in a buffer that dies with the rank.
+        # The old capture is kept alive: closing it would write to files that the zygote shares.
+        _kept_alive.append(capture._global_capturing)
+        capture._global_capturing = None
+        capture._method = "no"
+        capture.start_global_capturing()
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    debugger.install()
+    config.option.runxfail = True  # the host applies xfail to the test as a whole
+    for name in HOST_PLUGINS:
+        config.pluginmanager.unregister(name=name)
+    config.pluginmanager.register(RankRecorder(config), _RECORDER)
+
+
+def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
+    """tmp_path is the same folder on all ranks; numbering it, as pytest does, would race between them."""
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    factory._basetemp = base
+    factory._retention_policy = "all"  # no rank may delete what another still uses
+
+    def mktemp(basename: str, numbered: bool = True) -> Path:
+        folder = base / basename
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    factory.mktemp = mktemp
+
+
+class RankRecorder:
+    """Writes down each exception and report of the test the moment it is known, before teardown can hang."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.ctx: RankContext
+        self._is_begun = False
+
+    def begin(self, ctx: RankContext) -> None:
+        """Another test."""
+        self.ctx, self._is_begun = ctx, True
+        self._outcomes: set[str] = set()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the test was run, and nothing of it failed."""
+        return bool(self._outcomes) and "failed" not in self._outcomes
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        if call.excinfo is not None and lockstep.own_error(call):
+            error = call.excinfo.value
+            if isinstance(error, pytest.skip.Exception):
+                record(self.ctx.folder, event="skipped", reason=str(error.msg), **origin(error))
+            elif isinstance(error, pytest.xfail.Exception):
+                record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
+            else:
+                record_exception(self.ctx.folder, error, call.when)
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        text = cut(str(report.longreprtext))
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        if data is not None:
+            # The text is all that anybody reads of a failure; pytest's own form of it can be as long as the error.
+            data["longrepr"] = None
+            append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
+        self._outcomes.add(report.outcome)
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:
+        if self.config.option.usepdb and call.excinfo is not None:
+            debugger.post_mortem(self.ctx, call.excinfo)
+
+    def pytest_warning_recorded(self, warning_message: Any) -> None:
+        if not self._is_begun:  # pytest tells a new plugin of what was warned of at collection: the host has said that
+            return
+        w = warning_message
+        print(f"{w.filename}:{w.lineno}: {w.category.__name__}: {w.message}", file=sys.stderr)
+        category = w.category
+        record(
+            self.ctx.folder,
+            event="warning",
+            module=category.__module__,
+            category=category.__qualname__,
+            message=cut(str(w.message)),
+            filename=w.filename,
+            lineno=w.lineno,
+        )

@@ -1,0 +1,157 @@
+"""A verdict in the terminal: at most twelve lines, culprit first, one stack, then where the rest is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.stacks import ThreadStack
+
+MAX_STACK = 4
+MAX_SECTION_LINES = 60
+MAX_HEAD_LINES = 5
+MAX_OUTPUT_LINES = 20  # of each rank in the terminal, beside the head; all of it is in its file
+MAX_LINE = 500
+READ_BYTES = 1 << 16
+
+
+def short_path(path: str | Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") and len(relative) < len(str(path)) else str(path)
+
+
+def short_place(where: str) -> str:
+    """``file:line in function`` with the file's path shortened."""
+    here = os.getcwd() + os.sep
+    return where.replace(here, "")
+
+
+def headline(verdict: Verdict) -> str:
+    """'HANG: rank 1 of 2, lock_deadlock, at tests/x.py:12 in backward'."""
+    who = verdict.culprits() if verdict.ranks else "no rank in particular"
+    of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
+    where = f", at {short_place(verdict.where)}" if verdict.where else ""
+    sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
+    return f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}"
+
+
+def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
+    """The verdict in at most twelve lines."""
+    out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
+    if verdict.module:
+        out.append(f"  module   {verdict.module}")
+    if verdict.parameters_missing:
+        rest = f" and {len(verdict.parameters_missing) - 2} more" if len(verdict.parameters_missing) > 2 else ""
+        out.append(f"  missing  {', '.join(verdict.parameters_missing[:-3:-1])}{rest}")
+    rank = next((r for r in evidence.ranks if r.rank in verdict.ranks and r.stack), None)
+    if rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
+        frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
+        out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
+    if verdict.stood_still_s:
+        out.append(f"  stood    still for {verdict.stood_still_s:.1f} s before it was stopped")
+    if verdict.advice:
+        out.append(f"  do       {verdict.advice}")
+    out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
+    return out[:12]
+
+
+def failure(verdict: Verdict, evidence: Evidence) -> str:
+    """What the test's report shows: the verdict, then each different failure of the ranks once."""
+    parts = ["\n".join(lines(verdict, evidence))]
+    for ranks, body in _failures(evidence, verdict):
+        parts.append(f"--- {number_ranks(ranks)} ---\n{body}")
+    notes = {note for rank in evidence.ranks for note in rank.notes}
+    parts += sorted(notes)
+    return "\n\n".join(parts)
+
+
+def number_ranks(ranks: list[int]) -> str:
+    """'rank 3', 'ranks 0-3', 'ranks 0, 2-5'."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}{', ' if len(r) == 2 else '-'}{r[-1]}" for r in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int], str]]:
+    """The ranks' own failure texts, equal ones together, culprits first.
+
+    Equal means the same error at the same lines: arguments that name the rank differ by nature.
+    """
+    grouped: dict[str, list[int]] = {}
+    shown: dict[str, str] = {}
+    for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
+        for entry in rank.reports:
+            if entry["report"].get("outcome") == "failed":
+                key = _error_lines(entry["text"])
+                shown.setdefault(key, entry["text"])
+                grouped.setdefault(key, []).append(rank.rank)
+        if not rank.reports and rank.exceptions:
+            error = rank.exceptions[0]
+            text = f"{error.type}: {error.message}\n  at {error.where}"
+            shown[text] = text
+            grouped.setdefault(text, []).append(rank.rank)
+    for key, ranks in grouped.items():
+        yield ranks, shown[key]
+
+
+def _error_lines(text: str) -> str:
+    """The lines of pytest's failure text that say what failed and where."""
+    lines = text.splitlines()
+    return "\n".join([line for line in lines if line.startswith(("E ", ">"))] + lines[-1:])
+
+
+def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Report sections: what each rank printed, and its stack when it was stopped or crashed."""
+    for rank in evidence.ranks:
+        output = excerpt(rank.folder / "output.log")
+        if output:
+            yield f"output of rank {rank.rank}", output
+        stack = _stack_text(rank)
+        if stack:
+            yield f"stack of rank {rank.rank}", stack
+
+
+def _stack_text(rank: RankEvidence) -> str:
+    """Each thread's frames down to where pytest called the test; the whole dump is in the rank's folder."""
+    parts = []
+    for thread in rank.threads or rank.fatal:
+        if thread.is_ours:
+            continue
+        parts.append("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]))
+    return "\n\n".join(parts)
+
+
+def frame_lines(thread: ThreadStack) -> list[str]:
+    """A thread's frames down to where the test was called, the user's own marked."""
+    return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames]
+
+
+def excerpt(path: Path) -> str:
+    """The head and tail of a rank's output, lines cut to what a terminal bears; '' when there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        data = file.read(READ_BYTES)
+        size = file.seek(0, os.SEEK_END)
+        cut = size > 2 * READ_BYTES
+        file.seek(size - READ_BYTES if cut else len(data))
+        rest = file.read(READ_BYTES)
+    head, tail = (data, rest) if cut else (data + rest, b"")
+    lines = [line[:MAX_LINE] for line in head.decode(errors="replace").splitlines()]
+    last = [line[:MAX_LINE] for line in tail.decode(errors="replace").splitlines()[1:]]
+    if not cut:
+        lines, last = lines[:MAX_HEAD_LINES], lines[MAX_HEAD_LINES:]
+    if not cut and len(last) <= MAX_OUTPUT_LINES:
+        return "\n".join(lines + last)
+    left_out = f"{len(last) - MAX_OUTPUT_LINES} lines" if not cut else f"most of {size >> 10} KiB"
+    middle = f"... {left_out} left out, in {short_path(path)}"
+    return "\n".join([*lines[:MAX_HEAD_LINES], middle, *last[-MAX_OUTPUT_LINES:]])

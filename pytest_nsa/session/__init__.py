@@ -1,0 +1,1 @@
+"""In the pytest process: one run, from its items to their verdicts."""

@@ -1,0 +1,175 @@
+"""Which launcher a run gets, and how it is started: fork this process, a clean child pytest (shared under xdist), or cold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from pytest_nsa.monitor.supervise import Launcher
+from pytest_nsa.rank import coverage
+from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher
+from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
+from pytest_nsa.system import unix_sockets
+from pytest_nsa.system.prctl import die_with
+from pytest_nsa.system.procfs import restless_threads
+from pytest_nsa.wire.messages import Channel
+
+
+def why_not_fork(config: pytest.Config) -> str:
+    """'' when forking this process is safe, else the reason that it is not."""
+    if hasattr(config, "workerinput"):
+        return "an xdist worker has threads of its own"
+    restless = restless_threads()
+    if restless:
+        return f"other threads run here ({', '.join(restless[:3])})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA is initialised in this process"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """Where ranks will come from, and that in words for the header."""
+
+    kind: Literal["fork", "clean", "cold"]
+    description: str
+
+
+def plan(config: pytest.Config, settings: Settings) -> LaunchPlan:
+    """What ``--nsa-launch`` asks for; auto forks this process when that is safe. UsageError when fork is not."""
+    if settings.launch == "cold":
+        return LaunchPlan(kind="cold", description="cold: a new interpreter a rank")
+    of = f", rank {settings.outer.rank} of {settings.outer.world_size} here" if settings.outer is not None else ""
+    reason = why_not_fork(config)
+    if settings.launch == "fork" and reason:
+        raise pytest.UsageError(f"--nsa-launch=fork: {reason}; use --nsa-launch=clean")
+    if settings.launch == "clean" or reason:
+        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'asked for'}){of}")
+    return LaunchPlan(kind="fork", description=f"forked from this process after collection{of}")
+
+
+def start(kind: str, config: pytest.Config, session: pytest.Session, log: Path) -> Launcher:
+    """Start a launcher of the planned kind."""
+    if kind == "fork":
+        return _forked_zygote(session, log)
+    arguments = _child_arguments(config, log)
+    if kind == "cold":
+        return ColdLauncher(config, arguments)
+    shared = _connect_to_shared(config, log)
+    return shared or _clean_zygote(config, arguments, log)
+
+
+def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
+    from pytest_nsa.spawn.zygote import Zygote, by_nodeid
+
+    ours, theirs = socket.socketpair()
+    for stream in (sys.__stdout__, sys.__stderr__, sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with(parent)
+            ours.close()
+            os.setpgid(0, 0)  # Ctrl-C at the terminal is the host's
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
+            Zygote(by_nodeid(session.items), theirs).serve()
+        except BaseException:
+            import traceback
+
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ZygoteLauncher(Channel(ours), pid, log)
+
+
+def _clean_zygote(
+    config: pytest.Config, arguments: list[str], log: Path, listener: socket.socket | None = None
+) -> ZygoteLauncher:
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+
+    def in_child() -> None:
+        os.setpgid(0, 0)
+        die_with(parent)
+
+    passed = {ZYGOTE_FD: theirs, **({LISTENER_FD: listener} if listener is not None else {})}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *arguments], cwd=config.invocation_params.dir, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, pass_fds=[s.fileno() for s in passed.values()], preexec_fn=in_child,
+            env=child_environment(**{name: str(s.fileno()) for name, s in passed.items()}, **coverage.for_child()),
+        )  # fmt: skip
+    theirs.close()
+    return ZygoteLauncher(Channel(ours), process.pid, log, process)
+
+
+def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
+    """This run's command line for a child that collects the same tests and runs them otherwise."""
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    arguments = [str(a) for a in worker.get("nsa_arguments", config.invocation_params.args)]
+    # The child must not touch this run's cache (it would select other tests under --lf) nor its reports.
+    arguments += ["--junitxml="]
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        arguments += ["-o", f"cache_dir={log.parent / '.child_cache'}"]
+    if config.pluginmanager.hasplugin("xdist"):
+        arguments += ["-n0"]
+    if config.pluginmanager.hasplugin("randomly"):
+        arguments += [f"--randomly-seed={config.getoption('randomly_seed')}"]
+    if config.pluginmanager.hasplugin("pytest_cov"):
+        arguments += ["--no-cov"]  # its reports are the host's; what ranks run is measured all the same
+    return arguments
+
+
+class SharedZygote:
+    """The xdist controller's part in a zygote for all its workers: started once a worker has connected to ask for ranks."""
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None
+        self.name, self._listener = unix_sockets.listen("zygote")
+        self._zygote: ZygoteLauncher | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a worker waits for a zygote that has not been started."""
+        return self._listener is not None and bool(select.select([self._listener], [], [], 0)[0])
+
+    def start(self, config: pytest.Config, log: Path) -> None:
+        """Start it; from now on it alone accepts."""
+        self._zygote = _clean_zygote(config, _child_arguments(config, log), log, self._listener)
+        self._close_listener()
+
+    def close(self) -> None:
+        """End it and all its ranks."""
+        self._close_listener()
+        if self._zygote is not None:
+            self._zygote.close()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | None:
+    """A worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended."""
+    name = getattr(config, "workerinput", {}).get("nsa_zygote")
+    if not name:
+        return None
+    with contextlib.suppress(OSError):
+        return ZygoteLauncher(Channel(unix_sockets.connect(name)), 0, log)
+    return None

@@ -1,0 +1,181 @@
+"""The ranked test: a `pytest.Function` whose body runs on ranks, so skip, xfail, junit and reruns work unasked."""
+
+from __future__ import annotations
+
+import bdb
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
+
+from pytest_nsa import marks
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.host_fixtures import make_host_values
+from pytest_nsa.rank import lockstep
+from pytest_nsa.rank.context import current_rank
+from pytest_nsa.report import terminal
+from pytest_nsa.session.runner import RankRunner
+
+runner_key = pytest.StashKey[RankRunner]()
+timeout_key = pytest.StashKey[float]()
+verdict_key = pytest.StashKey[Verdict]()
+values_key = pytest.StashKey[dict[str, Any]]()
+folder_key = pytest.StashKey[Path]()
+
+
+class RankFailure(Exception):
+    """The test failed on its ranks. Carries the verdict, and the report's text.
+
+    Not the evidence: pytest keeps exceptions for the whole session, and boards are large.
+    """
+
+    def __init__(self, verdict: Verdict, report: str) -> None:
+        Exception.__init__(self, verdict.reason)
+        self.verdict, self.report = verdict, report
+
+
+def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
+    """The failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
+
+    With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
+    """
+    bases: tuple[type[Exception], ...] = (RankFailure, bdb.BdbQuit) if shown else (RankFailure,)
+    report = terminal.failure(verdict, evidence)
+    raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
+    kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return type("RankFailure", (*bases, kind), {})(verdict, report)
+        except TypeError:  # two bases whose layouts do not go together
+            pass
+    return type("RankFailure", bases, {})(verdict, report)
+
+
+class RankedFunction(pytest.Function):
+    """On the host `setup` makes the host's fixtures and `runtest` launches; in a rank both are pytest's own."""
+
+    def setup(self) -> None:
+        if current_rank() is not None:
+            super().setup()
+        else:
+            self.stash[values_key] = make_host_values(self)
+            if lockstep.is_hypothesis_test(self):
+                lockstep.relax(self)
+
+    def runtest(self) -> None:
+        if current_rank() is not None:
+            super().runtest()
+            return
+        __tracebackhide__ = True
+        runner = self.config.stash[runner_key]
+        verdict, evidence = runner.run_item(self, self.stash.get(timeout_key, None), self.stash[values_key])
+        self.stash[verdict_key] = verdict
+        self.stash[folder_key] = evidence.folder
+        self._take_over(evidence)
+        warn_again(self, evidence)
+        if any(rank.quit_debugger for rank in evidence.ranks):
+            pytest.exit("Quitting debugger")
+        failing = [r for r in evidence.ranks if not r.passed]
+        if failing and all(r.xfailed is not None and not r.exceptions for r in failing) and not evidence.stop:
+            pytest.xfail(failing[0].xfailed or "")
+        if verdict.outcome == "SKIP":
+            pytest.skip(verdict.reason)
+        foreseen = marks.value(self, "fails_as")
+        if foreseen is not None and verdict.cause == foreseen:
+            pytest.xfail(f"{foreseen}, as foreseen: {verdict.reason}")
+        if foreseen is not None and not verdict.failed:
+            passed = f"was to fail as {foreseen}, and passed"
+            verdict = replace(
+                verdict, outcome="FAIL", cause="assertion", reason=passed, advice="take fails_as away, or mend it"
+            )
+            runner.rewrite(evidence.folder, verdict)
+            pytest.fail(passed, pytrace=False)
+        if verdict.failed:
+            failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)
+            del evidence, failing  # the traceback keeps this frame
+            raise failure
+
+    def _take_over(self, evidence: Evidence) -> None:
+        """Properties that the body recorded; what the ranks printed, when it failed."""
+        for entry in evidence.ranks[0].reports:
+            if entry["report"].get("when") == "call":
+                self.user_properties.extend((str(k), v) for k, v in entry["report"].get("user_properties", ()))
+        verdict = self.stash[verdict_key]
+        if verdict.failed:
+            self.user_properties.append(("nsa.verdict", terminal.headline(verdict)))
+            for title, body in terminal.sections(evidence):
+                self.add_report_section("call", title, body)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        error = excinfo.value
+        if isinstance(error, RankFailure):
+            return self._failure_repr(error)
+        return super().repr_failure(excinfo)
+
+    def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
+        """The report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
+        path, line, _ = self.reportinfo()
+        place = ReprFileLocation(str(path), (line or 0) + 1, terminal.headline(error.verdict))
+        entry = ReprEntryNative([error.report + "\n"])
+        return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
+
+
+def warn_again(item: pytest.Item, evidence: Evidence) -> None:
+    """The ranks' warnings in pytest's own summary, equal ones once; processes that they left running, as warnings too."""
+    found = {}
+    for rank in evidence.ranks:
+        for w in rank.warnings:
+            kind = getattr(sys.modules.get(w["module"]), w["category"], None)
+            if not (isinstance(kind, type) and issubclass(kind, Warning)):
+                kind = type(w["category"], (Warning,), {"__module__": w["module"]})
+            found[w["module"], w["category"], w["message"], w["filename"], w["lineno"]] = kind
+        for command in rank.left_running:
+            text = f"rank {rank.rank} left a process running, which was ended: {command}"
+            found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
+    for (_, _, text, filename, line), kind in found.items():
+        message = warnings.WarningMessage(text, kind, filename, line)
+        item.ihook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
+        )
+
+
+class WrongMarks(pytest.Item):
+    """Stands for all tests on an xdist worker, where a UsageError would end in silence."""
+
+    message = ""
+
+    def runtest(self) -> None:
+        pytest.fail(self.message, pytrace=False)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        return self.path, None, "wrong marks"
+
+
+def refuse_marks(session: pytest.Session, items: list[pytest.Item], message: str) -> None:
+    """End the session before anything runs, with ``message``: a UsageError, or on an xdist worker one failing item."""
+    items.clear()  # nothing is started for a session that ends here
+    if not hasattr(session.config, "workerinput"):
+        raise pytest.UsageError(message)
+    item = WrongMarks.from_parent(session, name="wrong-marks")
+    item.message = message
+    items.append(item)
+
+
+def make_ranked(item: pytest.Function) -> RankedFunction:
+    """The ranked form of a collected function, marks and parameters kept."""
+    ranked = RankedFunction.from_parent(
+        item.parent,
+        name=item.name,
+        callspec=getattr(item, "callspec", None),
+        callobj=item.obj,
+        fixtureinfo=item._fixtureinfo,
+        keywords=item.keywords,
+        originalname=item.originalname,
+    )
+    ranked.own_markers = item.own_markers
+    return ranked

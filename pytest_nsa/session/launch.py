@@ -1,0 +1,121 @@
+"""The fixture `launch`: run a function on ranks from outside, and read the verdict."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.artifacts import discard, safe_name
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.marks import MAX_WORLD_SIZE
+from pytest_nsa.rank.context import current_rank
+from pytest_nsa.session.items import runner_key, timeout_key
+from pytest_nsa.session.outcome import Outcome
+from pytest_nsa.wire.messages import Job, plain_nodeid
+
+failed_key = pytest.StashKey[bool]()
+
+DEFAULT_TIMEOUT_S = 60.0
+
+Launch = Callable[..., Outcome]
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
+    """Run a top-level function on ranks: `outcome = launch(body, world_size=2, timeout=20)`; read `outcome.verdict`.
+
+    The function may take any of rank, world_size, device, group, ddp, fsdp, trace, artifacts, and what ``arguments`` names
+    (values that JSON can hold). The test itself stays on the host.
+    """
+    folders: list[Path] = []
+    verdicts: list[Verdict] = []
+
+    def run(
+        function: Callable[..., Any],
+        *,
+        world_size: int = 2,
+        timeout: float | None = None,
+        backend: str = "gloo",
+        parallel: str = "none",
+        static_graph: bool = False,
+        arguments: dict[str, Any] | None = None,
+    ) -> Outcome:
+        __tracebackhide__ = True
+        outer = request.node.stash.get(timeout_key, None)
+        if timeout is None:
+            timeout = DEFAULT_TIMEOUT_S if outer is None else min(DEFAULT_TIMEOUT_S, 0.8 * outer)
+        _check(request, function, world_size, timeout, outer, arguments or {})
+        runner = request.config.stash[runner_key]
+        nodeid = plain_nodeid(request.node.nodeid)
+        folder = runner.folder.test_folder(safe_name(nodeid))
+        folders.append(folder)
+        job = Job(
+            nodeid=nodeid,
+            folder=str(folder),
+            root=str(request.config.rootpath),
+            world_size=world_size,
+            backend=backend,
+            timeout=timeout,
+            parallel=parallel,
+            static_graph=static_graph,
+            function=f"{function.__module__}:{function.__qualname__}",
+            arguments=arguments or {},
+            fsdp_version=runner.settings.fsdp_version,
+            created=time.time(),
+        )
+        verdict = runner.run_function(request.session, job)
+        verdicts.append(verdict)
+        return Outcome(verdict=verdict, folder=folder, world_size=world_size)
+
+    yield run
+    runner = request.config.stash[runner_key]
+    if request.node.stash.get(failed_key, False):
+        # The planted fault of a test that passes is no failure of the run; of one that fails it is evidence.
+        for folder, verdict in zip(folders, verdicts, strict=False):
+            runner.record(folder, verdict)
+    elif not runner.settings.keep_passed:
+        for folder in folders:
+            discard(folder)
+
+
+def _check(
+    request: pytest.FixtureRequest,
+    function: Any,
+    world_size: int,
+    timeout: float,
+    outer: float | None,
+    arguments: dict[str, Any],
+) -> None:
+    name = getattr(function, "__qualname__", repr(function))
+    if current_rank() is not None:
+        raise RuntimeError(
+            f"launch({name}): called on a rank; a test with `launch` takes no world_size, ddp, fsdp or group"
+        )
+    if "<locals>" in name or "<lambda>" in name or "." in name:
+        raise ValueError(
+            f"launch({name}): the function must stand at the top level of its module, so that ranks find it by name"
+        )
+    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")
+    if not timeout > 0:
+        raise ValueError(f"launch({name}, timeout={timeout!r}): must be a number of seconds above 0")
+    if outer is not None and timeout >= outer:
+        raise ValueError(f"launch({name}, timeout={timeout:g}): must be below the test's own timeout of {outer:g} s")
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"launch({name}, arguments=...): only values that JSON can hold: {error}") from None
+
+
+@pytest.fixture
+def artifacts(request: pytest.FixtureRequest) -> Path:
+    """The folder of this test's evidence, kept with the run; the same path on all ranks."""
+    rank = current_rank()
+    if rank is not None:
+        return Path(rank.job.folder)
+    return request.config.stash[runner_key].folder.test_folder(safe_name(plain_nodeid(request.node.nodeid)))

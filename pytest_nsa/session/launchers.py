@@ -1,0 +1,187 @@
+"""The host's two ways to ranks: ask a zygote at the other end of a socket, or start a cold interpreter a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.artifacts import write_atomically
+from pytest_nsa.monitor.supervise import LaunchError, UnfitError
+from pytest_nsa.rank import coverage
+from pytest_nsa.settings import COLD_JOB, child_environment
+from pytest_nsa.system.children import end_groups_of_the_dead
+from pytest_nsa.system.prctl import die_with, kill_group
+from pytest_nsa.wire.messages import Channel, CrewSpec, Job
+
+READY_S = 300.0  # for the imports of torch on a busy machine
+START_S = 60.0
+CLOSE_S = 3.0
+
+
+class ZygoteLauncher:
+    """Asks a zygote. ``pid`` is the zygote's where it is a child of this process, else 0: it serves others too."""
+
+    lost: Collection[int] = ()
+
+    def __init__(self, channel: Channel, pid: int, log: Path, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.channel, self.pid, self.log = channel, pid, log
+        self._process = process
+        self._ready = False
+        self._number = 0  # of the job: what a rank of an earlier one still says is not about this one
+        self._exits: dict[int, int] = {}
+        self._ahead: CrewSpec | None = None
+        self._pids: list[int] = []
+        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def expect(self, spec: CrewSpec | None) -> None:
+        self._ahead = spec
+
+    def start(self, job: Job) -> list[int]:
+        self._exits = {}
+        self._number += 1
+        ahead = None if self._ahead is None else asdict(self._ahead)
+        self.channel.send(op="run", number=self._number, job=job.to_json(), ahead=ahead)
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            for message in self._receive(max(0.0, deadline - time.monotonic())):
+                if message["op"] == "started":
+                    self._pids = message["pids"]
+                    return self._pids
+                if message["op"] == "refused":
+                    raise LaunchError(message["reason"])
+        raise LaunchError(f"the zygote forked no ranks within {START_S:.0f} s{self._log_tail()}")
+
+    def exits(self, timeout: float) -> dict[int, int]:
+        if not self._exits:
+            self._receive(timeout)
+        found, self._exits = self._exits, {}
+        return found
+
+    def signal(self, rank: int, number: int) -> None:
+        self.channel.send(op="signal", number=self._number, rank=rank, signal=number)
+
+    def kill(self) -> None:
+        self.channel.send(op="kill", number=self._number)
+
+    def close(self) -> None:
+        # Shut down, not only closed: a process that the host forked may hold the socket open.
+        self.channel.shut_down()
+        if not self.pid:
+            return
+        if self._process is not None:
+            self._process.returncode = 0  # reaped below: nobody need warn that it runs still
+        deadline = time.monotonic() + CLOSE_S
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() >= deadline:
+                    os.kill(self.pid, signal.SIGKILL)  # its ranks die with it
+                    os.waitpid(self.pid, 0)
+                    return
+                time.sleep(0.002)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while not self._ready:
+            messages = self._receive(max(0.0, deadline - time.monotonic()))
+            unfit = next((m["reason"] for m in messages if m["op"] == "unfit"), "")
+            if unfit:
+                raise UnfitError(unfit)
+            self._ready = any(m["op"] == "ready" for m in messages)
+            if not self._ready and time.monotonic() >= deadline:
+                raise LaunchError(f"the zygote was not ready within {READY_S:.0f} s{self._log_tail()}")
+
+    def _receive(self, timeout: float) -> list[dict[str, Any]]:
+        messages = [m for m in self.channel.receive(timeout) if m.get("number", self._number) == self._number]
+        for message in messages:
+            if message["op"] == "exited":
+                self._exits[message["rank"]] = message["status"]
+            # A finished rank has nothing more to do; that its process ends is the zygote's business.
+            elif message["op"] == "finished":
+                self._exits[message["rank"]] = message["code"] << 8
+        if self.channel.closed:
+            end_groups_of_the_dead(self._pids, self._began)
+            raise LaunchError(f"the process that starts the ranks has ended{self._log_tail()}")
+        return messages
+
+    def _log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        return f"; its last words ({self.log}):\n" + "\n".join(lines[-15:]) if lines else ""
+
+
+class ColdLauncher:
+    """A new interpreter a rank, which collects the tests again: slow, and free of whatever this process has done."""
+
+    lost: Collection[int] = ()
+
+    def __init__(self, config: pytest.Config, arguments: list[str]) -> None:
+        self.cwd = config.invocation_params.dir
+        self.arguments = arguments
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._reported: set[int] = set()
+
+    def expect(self, spec: CrewSpec | None) -> None:
+        pass  # nothing is started ahead: it would take the cores that the test needs
+
+    def wait_until_ready(self) -> None:
+        pass
+
+    def start(self, job: Job) -> list[int]:
+        self._ranks, self._reported = {}, set()
+        parent = os.getpid()
+
+        def in_child() -> None:
+            os.setpgid(0, 0)
+            die_with(parent)
+
+        for rank in job.crew.local_ranks:
+            folder = job.rank_folder(rank)
+            folder.mkdir(exist_ok=True)
+            spec = folder / "cold.json"
+            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json()}))
+            with (folder / "output.log").open("ab") as log:
+                self._ranks[rank] = subprocess.Popen(
+                    [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log, env=child_environment(**{COLD_JOB: str(spec)}, **coverage.for_child()), preexec_fn=in_child,
+                )  # fmt: skip
+        return [process.pid for process in self._ranks.values()]
+
+    def exits(self, timeout: float) -> dict[int, int]:
+        deadline = time.monotonic() + timeout
+        while True:
+            found = {}
+            for rank, process in self._ranks.items():
+                if rank in self._reported:
+                    continue
+                if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                kill_group(process.pid)  # before it is reaped: what it left running is still in its group
+                code = process.wait()
+                self._reported.add(rank)
+                found[rank] = -code if code < 0 else code << 8
+            if found or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.02)
+
+    def signal(self, rank: int, number: int) -> None:
+        if rank not in self._reported:
+            os.kill(self._ranks[rank].pid, number)  # not reaped yet, so the pid is its own
+
+    def kill(self) -> None:
+        for rank, process in self._ranks.items():
+            if rank not in self._reported:
+                kill_group(process.pid)
+
+    def close(self) -> None:
+        self.kill()
+        self.exits(CLOSE_S)

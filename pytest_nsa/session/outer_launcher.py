@@ -1,0 +1,314 @@
+"""Under an outer launcher (torchrun, SLURM) each pytest process hosts one rank of every test, and rank 0's process leads.
+
+All processes run the same tests in the same order. The leader watches all boards, decides, diagnoses and reports; the
+others send it what their rank leaves, and take over its verdict. They meet in the launcher's TCPStore; what they say is
+JSON and the bytes of evidence files.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.artifacts import append_line, read_lines, write_atomically
+from pytest_nsa.monitor.supervise import Attendant, Launcher, LaunchError, Limits, RanksRun
+from pytest_nsa.settings import OuterLauncher
+from pytest_nsa.wire.messages import CrewSpec, Job
+
+MEET_S = 600.0  # for all processes to collect their tests
+PUSH_S = 0.25  # between two looks that a follower sends
+START_S = 120.0
+SILENT_S = 10.0  # after which a process that sends nothing is taken for dead
+EVIDENCE_S = 15.0
+BYE_S = 5.0
+MAX_FILE = 4 << 20
+NEVER_S = 1e9
+_FILES = ("events.jsonl", "reports.jsonl", "output.log", "traces.log", "stacks.txt", "fatal.txt", "board.bin")
+
+
+class Wire:
+    """Named values between the processes of a run."""
+
+    def __init__(self, outer: OuterLauncher) -> None:
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            outer.address,
+            outer.port,
+            is_master=outer.rank == 0 and not outer.serves_store,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_S),
+        )
+        self._store = dist.PrefixStore("pytest-nsa", store)
+
+    def put(self, key: str, value: Any) -> None:
+        """Say something: anything that JSON can hold."""
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
+
+    def look(self, key: str) -> Any:
+        """What was said; None while nothing was."""
+        return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
+
+    def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:
+        """What was said as ``key``, or first as ``or_key``. Raises TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for name in (key, or_key):
+                value = self.look(name) if name else None
+                if value is not None:
+                    return value
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"nothing was heard of {key!r} for {seconds:.0f} s")
+            time.sleep(0.01)
+
+
+class Attachment:
+    """This process's part in a run under an outer launcher."""
+
+    def __init__(self, outer: OuterLauncher) -> None:
+        self.outer = outer
+        self.wire = Wire(outer)
+        self._count = 0
+        self.exit_status = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides and reports."""
+        return self.outer.rank == 0
+
+    def agree_on(self, nodeids: list[str]) -> None:
+        """All processes must have collected the same tests on ranks. Raises UsageError with the difference."""
+        self.wire.put(f"items/{self.outer.rank}", nodeids)
+        if self.leads:
+            problems = [self._difference(rank, nodeids) for rank in range(1, self.outer.world_size)]
+            self.wire.put("agreed", [problem for problem in problems if problem])
+        problems = self.wire.wait("agreed", MEET_S)
+        if problems:
+            raise pytest.UsageError("\n".join(problems))
+
+    def _difference(self, rank: int, ours: list[str]) -> str:
+        try:
+            theirs = self.wire.wait(f"items/{rank}", MEET_S)
+        except TimeoutError:
+            return f"rank {rank}'s process has not collected its tests within {MEET_S:.0f} s"
+        if theirs == ours:
+            return ""
+        missing = [name for name in ours if name not in theirs]
+        more = [name for name in theirs if name not in ours]
+        what = [f"it lacks {', '.join(missing[:5])}"] * bool(missing) + [f"it has {', '.join(more[:5])} too"] * bool(
+            more
+        )
+        return (
+            f"rank {rank}'s process collected other tests on ranks than rank 0's: "
+            f"{' and '.join(what) or 'the same in another order'}; give all the same checkout and arguments"
+        )
+
+    def local(self, job: Job) -> Job:
+        """``job`` as this process runs it: its own rank alone, in a group that all processes' ranks join."""
+        self._count += 1
+        return replace(
+            job,
+            only=self.outer.rank,
+            rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}",
+        )
+
+    def run(self, job: Job, launcher: Launcher, limits: Limits, attendants: Sequence[Attendant]) -> None:
+        """Run this process's rank of ``job``, as leader or follower."""
+        key = str(self._count)
+        if self.leads:
+            self.wire.put(f"{key}/go", {"nodeid": job.nodeid, "seed": job.seed})
+            leading = LeaderLauncher(launcher, self.wire, key, job)
+            RanksRun(job, leading, limits, attendants, ranks=range(job.world_size)).run()
+            leading.gather()
+            return
+        go = self.wire.wait(f"{key}/go", MEET_S, or_key="end")
+        if "refused" in go:
+            raise LaunchError(f"rank 0's process could not start its rank: {go['refused']}")
+        if "exit_status" in go:
+            pytest.exit(f"rank 0 has ended its session ({go['exit_status']})", returncode=go["exit_status"])
+        if go["nodeid"] != job.nodeid:
+            pytest.exit(f"rank {self.outer.rank} is at {job.nodeid}, rank 0 at {go['nodeid']}", returncode=4)
+        job = replace(job, seed=go["seed"])
+        follower = Follower(self.wire, key, job, self.outer.rank, launcher)
+        follower.attend()  # the leader knows from now on that this process is there
+        endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0)
+        try:
+            RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
+        finally:
+            follower.send_everything()
+
+    def refuse(self, reason: str) -> None:
+        """The leader could not start its rank: the others shall not wait for it."""
+        if self.leads:
+            self.wire.put(f"{self._count}/go", {"refused": reason})
+            self.wire.put(f"{self._count}/stop", True)
+
+    def share(self, conclusion: dict[str, Any] | None) -> dict[str, Any]:
+        """The leader says what a test came to; the others are told."""
+        key = f"{self._count}/verdict"
+        if conclusion is not None:
+            self.wire.put(key, conclusion)
+            return conclusion
+        told = self.wire.wait(key, MEET_S, or_key="end")
+        if "exit_status" in told:
+            pytest.exit("rank 0 has ended its session", returncode=told["exit_status"])
+        return told
+
+    def close(self) -> None:
+        """The leader's word ends all sessions: torchrun ends every process once one has failed, and the leader reports.
+
+        The leader goes last, as its process may be the one that keeps the store.
+        """
+        if not self.leads:
+            with contextlib.suppress(Exception):  # the leader, or the store, may have gone without a word
+                self.wire.wait("end", MEET_S)
+                self.wire.put(f"bye/{self.outer.rank}", True)
+            return
+        self.wire.put("end", {"exit_status": self.exit_status})
+        deadline = time.monotonic() + BYE_S
+        for rank in range(1, self.outer.world_size):
+            with contextlib.suppress(TimeoutError):
+                self.wire.wait(f"bye/{rank}", max(0.0, deadline - time.monotonic()))
+
+
+class LeaderLauncher:
+    """The leader's own rank, and all others as they are seen through the wire."""
+
+    def __init__(self, inner: Launcher, wire: Wire, key: str, job: Job) -> None:
+        self.inner, self.wire, self.key, self.job = inner, wire, key, job
+        self.others = [rank for rank in range(job.world_size) if rank != job.only]
+        self._lost: set[int] = set()
+        self.lost: Collection[int] = self._lost
+        self._gone: set[int] = set()
+        self._beats: dict[int, tuple[Any, float]] = {}
+
+    def expect(self, spec: CrewSpec | None) -> None:
+        self.inner.expect(None)
+
+    def wait_until_ready(self) -> None:
+        self.inner.wait_until_ready()
+
+    def start(self, job: Job) -> list[int]:
+        for rank in self.others:
+            job.rank_folder(rank).mkdir(exist_ok=True)
+            self._beats[rank] = (None, time.monotonic())
+        own = self.inner.start(job)[0]
+        return [own if rank == job.only else 0 for rank in range(job.world_size)]
+
+    def exits(self, timeout: float) -> dict[int, int]:
+        found = dict(self.inner.exits(timeout))
+        for rank in self.others:
+            if rank in self._gone:
+                continue
+            status = self.wire.look(f"{self.key}/exit/{rank}")
+            if status is None and self._is_silent(rank):
+                append_line(
+                    Path(self.job.folder) / "host.jsonl",
+                    {"event": "silent", "time": time.time(), "rank": rank, "seconds": SILENT_S},
+                )
+                self._lost.add(rank)
+                status = 9
+            if status is not None:
+                self._gone.add(rank)
+                found[rank] = status
+        return found
+
+    def _is_silent(self, rank: int) -> bool:
+        """Also takes over the board that the rank's process sent last."""
+        look = self.wire.look(f"{self.key}/look/{rank}")
+        count, since = self._beats[rank]
+        if look is not None and look["count"] != count:
+            self._beats[rank] = (look["count"], time.monotonic())
+            if look["board"]:
+                write_atomically(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
+            return False
+        patience = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
+        return time.monotonic() - since > patience
+
+    def signal(self, rank: int, number: int) -> None:
+        if rank == self.job.only:
+            self.inner.signal(rank, number)
+        else:
+            self.wire.put(f"{self.key}/stop", True)  # its own process dumps before it ends it
+
+    def kill(self) -> None:
+        self.wire.put(f"{self.key}/stop", True)
+        self.inner.kill()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def gather(self) -> None:
+        """Once all ranks have ended: their evidence into the test's folder."""
+        deadline = time.monotonic() + EVIDENCE_S
+        for rank in self.others:
+            try:
+                sent = self.wire.wait(f"{self.key}/evidence/{rank}", max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                continue
+            folder = self.job.rank_folder(rank)
+            for name, data in sent["files"].items():
+                if name in _FILES:
+                    write_atomically(folder / name, base64.b64decode(data))
+            for fact in sent["process"]:
+                append_line(Path(self.job.folder) / "host.jsonl", fact)
+
+
+@dataclass
+class Follower:
+    """Sends the leader looks at this process's rank, and listens for its word to stop."""
+
+    wire: Wire
+    key: str
+    job: Job
+    rank: int
+    launcher: Launcher
+    stop_reason: str = ""
+    _count: int = 0
+    _last: float = 0.0
+
+    def attend(self) -> float:
+        """Now and then: send the board, ask whether to stop."""
+        now = time.monotonic()
+        if now - self._last >= PUSH_S:
+            self._last = now
+            self._count += 1
+            board = _encoded(self.job.rank_folder(self.rank) / "board.bin")
+            self.wire.put(f"{self.key}/look/{self.rank}", {"count": self._count, "board": board})
+            if self.wire.look(f"{self.key}/stop"):
+                self.stop_reason = "leader"
+        return 0.0
+
+    def finish(self) -> None:
+        """The rank has ended: its exit is said at once by `send_everything`."""
+
+    def send_everything(self) -> None:
+        """The exit status, then every file of evidence."""
+        host = list(read_lines(Path(self.job.folder) / "host.jsonl"))
+        ended = next((e for e in host if e["event"] == "exit"), {"code": 1, "signal": 0})
+        folder = self.job.rank_folder(self.rank)
+        files = {name: _encoded(folder / name) for name in _FILES if (folder / name).is_file()}
+        process = [e for e in host if e["event"] == "process"]
+        self.wire.put(f"{self.key}/exit/{self.rank}", ended["signal"] or ended["code"] << 8)
+        self.wire.put(f"{self.key}/evidence/{self.rank}", {"files": files, "process": process})
+
+
+def _encoded(path: Path) -> str:
+    """A file's end, as text that JSON can hold; '' when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_FILE))
+            return base64.b64encode(file.read()).decode()
+    except OSError:
+        return ""

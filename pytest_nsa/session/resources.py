@@ -1,0 +1,79 @@
+"""The GPUs and cores of this process's tests: leased before a test's ranks start, kept while they stay, then given back."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import pytest
+
+from pytest_nsa.session.needs import Needs
+from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
+from pytest_nsa.system.gpu import look_at_gpus
+from pytest_nsa.system.leases import PART, Broker, Lease, default_folder
+
+
+@functools.cache
+def gpu_memory(settings: Settings) -> int:
+    """Bytes that the smallest GPU here has, by nvidia-smi; 0 where it does not answer."""
+    if settings.fake_gpus:
+        return FAKE_GPU_MEMORY
+    found = [int(gpu["memory.total"]) for gpu in look_at_gpus() if str(gpu["memory.total"]).isdecimal()]
+    return min(found, default=0) << 20
+
+
+class Resources:
+    """What one pytest process has leased."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self.config, self.settings = config, settings
+        self._for: Needs | None = None
+        self._leases: dict[str, Lease] = {}
+        self._brokers: dict[str, Broker] = {}
+
+    def holds_for_others(self, needs: Needs) -> bool:
+        """Whether something is kept here for ranks that stayed, which a test of these needs cannot use."""
+        return self._for is not None and needs != self._for and bool(self._leases)
+
+    def take(self, needs: Needs, test: str) -> dict[str, Lease]:
+        """Wait for what ``test`` needs; what the tests before it left to it is used again. Cores before GPUs, for all tests."""
+        if self._for is not None and needs != self._for:
+            self.release()
+        if self._for is None:
+            if needs.cores:
+                self._leases["core"] = self._broker("core").lease(needs.cores, share=False, holder=test, say=self._say)
+            if needs.gpus:
+                # Where nothing says how much memory a GPU has, a test has it alone.
+                of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
+                parts = min(-(-needs.gpu_memory // PART), of)
+                self._leases["gpu"] = self._broker("gpu").lease(
+                    needs.gpus, share=needs.share_gpus, holder=test, say=self._say, parts=parts, of=of
+                )
+            self._for = needs
+        return self._leases
+
+    def release(self) -> None:
+        """Give everything back."""
+        for lease in self._leases.values():
+            lease.release()
+        self._leases.clear()
+        self._for = None
+
+    def close(self) -> None:
+        """At the session's end, when no rank of this process is left: give back, and leave no file."""
+        self.release()
+        for broker in self._brokers.values():
+            broker.clean_up()
+
+    def _broker(self, kind: str) -> Broker:
+        if kind not in self._brokers:
+            names = self.settings.gpu_ids if kind == "gpu" else [str(c) for c in sorted(os.sched_getaffinity(0))]
+            self._brokers[kind] = Broker(folder=default_folder(), kind=kind, names=names)
+        return self._brokers[kind]
+
+    def _say(self, text: str) -> None:
+        """A line to the terminal while a test waits; also from an xdist worker, whose standard error is the controller's."""
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)

@@ -1,0 +1,73 @@
+"""Under xdist: the controller names one run folder and starts one zygote; all workers use them; it writes the reports."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.artifacts import ANNOUNCEMENTS, read_lines
+from pytest_nsa.session.choose_launcher import SharedZygote
+from pytest_nsa.session.items import runner_key
+
+TELL_S = 0.3
+
+
+class XdistHooks:
+    """Registered only where xdist is: its hooks are unknown elsewhere."""
+
+    _zygote: SharedZygote | None = None
+    _teller: threading.Thread | None = None
+    _done = threading.Event()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a new worker the run's name and this run's arguments."""
+        runner = node.config.stash[runner_key]
+        name = runner.folder.name or time.strftime(f"test_engineer_%Y%m%d_%H%M%S_{os.getpid()}")
+        runner.folder.name = name
+        node.workerinput["nsa_run"] = name
+        self._zygote = self._zygote or SharedZygote()
+        if self._teller is None:
+            path = runner.folder.root / name / ANNOUNCEMENTS
+            self._teller = threading.Thread(target=self._tell, args=(path,), name="nsa-announcements", daemon=True)
+            self._teller.start()
+        node.workerinput["nsa_zygote"] = self._zygote.name
+        node.workerinput["nsa_arguments"] = [str(a) for a in node.config.invocation_params.args]
+
+    def _tell(self, path: Path) -> None:
+        """Print what the workers announce, while they run: xdist itself calls nobody until a test has ended."""
+        shown = 0
+        while not self._done.wait(TELL_S):
+            texts = [entry["text"] for entry in read_lines(path)]
+            for text in texts[shown:]:
+                sys.stdout.write(f"\n{text}\n")
+                sys.stdout.flush()
+            shown = len(texts)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any) -> None:
+        """A worker that found tests on ranks has asked for a zygote by now."""
+        if self._zygote is not None and self._zygote.is_wanted:
+            self._zygote.start(node.config, node.config.stash[runner_key].folder.path / "zygote.log")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        """All workers have ended."""
+        self._done.set()
+        if self._teller is not None:
+            self._teller.join()
+        if self._zygote is not None:
+            self._zygote.close()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker that wrote into the run has made it: the reports are due."""
+        folder = node.config.stash[runner_key].folder
+        if folder.name and (folder.root / folder.name).is_dir():
+            _ = folder.path

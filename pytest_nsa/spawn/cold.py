@@ -1,0 +1,45 @@
+"""A cold rank: a new interpreter that collects the tests itself, then becomes the one rank it was started for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.spawn.zygote import by_nodeid
+from pytest_nsa.wire.messages import Job
+
+
+class ColdSession:
+    """Registered where the environment names a job: replaces the test loop."""
+
+    def __init__(self, spec: Path) -> None:
+        self.spec = spec
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        from pytest_nsa.rank.process import EXIT_FAILED, RankProcess
+
+        data = json.loads(self.spec.read_text(encoding="utf-8"))
+        job = Job.from_json(data["job"])
+        code = EXIT_FAILED
+        try:
+            _seed_alike(job.seed)
+            rank = RankProcess(data["rank"], job.crew, Path(job.folder) / "store", by_nodeid(session.items))
+            code = rank.run(job)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _seed_alike(seed: int) -> None:
+    """Forked ranks begin with one state of the random generators; so do these."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,348 @@
+"""The zygote: a process with every test collected and torch loaded, which forks the ranks of each test.
+
+It is either a fork of the pytest process, made right after collection, or a clean child pytest that collected the
+same tests (`ServeSession`), for one host or, under xdist, for all workers. It runs no test itself, so every rank
+starts from the same untouched state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.rank.process import LATE, RankProcess, listen_to_traces
+from pytest_nsa.rank.replay import make_ranks_config, prepare
+from pytest_nsa.spawn.worker_group import Crew, Member
+from pytest_nsa.system import unix_sockets
+from pytest_nsa.system.children import children, end_orphans
+from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group
+from pytest_nsa.system.procfs import restless_threads
+from pytest_nsa.wire.messages import Channel, CrewSpec, Job, plain_nodeid
+
+PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.rank.store")
+# The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
+LATE_FIXTURES = {"ddp", "fsdp"}
+PENDING_S = 0.5
+
+
+@dataclass(eq=False)
+class Host:
+    """A pytest process that asks for ranks: its job's crew, and the crew that was forked ahead for its next test."""
+
+    channel: Channel
+    current: Crew | None = None
+    ahead: Crew | None = None
+    crews: list[Crew] = field(default_factory=list)
+
+
+class Zygote:
+    """Serves hosts until the first has gone. ``listener`` is where further ones connect (xdist workers)."""
+
+    def __init__(
+        self, items: dict[str, pytest.Item], first: socket.socket, listener: socket.socket | None = None
+    ) -> None:
+        self.items = items
+        self.first = Host(Channel(first))
+        self.hosts = [self.first]
+        self.listener = listener
+        self._count = 0
+        self._late: set[str] = set()  # what ranks had to import
+        self._is_ended = False
+
+    def serve(self) -> None:
+        """Preload, say that we are ready, and fork ranks until the first host has closed its end."""
+        began = time.monotonic()
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        become_subreaper()
+        # Not SIGKILL: what the ranks have started does not die with them, and somebody must end it.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_ended", True))
+        die_with(os.getppid(), signal.SIGTERM)
+        refusal = self._preload()
+        for config in {id(item.config): item.config for item in self.items.values()}.values():
+            make_ranks_config(config)
+        gc.freeze()  # pages that no garbage collection touches stay shared with the ranks
+        self._random = random.getstate()
+        self._own = set(children())  # what collecting the tests has started is nobody's orphan
+        self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
+        rest = time.monotonic() - began - self._importing_s
+        print(f"zygote: imports {self._importing_s:.3f} s, everything else {rest:.3f} s", flush=True)  # to its log
+        self.first.channel.send(**self._greeting)
+        while not self.first.channel.closed and not self._is_ended:
+            for source in self._wait(wake_read):
+                if isinstance(source, Host):
+                    self._hear_host(source)
+                elif isinstance(source, tuple):
+                    self._hear_member(*source)
+                elif source == wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                    self._reap()
+                elif self.listener is not None:
+                    self._accept(self.listener)
+            for host in self.hosts:
+                for crew in list(host.crews):
+                    if crew.pending is not None:
+                        self._settle(host, crew)
+        for host in list(self.hosts):
+            self._drop(host)
+
+    def _wait(self, wake: int) -> list[Any]:
+        """Who has something to say: hosts, members with their host and crew, and descriptors of this process itself."""
+        sources: dict[int, Any] = {wake: wake}
+        if self.listener is not None:
+            sources[self.listener.fileno()] = self.listener.fileno()
+        is_pending = False
+        for host in self.hosts:
+            sources[host.channel.fileno()] = host
+            for crew in host.crews:
+                is_pending = is_pending or crew.pending is not None
+                for member in crew.members.values():
+                    if not member.control.closed:
+                        sources[member.control.fileno()] = (host, crew, member)
+        poll = select.poll()
+        for fd in sources:
+            poll.register(fd, select.POLLIN)
+        return [sources[fd] for fd, _ in poll.poll(1e3 * PENDING_S if is_pending else None)]
+
+    def _preload(self) -> str:
+        """Import what ranks need and install the tracers; '' or the reason that ranks must not be forked from here."""
+        threads = restless_threads()
+        needs_late = any(LATE_FIXTURES.intersection(getattr(i, "fixturenames", ())) for i in self.items.values())
+        began = time.monotonic()
+        for module in (*PRELOAD, *(LATE if needs_late else ())):
+            importlib.import_module(module)
+        self._importing_s = time.monotonic() - began
+        import torch
+
+        from nsa.trace.session import installed
+
+        if torch.cuda.is_initialized():
+            return (
+                "collecting the tests initialises CUDA, and a process forked after that cannot use it: "
+                "move the CUDA calls from module level into tests or fixtures, or use --nsa-launch=cold"
+            )
+        if threads:
+            return (
+                f"collecting the tests starts threads ({', '.join(threads[:3])}), which ranks forked from here would lack, "
+                "with whatever locks they hold: start them in tests or fixtures, or use --nsa-launch=cold"
+            )
+        torch.set_num_threads(1)
+        installed()
+        listen_to_traces()
+        return ""
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection = unix_sockets.accept(listener)
+        if connection is None:
+            return
+        host = Host(Channel(connection))
+        self.hosts.append(host)
+        host.channel.send(**self._greeting)
+
+    def _hear_host(self, host: Host) -> None:
+        try:
+            for message in host.channel.receive(0):
+                self._handle(host, message)
+        except ValueError:  # it was interrupted in the middle of a line
+            host.channel.shut_down()
+        if host.channel.closed and host is not self.first:
+            self._drop(host)
+
+    def _hear_member(self, host: Host, crew: Crew, member: Member) -> None:
+        if member.control.closed:  # by what was heard just before
+            return
+        for message in member.control.receive(0):
+            if message["op"] == "store":
+                crew.values.answer(member.control, message)
+            elif message["op"] == "joined":
+                member.state = "waiting"
+            elif message["op"] == "finished" and crew.number is not None:
+                member.state = "waiting"
+                self._late.update(message["late"])
+                host.channel.send(op="finished", number=crew.number, rank=member.rank, code=message["code"])
+
+    def _handle(self, host: Host, message: dict[str, Any]) -> None:
+        if message["op"] == "run":
+            try:
+                self._start(host, message["number"], Job.from_json(message["job"]))
+            except Exception as error:  # no process, descriptor or disk space left; or a module that fails to import
+                traceback.print_exc()
+                reason = f"{type(error).__name__}: {error}"
+                host.channel.send(op="refused", number=message["number"], reason=reason)
+                return
+            if message["ahead"] is not None and host.ahead is None:
+                with contextlib.suppress(OSError):  # the test itself will say what is wrong
+                    run = Path(message["job"]["folder"]).parent
+                    host.ahead = self._fork(host, CrewSpec.from_json(message["ahead"]), run)
+        elif host.current is not None and host.current.number == message["number"]:
+            if message["op"] == "kill":
+                host.current.pending = None
+                host.current.kill()
+            elif message["op"] == "signal":
+                host.current.signal(message["rank"], message["signal"])
+
+    def _start(self, host: Host, number: int, job: Job) -> None:
+        if self._late:
+            for module in sorted(self._late):
+                importlib.import_module(module)
+            self._late.clear()
+            gc.freeze()
+        try:
+            prepare(job, self.items)
+        except LookupError as error:
+            host.channel.send(op="refused", number=number, reason=str(error))
+            return
+        stayed = host.current if host.current is not None and host.current.is_waiting and host.current.reuse else None
+        if stayed is not None and job.reuse and stayed.fits(job):
+            self._assign(host, stayed, number, job)
+            return
+        if stayed is not None:
+            stayed.kill()
+        ahead, host.ahead = host.ahead, None
+        if ahead is not None and ahead.fits(job):
+            ahead.number, ahead.pending, ahead.pending_since = number, job, time.monotonic()
+            host.current = ahead
+            self._settle(host, ahead)
+            return
+        if ahead is not None:
+            ahead.kill()
+        self._start_fresh(host, number, job)
+
+    def _settle(self, host: Host, crew: Crew) -> None:
+        """A crew forked ahead is wanted: give it its job once it is ready; one that comes to nothing is replaced."""
+        job, number = crew.pending, crew.number
+        assert job is not None
+        assert number is not None
+        if crew.is_waiting:
+            self._assign(host, crew, number, job)
+        elif not crew.is_whole or crew.is_late:
+            crew.pending = crew.number = None
+            crew.kill()
+            self._start_fresh(host, number, job)
+
+    def _assign(self, host: Host, crew: Crew, number: int, job: Job) -> None:
+        crew.assign(number, job)
+        host.current = crew
+        host.channel.send(op="started", number=number, pids=crew.pids)
+
+    def _start_fresh(self, host: Host, number: int, job: Job) -> None:
+        crew = self._fork(host, job.crew, Path(job.folder).parent, job)
+        crew.number, crew.reuse = number, job.reuse
+        host.current = crew
+        host.channel.send(op="started", number=number, pids=crew.pids)
+
+    def _fork(self, host: Host, spec: CrewSpec, run: Path, job: Job | None = None) -> Crew:
+        """Fork a crew: for ``job``, or for a job that it will be told."""
+        self._count += 1
+        folder = run / ".crews" / f"{os.getpid()}-{self._count}"
+        folder.mkdir(parents=True)
+        crew = Crew(spec, folder / "store")
+        parent = os.getpid()
+        host.crews.append(crew)
+        try:
+            crew.fork(lambda rank, control: self._become_rank(parent, rank, crew, control, job), job)
+        except OSError:
+            crew.kill()
+            raise
+        return crew
+
+    def _become_rank(self, parent: int, rank: int, crew: Crew, control: Channel, job: Job | None) -> None:
+        """Never returns: whatever happens, the child must not go on as a zygote."""
+        code = 70
+        try:
+            die_with(parent)
+            os.setpgid(0, 0)
+            random.setstate(self._random)  # Python reseeds it in a fork; ranks begin alike, as torch's and numpy's do
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for host in self.hosts:
+                host.channel.socket.close()
+                for other in host.crews:
+                    for member in other.members.values():
+                        member.control.socket.close()
+            if self.listener is not None:
+                self.listener.close()
+            code = RankProcess(rank, crew.spec, crew.store, self.items, control).run(job)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        """Report each rank that has ended, and end what it left running."""
+        for host in self.hosts:
+            for crew in list(host.crews):
+                for pid, member in crew.members.items():
+                    if member.state == "gone":
+                        continue
+                    # Looked at before it is reaped: until then neither its pid nor its group can be anybody else's.
+                    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                        continue
+                    kill_group(pid)
+                    _, status = os.waitpid(pid, 0)
+                    member.state = "gone"
+                    member.control.shut_down()
+                    if crew.number is not None and crew.pending is None:
+                        host.channel.send(op="exited", number=crew.number, rank=member.rank, status=status)
+                if crew.pending is not None:
+                    self._settle(host, crew)
+                if all(m.state == "gone" for m in crew.members.values()):
+                    crew.clean_up()
+                    host.crews.remove(crew)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        end_orphans(self._own | {pid for host in self.hosts for crew in host.crews for pid in crew.members})
+
+    def _drop(self, host: Host) -> None:
+        """A host has gone: its ranks go too."""
+        for crew in host.crews:
+            crew.kill()
+            for pid, member in crew.members.items():
+                if member.state != "gone":
+                    os.waitpid(pid, 0)
+            crew.clean_up()
+        host.crews.clear()
+        self._end_orphans()
+        host.channel.shut_down()  # and closed: a socket that is only forgotten becomes a warning in the next rank
+        self.hosts.remove(host)
+
+
+def by_nodeid(items: Iterable[pytest.Item]) -> dict[str, pytest.Item]:
+    """Items by their id, without the '@group' that xdist appends."""
+    return {plain_nodeid(item.nodeid): item for item in items}
+
+
+class ServeSession:
+    """Registered in a clean child pytest: after collection it serves as the zygote instead of running tests."""
+
+    def __init__(self, fd: int, listener_fd: int | None) -> None:
+        self.first = socket.socket(fileno=fd)
+        self.listener = socket.socket(fileno=listener_fd) if listener_fd is not None else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        # A child cannot speak to the terminal: what it collected is in the hosts' hands already.
+        Zygote(by_nodeid(session.items), self.first, self.listener).serve()
+        return True

@@ -1,0 +1,1 @@
+"""What Linux provides: processes, sockets, leases. Imports nothing else of this package."""

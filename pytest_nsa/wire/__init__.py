@@ -1,0 +1,1 @@
+"""What processes exchange: messages and files. Imports nothing else of this package."""
