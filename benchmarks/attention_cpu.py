@@ -36,7 +36,7 @@ class Dense(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from nsa.attention import Rotary
+        from nsa.model.attention import Rotary
 
         self.q = nn.Linear(DIM, HEADS * WIDTH, bias=False)
         self.k, self.v = nn.Linear(DIM, GROUPS * WIDTH, bias=False), nn.Linear(DIM, GROUPS * WIDTH, bias=False)

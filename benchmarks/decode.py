@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from attention_gpu import DEVICE, SHAPES, SIZES, Call, captured, timed
 from figures import keep
 
-from nsa.decoding import attend_gated
 from nsa.kernels import blocks
+from nsa.model.decoding import attend_gated
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LENGTHS = (8192, 16384, 32768, 65536) if DEVICE == "cuda" else (2048, 8192, 16384)

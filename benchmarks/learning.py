@@ -38,8 +38,8 @@ def train(task: str, way: str, seed: int, steps: int) -> list[float]:
     """The loss of each step; of copying, that of the second half."""
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
-    from nsa.parallel import RankInfo
-    from nsa.trainer import Trainer
+    from nsa.training.parallel import RankInfo
+    from nsa.training.trainer import Trainer
 
     torch.set_num_threads(1)
     dataset = "fineweb_edu" if task == "prose" else "copy"

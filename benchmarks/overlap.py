@@ -23,8 +23,8 @@ from figures import keep
 from nsa.config import load_config
 from nsa.data import Position, batches, open_source
 from nsa.kernels import blocks
-from nsa.parallel import RankInfo
-from nsa.trainer import Trainer
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINED, MEASURED = 2048, 8192  # tokens of a sequence

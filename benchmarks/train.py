@@ -66,8 +66,8 @@ def one_rank(settings: dict[str, Any]) -> dict[str, float]:
 
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
-    from nsa.parallel import RankInfo, choose_device
-    from nsa.trainer import Trainer
+    from nsa.training.parallel import RankInfo, choose_device
+    from nsa.training.trainer import Trainer
 
     rank, ranks = int(os.environ.get("RANK", "0")), settings["ranks"]
     config = load_config(ROOT / "configs" / settings["config"], **settings["overrides"])

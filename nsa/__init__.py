@@ -9,20 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nsa.attention import NSAAttention
     from nsa.config import Config, ConfigError, load_config
-    from nsa.decoding import KVCache
     from nsa.kernels.dispatch import explain, nsa_attention, reference_attention
-    from nsa.model import NSATransformer, build_model
+    from nsa.model.attention import NSAAttention
+    from nsa.model.decoding import KVCache
+    from nsa.model.transformer import NSATransformer, build_model
 
 _WHERE = {
     "Config": "nsa.config",
     "ConfigError": "nsa.config",
     "load_config": "nsa.config",
-    "KVCache": "nsa.decoding",
-    "NSAAttention": "nsa.attention",
-    "NSATransformer": "nsa.model",
-    "build_model": "nsa.model",
+    "KVCache": "nsa.model.decoding",
+    "NSAAttention": "nsa.model.attention",
+    "NSATransformer": "nsa.model.transformer",
+    "build_model": "nsa.model.transformer",
     "nsa_attention": "nsa.kernels.dispatch",
     "explain": "nsa.kernels.dispatch",
     "reference_attention": "nsa.kernels.dispatch",

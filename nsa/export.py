@@ -19,8 +19,8 @@ def export(checkpoint: Path, target: Path) -> int:
     """
     import torch
 
-    from nsa.checkpoint import describe, find, read
-    from nsa.model import build_model
+    from nsa.model.transformer import build_model
+    from nsa.training.checkpoint import describe, find, read
 
     try:
         from safetensors.torch import save_file

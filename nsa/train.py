@@ -25,7 +25,7 @@ from nsa.config import (
 )
 
 if TYPE_CHECKING:
-    from nsa.parallel import RankInfo
+    from nsa.training.parallel import RankInfo
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -106,7 +106,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _train(config: Config, arguments: argparse.Namespace) -> int:
     from nsa.data import Position, open_source
-    from nsa.parallel import choose_backend, choose_device, launched_ranks
+    from nsa.training.parallel import choose_backend, choose_device, launched_ranks
 
     rank, world_size, local_rank = launched_ranks()
     if world_size > 1 and config.parallel.mode == "none":
@@ -118,10 +118,10 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     source = open_source(config)  # before any group starts: a bad file is refused here
     _boot_lines(config, arguments, rank)
 
-    from nsa import checkpoint
     from nsa.data import Loader
-    from nsa.loop import Run
-    from nsa.parallel import RankInfo
+    from nsa.training import checkpoint
+    from nsa.training.parallel import RankInfo
+    from nsa.training.run import Run
 
     resumed = checkpoint.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
@@ -163,7 +163,7 @@ def _checkpoints(arguments: argparse.Namespace) -> Path:
 def _join(backend: str, world_size: int) -> None:
     import torch.distributed as dist
 
-    from nsa.parallel import join_group
+    from nsa.training.parallel import join_group
 
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

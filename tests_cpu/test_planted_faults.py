@@ -75,7 +75,7 @@ def test_a_skipped_all_reduce(tmp_path: Path) -> None:
         assert verdict["certain"]
         assert source_line(verdict["where"]) == "dist.all_reduce(figures)"
     first = summary.splitlines()[0]
-    for words in ("ddp_onestep_trace", "skipped_collective", "rank 1", "nsa/trainer.py:"):
+    for words in ("ddp_onestep_trace", "skipped_collective", "rank 1", "nsa/training/trainer.py:"):
         assert words in first
 
 

@@ -10,9 +10,9 @@ import torch
 
 from nsa.config import load_config
 from nsa.data import Position, batches, open_source
-from nsa.model import build_model
-from nsa.parallel import RankInfo
-from nsa.trainer import Trainer
+from nsa.model.transformer import build_model
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import Trainer
 from pytest_nsa import gpu
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,11 @@ from typing import Any, cast
 
 import torch
 
-from nsa.kernels import blocks, cpu, cpu_selected, cpu_whole
-from nsa.kernels.cpu_tiles import Tensors3
-from nsa.kernels.cpu_whole import Pair
+from nsa.kernels import blocks
+from nsa.kernels.cpu import selected as cpu_selected
+from nsa.kernels.cpu import whole as cpu_whole
+from nsa.kernels.cpu.tiles import Tensors3
+from nsa.kernels.cpu.whole import Pair
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +32,7 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _module(backend: str, branch: str) -> Any:
     if backend == "cpu":
-        return cpu_selected if branch == "selected" else cpu
+        return cpu_selected if branch == "selected" else strided
     from nsa.kernels.triton import single
 
     return single

@@ -68,10 +68,10 @@ def test_one_cause_of_the_ranks_themselves_ends_the_tree() -> None:
 
 def test_the_sentence_names_scenario_rank_line_and_cause() -> None:
     decision = decide(
-        plan(*TOGETHER, "branch_sel_only", "ddp_static_graph", where="nsa/attention.py:7 in f", reason="it waits")
+        plan(*TOGETHER, "branch_sel_only", "ddp_static_graph", where="nsa/model/attention.py:7 in f", reason="it waits")
     )
     assert decision.sentence == (
-        "branch_sel_only ends in HANG (lock_deadlock) on rank 1 at nsa/attention.py:7 in f: it waits. "
+        "branch_sel_only ends in HANG (lock_deadlock) on rank 1 at nsa/model/attention.py:7 in f: it waits. "
         "4 of 9 scenarios fail, all of them so."
     )
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa.kernels import blocks, cpu, cpu_selected, cpu_tiles, ops, reference
+from nsa.kernels import blocks, ops, reference
+from nsa.kernels.cpu import selected as cpu_selected
+from nsa.kernels.cpu import strided
+from nsa.kernels.cpu import tiles as cpu_tiles
 from tests_cpu.kernels.golden import BLOCK, CHOSEN, FOLDER, WIDTH, WINDOW
 
 SIZES = {"l": BLOCK, "d": BLOCK, "l_sel": BLOCK, "scale": WIDTH**-0.5}
@@ -56,7 +59,7 @@ def test_the_selected_branch(golden: dict[str, torch.Tensor]) -> None:
 def test_the_fast_kernels_too(golden: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_selected, "SHORT", 0)
     q, k, v = (golden[name] for name in "qkv")
-    out, _, importance = cpu.compressed_forward(q, pooled(k), pooled(v), BLOCK, BLOCK, BLOCK, WIDTH**-0.5)
+    out, _, importance = strided.compressed_forward(q, pooled(k), pooled(v), BLOCK, BLOCK, BLOCK, WIDTH**-0.5)
     torch.testing.assert_close(out, golden["cmp.out"], rtol=0, atol=2e-6)
     assert torch.equal(blocks.select(importance, BLOCK, CHOSEN), chosen(golden))
     out, _ = cpu_selected.selected_forward(q, k, v, chosen(golden), BLOCK, CHOSEN, WIDTH**-0.5)

@@ -9,10 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nsa import NSAAttention, load_config
-from nsa.attention import Rotary
 from nsa.config import ModelConfig
 from nsa.kernels import blocks, ops
-from nsa.model import Block
+from nsa.model.attention import Rotary
+from nsa.model.transformer import Block
 
 
 def make_module() -> NSAAttention:

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa import nsa_attention, reference_attention
-from nsa.kernels import blocks, cpu, cpu_selected, cpu_tiles, ops, reference
+from nsa.kernels import blocks, ops, reference
+from nsa.kernels.cpu import selected as cpu_selected
+from nsa.kernels.cpu import tiles as cpu_tiles
 from nsa.kernels.dispatch import BACKENDS
 
 # Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
@@ -58,7 +60,7 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a long sequence is attended: tiles, chunks and lists, here so small that a short one has several of each."""
     for module, name, value in (
         (cpu_tiles, "SCORES_AT_ONCE", 600), (cpu_tiles, "FEWEST", 3), (cpu_tiles, "MOST", 7), (cpu_tiles, "STEP", 2),
-        (cpu_selected, "SHORT", 0), (cpu, "STEP", 2),
+        (cpu_selected, "SHORT", 0), (strided, "STEP", 2),
         (cpu_selected, "QUERIES_AT_ONCE", 100),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

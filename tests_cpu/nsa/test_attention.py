@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nsa import NSAAttention, explain, load_config, nsa_attention, reference_attention
-from nsa.attention import DenseAttention
 from nsa.kernels import flash, reference
 from nsa.kernels.dispatch import counters
+from nsa.model.attention import DenseAttention
 
 SHAPE: dict[str, int] = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
 Inputs = list[torch.Tensor]

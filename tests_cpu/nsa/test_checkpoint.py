@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import checkpoint, export, train
+from nsa import export, train
 from nsa.config import Config, ConfigError, ModelConfig, load_config
 from nsa.data import Position, batches, open_source
-from nsa.parallel import RankInfo
-from nsa.trainer import Trainer
+from nsa.training import checkpoint
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 

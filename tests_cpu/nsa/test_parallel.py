@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import Checkpointer, find, load
 from nsa.config import Config, ConfigError, load_config
 from nsa.data import Position, batches, open_source
-from nsa.parallel import RankInfo
-from nsa.trainer import Trainer
+from nsa.training.checkpoint import Checkpointer, find, load
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 

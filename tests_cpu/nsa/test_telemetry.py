@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from nsa.config import ModelConfig, load_config
-from nsa.flops import flops_per_token, keys_seen
 from nsa.kernels import blocks
-from nsa.model import build_model
+from nsa.model.transformer import build_model
 from nsa.trace.environment import variables
-from nsa.trace.statistics import SelectionStatistics
 from nsa.trace.watchdog import Watchdog
+from nsa.training.flops import flops_per_token, keys_seen
+from nsa.training.statistics import SelectionStatistics
 from pytest_nsa.report.curves import curves
 from tests_cpu.warm import WarmPython
 
@@ -157,7 +157,7 @@ def test_statistics_of_a_selection_that_is_known() -> None:
 
 
 def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from nsa.trace.statistics import GateStatistics
+    from nsa.training.statistics import GateStatistics
 
     model = build_model(load_config(TINY, n_layers=2))
     statistics = GateStatistics(model)
@@ -229,9 +229,9 @@ def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from nsa.metrics import Metrics
-    from nsa.parallel import RankInfo
-    from nsa.trainer import StepResult
+    from nsa.training.metrics import Metrics
+    from nsa.training.parallel import RankInfo
+    from nsa.training.trainer import StepResult
 
     metrics = Metrics(tmp_path, load_config(TINY, **{"trace.tensorboard": True}), RankInfo(), 1e6)
     for step in (1, 2):
@@ -247,9 +247,9 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
-    from nsa.metrics import Metrics
-    from nsa.parallel import RankInfo
-    from nsa.trainer import StepResult
+    from nsa.training.metrics import Metrics
+    from nsa.training.parallel import RankInfo
+    from nsa.training.trainer import StepResult
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
     metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), 1e6)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from nsa.trainer import Trainer
+    from nsa.training.trainer import Trainer
 
 CULPRIT = 1
 never_released = threading.Lock()

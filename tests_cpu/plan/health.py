@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from nsa.data import Batch
-    from nsa.trainer import Trainer
+    from nsa.training.trainer import Trainer
 
 TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
 MAX_GROWTH_MIB = 4.0  # per hundred steps

@@ -210,10 +210,10 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
 
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
-    from nsa.metrics import Metrics
-    from nsa.model import build_model
-    from nsa.parallel import RankInfo
-    from nsa.trainer import Trainer
+    from nsa.model.transformer import build_model
+    from nsa.training.metrics import Metrics
+    from nsa.training.parallel import RankInfo
+    from nsa.training.trainer import Trainer
     from tests_cpu.plan import faults, health
 
     os.environ.update(row.environment)

@@ -6,7 +6,7 @@ group, and leaves a part: their attention to these keys alone, with its log-sum-
 importance (Eq. 8 to 10) of the block scores, and picks (Eq. 11). 3. `read_blocks`: a program per token, group and pick; a
 part each. 4. `sum_parts`: a program per token and head merges the parts of each branch, and gates them (Eq. 5).
 
-Layouts: q, out [B, T, H, D], gates [B, T, H, 3], contiguous. Keys and values [B, N, G, D] as `nsa.decoding.KVCache` keeps
+Layouts: q, out [B, T, H, D], gates [B, T, H, 3], contiguous. Keys and values [B, N, G, D] as `nsa.model.decoding.KVCache` keeps
 them: views of a longer buffer, so that a sequence's stride is given. Parts [B * G, parts, T * h, Dv] float32, log-sum-exps
 base 2. Token i of the new ones has position ``start`` + i.
 """

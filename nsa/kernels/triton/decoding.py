@@ -35,7 +35,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Output [B, T, H, Dv] of the T tokens from position ``start`` on, and their picks int32 [B * T, G, n].
 
-    ``cmp``, ``sel`` and ``win`` are (key, value) as `nsa.decoding.KVCache` returns them, the new tokens' among them.
+    ``cmp``, ``sel`` and ``win`` are (key, value) as `nsa.model.decoding.KVCache` returns them, the new tokens' among them.
     """
     q, gates = q.contiguous(), gates.contiguous()
     cmp, sel, win = ((_rows_together(k), _rows_together(v)) for k, v in (cmp, sel, win))

@@ -1,4 +1,4 @@
-"""One branch alone on a GPU, with the interface of `nsa.kernels.cpu`: for a forced branch, for benchmarks and for tests."""
+"""One branch alone on a GPU, with the interface of `nsa.kernels.cpu.strided`: for a forced branch, for benchmarks and for tests."""
 
 from __future__ import annotations
 

@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa import decoding
 from nsa.config import Branch, ModelConfig
-from nsa.decoding import KVCache
-from nsa.gate import Gate
 from nsa.kernels.dispatch import (
     Pair,
     attend,
@@ -27,6 +24,9 @@ from nsa.kernels.dispatch import (
     run_branches,
     spans,
 )
+from nsa.model import decoding
+from nsa.model.decoding import KVCache
+from nsa.model.gate import Gate
 
 
 class Rotary(nn.Module):
@@ -172,7 +172,7 @@ class NSAAttention(nn.Module):
         self.force_branch = force_branch
         check_backend(backend)
         self.backend = backend
-        # Told of each selection, bool [B, S, G, Ns], by who wants statistics (nsa.trace.statistics).
+        # Told of each selection, bool [B, S, G, Ns], by who wants statistics (nsa.training.statistics).
         self.selection_listener: Callable[[torch.Tensor], None] | None = None
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
         self.k_sel = nn.Linear(dim, n_kv_heads * d_k, bias=False)

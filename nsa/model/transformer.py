@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa.attention import DenseAttention, NSAAttention
-from nsa.checkpointing import CheckpointRange, run_block
 from nsa.config import Config, ModelConfig
-from nsa.decoding import KVCache
+from nsa.model.activation_checkpoint import CheckpointRange, run_block
+from nsa.model.attention import DenseAttention, NSAAttention
+from nsa.model.decoding import KVCache
 
 
 class RMSNorm(nn.Module):
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 def call_block(block: nn.Module, *inputs: Any) -> torch.Tensor:
-    """``block(*inputs)``: the region that `nsa.trainer` has compiled once for all blocks."""
+    """``block(*inputs)``: the region that `nsa.training.trainer` has compiled once for all blocks."""
     y: torch.Tensor = block(*inputs)
     return y
 

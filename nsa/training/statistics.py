@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nsa.attention import NSAAttention
 from nsa.config import BRANCHES
-from nsa.gate import Gate
 from nsa.kernels.dispatch import counters
+from nsa.model.attention import NSAAttention
+from nsa.model.gate import Gate
 from nsa.trace import logger
 from nsa.trace.names import plain_name
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa.config import Config, ConfigError
-from nsa.flops import peak_flops
-from nsa.parallel import RankInfo
-from nsa.trainer import StepResult
+from nsa.training.flops import peak_flops
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import StepResult
 
 
 class Metrics:

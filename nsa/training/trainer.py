@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import Config, ConfigError
 from nsa.data.packing import Batch
-from nsa.flops import flops_per_token
-from nsa.model import build_model, call_block
-from nsa.parallel import RankInfo, accumulating, average_gradients, share
+from nsa.model.transformer import build_model, call_block
 from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
 from nsa.trace.names import plain_name
-from nsa.trace.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
+from nsa.training.flops import flops_per_token
+from nsa.training.parallel import RankInfo, accumulating, average_gradients, share
+from nsa.training.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The selected branch on a CPU: causal while every block is chosen; from there on, of each block the queries that chose it.
 
-See `nsa.kernels.cpu_tiles`. A query and a whole block that it chose are an *entry*. Entries lie block by block, as a block's are
+See `nsa.kernels.cpu.tiles`. A query and a whole block that it chose are an *entry*. Entries lie block by block, as a block's are
 one product with its keys, and each makes a part of its query's output: these are weighted and summed query by query
 (FlashAttention, arXiv 2205.14135, section 3.1), as are the parts of its gradient. A query's own block, of which it sees but a part,
 makes one part more. A block's own gradient comes from its entries alone: no atomics, the same bits every time.
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from nsa.kernels import cpu_tiles
 from nsa.kernels.blocks import selected_visible
-from nsa.kernels.cpu import window_tiles
-from nsa.kernels.cpu_tiles import (
+from nsa.kernels.cpu import tiles as cpu_tiles
+from nsa.kernels.cpu.strided import window_tiles
+from nsa.kernels.cpu.tiles import (
     Backward,
     Forward,
     Rooms,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from nsa.kernels.cpu import compressed_gradients, sliding_gradients
-from nsa.kernels.cpu_selected import selected_gradients
-from nsa.kernels.cpu_tiles import Backward, Tensors3, in_runs, row_sums
+from nsa.kernels.cpu.selected import selected_gradients
+from nsa.kernels.cpu.strided import compressed_gradients, sliding_gradients
+from nsa.kernels.cpu.tiles import Backward, Tensors3, in_runs, row_sums
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from nsa.checkpoint import Checkpointer, describe, load
 from nsa.config import Config, ConfigError
 from nsa.data import Loader
-from nsa.metrics import Metrics
-from nsa.parallel import RankInfo
 from nsa.trace.environment import write_environment
 from nsa.trace.training import trace_training
 from nsa.trace.watchdog import Watchdog
-from nsa.trainer import Trainer
+from nsa.training.checkpoint import Checkpointer, describe, load
+from nsa.training.metrics import Metrics
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import Trainer
 
 DONE, PREEMPTED = 0, 75  # EX_TEMPFAIL of sysexits.h: start it again, and it goes on
 

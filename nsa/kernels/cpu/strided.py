@@ -1,4 +1,4 @@
-"""The window and the compressed branch on a CPU, forward and backward; `nsa.kernels.cpu_tiles` says how.
+"""The window and the compressed branch on a CPU, forward and backward; `nsa.kernels.cpu.tiles` says how.
 
 Shapes: B batch, S tokens, H query heads, G KV groups, D head dim, Nc compressed and Ns selection blocks; q [B, S, H, Dk],
 k [B, S, G, Dk], v [B, S, G, Dv]. The log-sum-exp is [B, S, H], float32, or float64 for float64.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.cpu_tiles import (
+from nsa.kernels.cpu.tiles import (
     STEP,
     Backward,
     Forward,

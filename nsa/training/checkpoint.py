@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from nsa.config import Config, ConfigError
 from nsa.data.packing import Position
-from nsa.safe_reader import SafePlanner, SafeReader
-from nsa.writing import write_whole
+from nsa.training.safe_reader import SafePlanner, SafeReader
+from nsa.training.writing import write_whole
 
 SCHEMA = 1
 DESCRIPTION = "checkpoint.json"

@@ -1,0 +1,1 @@
+"""The model: NSA attention, its gates, the transformer, decoding, and activation checkpointing."""

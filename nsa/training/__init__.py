@@ -1,0 +1,1 @@
+"""The training program: a run, its trainer, parallelism, checkpoints and figures."""
