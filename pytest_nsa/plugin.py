@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from pytest_nsa import marks, settings
-from pytest_nsa.artifacts import RunFolder
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report.summary import Entry, decision_of
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
+from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.items import (
     RankedFunction,
     folder_key,

@@ -238,12 +238,6 @@ def coverage_of_child() -> str:
     return os.environ.get(COVERAGE, "")
 
 
-def runtime_folder() -> Path | None:
-    """Where this user's processes keep what lives no longer than they; None where the system names no such place."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) if base and os.access(base, os.W_OK) else None
-
-
 def outer_environment() -> dict[str, Any]:
     """Variables that say how this run was set up, for env.json; ``***`` where the name speaks of a secret."""
     prefixes = (

@@ -14,6 +14,7 @@ import torch
 
 from nsa.kernels import blocks
 from nsa.kernels.cpu import selected as cpu_selected
+from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import whole as cpu_whole
 from nsa.kernels.cpu.tiles import Tensors3
 from nsa.kernels.cpu.whole import Pair

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from pytest_nsa.artifacts import append_line
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
@@ -19,6 +18,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StandStill
+from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
 GRACE_S = 1.0

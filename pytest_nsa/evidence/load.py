@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.artifacts import read_lines
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump, telling_thread
-from pytest_nsa.monitor.native import innermost_symbol
+from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s

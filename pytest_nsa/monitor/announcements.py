@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pytest_nsa.artifacts import append_line
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load
-from pytest_nsa.monitor.supervise import Limits
+from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
+from pytest_nsa.wire.protocols import Limits
 
 
 class Suspicions:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
 
 LIMIT_S = 8.0  # symbols of a large library take seconds
-# `    at::native::add (libtorch_cpu.so)`, `    forward (model.py:12)`
-_FRAME = re.compile(r"^\s+(?P<symbol>\S.*?) \((?P<place>[^()]*)\)$")
 
 
 def dump_native(pid: int, path: Path) -> str:
@@ -28,17 +25,4 @@ def dump_native(pid: int, path: Path) -> str:
         said = done.stderr.strip().splitlines()
         return f"py-spy could not look: {said[0][:200] if said else 'no reason given'}"
     path.write_text(done.stdout, encoding="utf-8")
-    return ""
-
-
-def innermost_symbol(text: str) -> str:
-    """'symbol in library' of the main thread's innermost native frame; '' where there is none."""
-    in_main = False
-    for line in text.splitlines():
-        if line.startswith("Thread "):
-            in_main = "MainThread" in line
-        elif in_main and (match := _FRAME.match(line)):
-            if ".py" in match["place"] or match["place"].startswith("<"):
-                return ""
-            return f"{match['symbol'][:120]} in {match['place']}"
     return ""

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.artifacts import append_line
 from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.system.procfs import catches, children_of, difference, look_at
 from pytest_nsa.system.tcp import socket_queues
+from pytest_nsa.wire.files import append_line
+from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
 DUMP_WAIT_S = 2.0
 MAX_CHILDREN = 4
-DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
 def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int, dict[str, Any]]) -> None:

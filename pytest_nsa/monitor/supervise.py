@@ -5,100 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from pytest_nsa.artifacts import append_line
 from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import DUMP_SIGNAL, dump_children, dump_stacks, note_process, sample_processes
+from pytest_nsa.monitor.second_look import dump_children, dump_stacks, note_process, sample_processes
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import look_at_gpus
-from pytest_nsa.wire.messages import CrewSpec, Job
+from pytest_nsa.wire.files import append_line
+from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
+from pytest_nsa.wire.protocols import Attendant, Launcher, Limits, Suspicion
 
 POLL_S = 0.05
 GRACE_S = 1.0  # of stand-still, before what looks stuck is taken for stuck
 FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
-
-
-class LaunchError(Exception):
-    """The ranks could not be started; the message says why and what to do."""
-
-
-class UnfitError(LaunchError):
-    """Ranks must not be forked from the process that collected the tests; the message says why."""
-
-
-class Attendant(Protocol):
-    """Something else that the host does while the ranks run (`pytest_nsa.attend`). ``stop_reason`` ends the run."""
-
-    stop_reason: str
-
-    def attend(self) -> float:
-        """Called at each look at the ranks; returns the seconds that shall not count as theirs."""
-        ...
-
-    def finish(self) -> None:
-        """The ranks have ended."""
-        ...
-
-
-class Launcher(Protocol):
-    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`).
-
-    ``lost`` are ranks whose whole node has gone: whatever their status says, we did not end them.
-    """
-
-    lost: Collection[int]
-
-    def expect(self, spec: CrewSpec | None) -> None:
-        """What ranks the test after the next job will need (None: unknown): they may be made ready meanwhile."""
-        ...
-
-    def wait_until_ready(self) -> None:
-        """Wait for what must come before the first rank. Raises LaunchError; UnfitError where no rank may come from here."""
-        ...
-
-    def start(self, job: Job) -> list[int]:
-        """Start the ranks; returns their process ids. Raises LaunchError."""
-        ...
-
-    def exits(self, timeout: float) -> dict[int, int]:
-        """Wait statuses of ranks that have ended since the last call, by rank."""
-        ...
-
-    def signal(self, rank: int, number: int) -> None:
-        """Signal one rank, if it has not ended."""
-        ...
-
-    def kill(self) -> None:
-        """SIGKILL every rank of the job that is still there, and what they started."""
-        ...
-
-    def close(self) -> None:
-        """End the launcher and everything it started."""
-        ...
-
-
-class Suspicion(Protocol):
-    """What is made of a stand-still. One that is certain cannot mend itself."""
-
-    @property
-    def certain(self) -> bool:
-        """Whether the test may be ended at once."""
-        ...
-
-
-@dataclass(kw_only=True)
-class Limits:
-    """Seconds: to form the group, for the body, and of a suspicious stand-still after which to give up (0: never)."""
-
-    start: float
-    run: float
-    hang_after: float
 
 
 @dataclass

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, TextIO
 import pytest
 
 from nsa.trace.events import record, record_exception
-from pytest_nsa.monitor.second_look import DUMP_SIGNAL
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper
-from pytest_nsa.wire.messages import Channel, CrewSpec, Job
+from pytest_nsa.wire.messages import DUMP_SIGNAL, Channel, CrewSpec, Job
 
 if TYPE_CHECKING:
     import torch.distributed as dist

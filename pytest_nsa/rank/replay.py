@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from nsa.trace.events import cut, origin, record, record_exception
-from pytest_nsa.artifacts import append_line
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext
+from pytest_nsa.rank.handles import by_name
+from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
 # They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
@@ -60,8 +61,6 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
 
 
 def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
-    from pytest_nsa.fixtures import by_name
-
     available = {**by_name(ctx), **ctx.job.arguments}
     wanted = inspect.signature(function).parameters
     try:

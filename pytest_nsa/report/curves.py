@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.artifacts import read_lines
+from pytest_nsa.wire.files import read_lines
 
 Series = dict[str, list[tuple[float, float]]]
 WIDTH, HEIGHT, MARGIN = 420, 170, 44

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.wire.files import write_atomically
 
 NAME = "perfetto.json"
 _PHASES, _COLLECTIVES = 0, 1

@@ -9,9 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.artifacts import write_atomically
 from pytest_nsa.report import html, summary
 from pytest_nsa.settings import outer_environment, step_summary
+from pytest_nsa.wire.files import write_atomically
 
 _PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow")
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import pytest
 
-from pytest_nsa.monitor.supervise import Launcher
 from pytest_nsa.rank import coverage
 from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
@@ -22,6 +21,7 @@ from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.prctl import die_with
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.wire.messages import Channel
+from pytest_nsa.wire.protocols import Launcher
 
 
 def why_not_fork(config: pytest.Config) -> str:

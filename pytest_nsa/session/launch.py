@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.artifacts import discard, safe_name
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import MAX_WORLD_SIZE
 from pytest_nsa.rank.context import current_rank
+from pytest_nsa.session.folders import discard, safe_name
 from pytest_nsa.session.items import runner_key, timeout_key
 from pytest_nsa.session.outcome import Outcome
 from pytest_nsa.wire.messages import Job, plain_nodeid

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.artifacts import write_atomically
-from pytest_nsa.monitor.supervise import LaunchError, UnfitError
 from pytest_nsa.rank import coverage
 from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import end_groups_of_the_dead
 from pytest_nsa.system.prctl import die_with, kill_group
+from pytest_nsa.wire.files import write_atomically
 from pytest_nsa.wire.messages import Channel, CrewSpec, Job
+from pytest_nsa.wire.protocols import LaunchError, UnfitError
 
 READY_S = 300.0  # for the imports of torch on a busy machine
 START_S = 60.0

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import time
-import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pytest_nsa.artifacts import append_line, read_lines, write_atomically
-from pytest_nsa.monitor.supervise import Attendant, Launcher, LaunchError, Limits, RanksRun
+from pytest_nsa.monitor.supervise import RanksRun
+from pytest_nsa.session.outer_store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
+from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import CrewSpec, Job
+from pytest_nsa.wire.protocols import Attendant, Launcher, LaunchError, Limits
 
-MEET_S = 600.0  # for all processes to collect their tests
 PUSH_S = 0.25  # between two looks that a follower sends
 START_S = 120.0
 SILENT_S = 10.0  # after which a process that sends nothing is taken for dead
@@ -37,48 +35,12 @@ NEVER_S = 1e9
 _FILES = ("events.jsonl", "reports.jsonl", "output.log", "traces.log", "stacks.txt", "fatal.txt", "board.bin")
 
 
-class Wire:
-    """Named values between the processes of a run."""
-
-    def __init__(self, outer: OuterLauncher) -> None:
-        import torch.distributed as dist
-
-        store = dist.TCPStore(
-            outer.address,
-            outer.port,
-            is_master=outer.rank == 0 and not outer.serves_store,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=MEET_S),
-        )
-        self._store = dist.PrefixStore("pytest-nsa", store)
-
-    def put(self, key: str, value: Any) -> None:
-        """Say something: anything that JSON can hold."""
-        self._store.set(key, zlib.compress(json.dumps(value).encode()))
-
-    def look(self, key: str) -> Any:
-        """What was said; None while nothing was."""
-        return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
-
-    def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:
-        """What was said as ``key``, or first as ``or_key``. Raises TimeoutError."""
-        deadline = time.monotonic() + seconds
-        while True:
-            for name in (key, or_key):
-                value = self.look(name) if name else None
-                if value is not None:
-                    return value
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"nothing was heard of {key!r} for {seconds:.0f} s")
-            time.sleep(0.01)
-
-
 class Attachment:
     """This process's part in a run under an outer launcher."""
 
     def __init__(self, outer: OuterLauncher) -> None:
         self.outer = outer
-        self.wire = Wire(outer)
+        self.wire = OuterStore(outer)
         self._count = 0
         self.exit_status = 0
 
@@ -185,7 +147,7 @@ class Attachment:
 class LeaderLauncher:
     """The leader's own rank, and all others as they are seen through the wire."""
 
-    def __init__(self, inner: Launcher, wire: Wire, key: str, job: Job) -> None:
+    def __init__(self, inner: Launcher, wire: OuterStore, key: str, job: Job) -> None:
         self.inner, self.wire, self.key, self.job = inner, wire, key, job
         self.others = [rank for rank in range(job.world_size) if rank != job.only]
         self._lost: set[int] = set()
@@ -269,7 +231,7 @@ class LeaderLauncher:
 class Follower:
     """Sends the leader looks at this process's rank, and listens for its word to stop."""
 
-    wire: Wire
+    wire: OuterStore
     key: str
     job: Job
     rank: int

@@ -17,20 +17,23 @@ from typing import Any
 import pytest
 
 from pytest_nsa import marks
-from pytest_nsa.artifacts import RunFolder, append_line, discard, safe_name, write_atomically
-from pytest_nsa.attend import DebuggerServer, LiveOutput, OutputLimit, Terminal
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import Evidence, load
 from pytest_nsa.monitor.announcements import Suspicions
-from pytest_nsa.monitor.supervise import Attendant, Launcher, LaunchError, Limits, RanksRun, UnfitError
+from pytest_nsa.monitor.output import LiveOutput, OutputLimit
+from pytest_nsa.monitor.supervise import RanksRun
+from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
 from pytest_nsa.session import choose_launcher
 from pytest_nsa.session.bisect import bisect
+from pytest_nsa.session.folders import RunFolder, discard, safe_name
 from pytest_nsa.session.needs import Needs, needs_of, tracing_of
 from pytest_nsa.session.outer_launcher import Attachment
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.settings import Settings
+from pytest_nsa.wire.files import append_line, write_atomically
 from pytest_nsa.wire.messages import CrewSpec, Job, plain_nodeid
+from pytest_nsa.wire.protocols import Attendant, Launcher, LaunchError, Limits, UnfitError
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
 RESERVE_S = 2.0

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.artifacts import ANNOUNCEMENTS, read_lines
 from pytest_nsa.session.choose_launcher import SharedZygote
+from pytest_nsa.session.folders import ANNOUNCEMENTS
 from pytest_nsa.session.items import runner_key
+from pytest_nsa.wire.files import read_lines
 
 TELL_S = 0.3
 

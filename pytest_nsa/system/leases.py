@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_nsa.settings import runtime_folder
-
 PART = 1 << 30
 POLL_S = 0.05
 FIRST_WORD_S = 1.0
@@ -28,9 +26,15 @@ NEXT_WORD_S = 15.0
 LAST_RANKS_S = 1.0
 
 
+def _runtime_folder() -> Path | None:
+    """Where this user's processes keep what lives no longer than they; None where the system names no such place."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) if base and os.access(base, os.W_OK) else None
+
+
 def default_folder() -> Path:
     """Where this user's lock files lie. Raises PermissionError when somebody else has made the folder."""
-    base = runtime_folder()
+    base = _runtime_folder()
     folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()  # not what a link of somebody else's leads to

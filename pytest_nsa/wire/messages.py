@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import signal
 import socket
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

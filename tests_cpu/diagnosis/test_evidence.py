@@ -9,11 +9,11 @@ import pytest
 
 from nsa.trace.board import Board
 from nsa.trace.frames import is_user_file
-from pytest_nsa.__main__ import main
+from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.stacks import Frame, parse_dump, telling_thread
-from pytest_nsa.monitor.native import innermost_symbol
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.wire.messages import Job
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nsa import nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.cpu import selected as cpu_selected
+from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import tiles as cpu_tiles
 from nsa.kernels.dispatch import BACKENDS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.artifacts import RunFolder, safe_name
+from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.testing import run_example
 
 

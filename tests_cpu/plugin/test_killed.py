@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.artifacts import read_lines
 from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.testing import HEADER, read_result
+from pytest_nsa.wire.files import read_lines
 
 SLEEPS = """
 @world_size(2)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.artifacts import read_lines
 from pytest_nsa.testing import HEADER, run_example
+from pytest_nsa.wire.files import read_lines
 
 STANDS = """
 @world_size(2)

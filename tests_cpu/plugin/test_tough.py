@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.artifacts import read_lines
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
+from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below
 
 FAULTS = """

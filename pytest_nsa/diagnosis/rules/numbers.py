@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_nsa.artifacts import read_lines
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.wire.files import read_lines
 
 _FINITE = re.compile(r"isfinite|isnan|isinf")
 _NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)

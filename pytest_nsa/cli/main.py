@@ -1,0 +1,97 @@
+"""The command `pytest-nsa`: `diagnose DIR` reads evidence again, from any machine; `watch` follows a training that runs.
+
+Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_nsa.cli.watch import folder_of, watch
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.evidence.load import find_test_folders, load
+from pytest_nsa.report import html
+from pytest_nsa.report.summary import Entry, decision_of
+from pytest_nsa.report.terminal import lines
+from pytest_nsa.wire.files import write_atomically
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("diagnose", help="say the verdict on a test's folder, or on every test of a run")
+    command.add_argument(
+        "folders", metavar="DIR", type=Path, nargs="+",
+        help="as in artifacts/latest or artifacts/latest/SCENARIO; of a training on several nodes, the folder of each",
+    )  # fmt: skip
+    command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
+    command.add_argument(
+        "--html", action="store_true", help="write DIR/report.html anew: of a training with its curves"
+    )
+    command = commands.add_parser(
+        "watch", help="follow a training whose ranks have NSA_TRACE_DIR set, or trace_training called"
+    )
+    command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
+    command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
+    command.add_argument("--json", action="store_true", help="print a JSON object at each change, one a line")
+    command.add_argument("--once", action="store_true", help="say what can be said now, and end")
+    arguments = parser.parse_args(argv)
+    try:
+        return _diagnose(arguments) if arguments.command == "diagnose" else _watch(arguments)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    first, *others = arguments.folders
+    folders = find_test_folders(first)
+    if not folders:
+        print(
+            f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",
+            file=sys.stderr,
+        )
+        return 2
+    failed = False
+    entries = []
+    for folder in folders:
+        evidence = load(folder, *others)
+        verdict = diagnose(evidence)
+        failed = failed or verdict.failed
+        name = str(folder.relative_to(first))
+        entries.append(Entry(folder=name, verdict=verdict))
+        if arguments.json:
+            print(json.dumps(verdict.to_json()))
+        elif verdict.failed:
+            print(f"{verdict.scenario or verdict.nodeid}\n" + "\n".join(lines(verdict, evidence)) + "\n")
+        else:
+            print(f"{verdict.scenario or verdict.nodeid}\n{verdict.outcome}\n")
+    if arguments.html:
+        write_atomically(first / "report.html", html.render(first, entries, decision_of(entries), interrupted=False))
+        print(first / "report.html", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    folders = {arguments.run.absolute()} if arguments.run else set()
+    for pid in arguments.pids:
+        found = folder_of(pid)
+        if found is None:
+            print(
+                f"error: process {pid}: maps no board; start its training with NSA_TRACE_DIR=DIR, as the user who watches",
+                file=sys.stderr,
+            )
+            return 2
+        folders.add(found)
+    if not folders:
+        print("error: give --run DIR, or the process id of a rank", file=sys.stderr)
+        return 2
+    return watch(sorted(folders), as_json=arguments.json, once=arguments.once)

@@ -1,0 +1,93 @@
+"""The user's terminal: written to past pytest's capture, and lent to a rank's debugger."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_nsa.system import unix_sockets
+
+
+class Terminal:
+    """Writes to the user's terminal past pytest's capture, and lends it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._capture = config.pluginmanager.getplugin("capturemanager")
+
+    def __call__(self, text: str) -> None:
+        with self._capture.global_and_fixture_disabled():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Standard input too is the user's."""
+        self._capture.suspend(in_=True)
+        try:
+            yield
+        finally:
+            self._capture.resume()
+
+
+class DebuggerServer:
+    """Lends the terminal to the first rank of a job that asks for it: at a socket of this user's."""
+
+    stop_reason = ""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self.name, self._listener = unix_sockets.listen("debugger")
+        self.once = False  # post mortem: one rank a test
+        self._served = 0
+
+    def begin(self, *, once: bool) -> None:
+        """Another test."""
+        self.once, self._served = once, 0
+
+    def attend(self) -> float:
+        """Serve a rank that asks; the others wait for it in their next collective."""
+        if not select.select([self._listener], [], [], 0)[0]:
+            return 0.0
+        connection = unix_sockets.accept(self._listener)
+        if connection is None:
+            return 0.0
+        with connection:
+            if self.once and self._served:
+                return 0.0
+            self._served += 1
+            began = time.monotonic()
+            with self._terminal.lent():
+                print("\n>>> a rank is in the debugger; the others wait, and no time limit runs", flush=True)
+                self._relay(connection)
+            return time.monotonic() - began
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def _relay(self, connection: socket.socket) -> None:
+        sources: list[socket.socket | int] = [connection, 0]
+        while True:
+            readable, _, _ = select.select(sources, [], [])
+            if connection in readable:
+                try:
+                    data = connection.recv(1 << 16)
+                except ConnectionResetError:
+                    return
+                if not data:
+                    return
+                os.write(1, data)
+            if 0 in readable:
+                typed = os.read(0, 1 << 12)
+                with contextlib.suppress(BrokenPipeError):
+                    if typed:
+                        connection.sendall(typed)
+                    else:  # end of file: pdb takes that for quit
+                        sources.remove(0)
+                        connection.shutdown(socket.SHUT_WR)

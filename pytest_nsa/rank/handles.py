@@ -1,0 +1,189 @@
+"""What fixtures give a test on ranks: the group, DDP, FSDP, the tracer. torch is imported where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_nsa import marks
+from pytest_nsa.rank.context import RankContext
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nsa.trace.gradients import GradientTrace
+    from nsa.trace.module_backward import ModuleBackwardTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The process group that this rank is in. ``device`` is where its tensors go: 'cpu' or 'cuda:0'."""
+
+    rank: int
+    world_size: int
+    device: str
+    backend: str
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Group):
+    """A group whose models are wrapped in DistributedDataParallel."""
+
+    static_graph: bool
+
+    def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
+        """``model`` on this rank's device, in DDP. ``options`` are DDP's own; the mark static_graph sets its default."""
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        settings: dict[str, Any] = {"static_graph": self.static_graph, **options}
+        if self.device != "cpu":
+            settings.setdefault("device_ids", [torch.device(self.device).index])
+        return DistributedDataParallel(model.to(self.device), **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP(Group):
+    """A group whose models are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--fsdp-version 1``."""
+
+    version: int
+
+    def wrap(
+        self,
+        model: nn.Module,
+        *,
+        blocks: list[nn.Module] | None = None,
+        version: int | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """``model`` sharded over the group, each of ``blocks`` a unit (default: the items of its ModuleLists).
+
+        ``options`` are those of fully_shard or of FullyShardedDataParallel.
+        """
+        from torch import nn
+
+        model = model.to(self.device)
+        if blocks is None:
+            blocks = [child for m in model.modules() if isinstance(m, nn.ModuleList) for child in m]
+        if (version or self.version) == 1:
+            return self._wrap1(model, blocks, options)
+        import torch
+        from torch.distributed.fsdp import fully_shard
+
+        if self.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise RuntimeError(f"fully_shard of torch {torch.__version__} does not run on CPU; use --fsdp-version 1")
+        from torch.distributed.device_mesh import init_device_mesh
+
+        options.setdefault("mesh", init_device_mesh(self.device.partition(":")[0], (self.world_size,)))
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return model
+
+    def _wrap1(self, model: nn.Module, blocks: list[nn.Module], options: dict[str, Any]) -> nn.Module:
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        if blocks:
+            options.setdefault("auto_wrap_policy", ModuleWrapPolicy({type(block) for block in blocks}))
+        options.setdefault("device_id", torch.device(self.device))
+        options.setdefault("use_orig_params", True)
+        return FullyShardedDataParallel(model, **options)
+
+
+@dataclass
+class Trace:
+    """Records a training step: ``with trace(model): step()``. What it prints goes to the rank's output and traces.log."""
+
+    rank: int
+    kinds: tuple[str, ...]
+    folder: Path
+    step: int = 0
+    buckets: list[tuple[int, str]] = field(default_factory=list)
+    _gradients: GradientTrace | None = None
+    _modules: ModuleBackwardTrace | None = None
+    _bucketed: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[Trace]:
+        """Trace one step of ``model`` (wrapped or not); the report is printed when the block ends, however it ends."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        from nsa.trace.ddp_buckets import BucketTrace
+        from nsa.trace.gradients import GradientTrace
+        from nsa.trace.module_backward import ModuleBackwardTrace
+
+        self.step += 1
+        if "grads" in self.kinds:
+            self._gradients = GradientTrace(model)
+        if "module_bwd" in self.kinds:
+            self._modules = ModuleBackwardTrace(model)
+            self._modules.reset(self.step)
+        if "ddp_buckets" in self.kinds and isinstance(model, DistributedDataParallel) and model not in self._bucketed:
+            buckets = BucketTrace(self.rank)
+            buckets.attach(model)
+            self.buckets = buckets.buckets
+            self._bucketed.append(model)
+        try:
+            yield self
+        finally:
+            if self._gradients is not None:
+                self._gradients.close()
+                self._gradients.report(self.step)
+            if self._modules is not None:
+                self._modules.close()
+                self._modules.report(self.step)
+
+    def missing_gradients(self) -> list[str]:
+        """Names of parameters whose gradient did not arrive in the last traced step."""
+        if self._gradients is None:
+            raise RuntimeError(
+                "trace: gradients are not traced; use @trace('grads') and `with trace(model): ...` first"
+            )
+        return self._gradients.missing()
+
+    def modules_not_reached(self) -> list[str]:
+        """Names of modules whose backward did not run in the last traced step."""
+        if self._modules is None:
+            raise RuntimeError(
+                "trace: module backwards are not traced; use @trace('module_bwd') and `with trace(model): ...` first"
+            )
+        return self._modules.not_reached()
+
+
+def make_group(ctx: RankContext) -> Group:
+    """The fixture `group` of a rank."""
+    return Group(rank=ctx.rank, world_size=ctx.job.world_size, device=ctx.device, backend=ctx.job.backend)
+
+
+def make_ddp(ctx: RankContext) -> DDP:
+    """The fixture `ddp` of a rank."""
+    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph)
+
+
+def make_fsdp(ctx: RankContext) -> FSDP:
+    """The fixture `fsdp` of a rank."""
+    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version)
+
+
+def make_trace(ctx: RankContext) -> Trace:
+    """The fixture `trace` of a rank."""
+    return Trace(rank=ctx.rank, kinds=ctx.job.traces or marks.TRACES, folder=ctx.folder)
+
+
+def by_name(ctx: RankContext) -> dict[str, Any]:
+    """What a function that `launch` runs can take as arguments, by name."""
+    return {
+        "rank": ctx.rank, "world_size": ctx.job.world_size, "device": ctx.device, "group": make_group(ctx),
+        "ddp": make_ddp(ctx), "fsdp": make_fsdp(ctx), "trace": make_trace(ctx), "artifacts": Path(ctx.job.folder),
+    }  # fmt: skip

@@ -1,0 +1,53 @@
+"""The store of an outer launcher, through which the pytest processes of a run exchange JSON.
+
+The one place where a pytest process imports torch: torchrun's store is torch's TCPStore, and its protocol is torch's own. Ranks
+are forked from this process here, which has to have imported torch anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from datetime import timedelta
+from typing import Any
+
+from pytest_nsa.settings import OuterLauncher
+
+MEET_S = 600.0  # for all processes to collect their tests
+
+
+class OuterStore:
+    """Named values between the processes of a run."""
+
+    def __init__(self, outer: OuterLauncher) -> None:
+        import torch.distributed as dist
+
+        store = dist.TCPStore(
+            outer.address,
+            outer.port,
+            is_master=outer.rank == 0 and not outer.serves_store,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_S),
+        )
+        self._store = dist.PrefixStore("pytest-nsa", store)
+
+    def put(self, key: str, value: Any) -> None:
+        """Say something: anything that JSON can hold."""
+        self._store.set(key, zlib.compress(json.dumps(value).encode()))
+
+    def look(self, key: str) -> Any:
+        """What was said; None while nothing was."""
+        return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
+
+    def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:
+        """What was said as ``key``, or first as ``or_key``. Raises TimeoutError."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for name in (key, or_key):
+                value = self.look(name) if name else None
+                if value is not None:
+                    return value
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"nothing was heard of {key!r} for {seconds:.0f} s")
+            time.sleep(0.01)
