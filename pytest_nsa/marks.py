@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.diagnosis.causes import ADVICE
+from pytest_nsa.diagnosis.causes import CAUSES
 
 BRANCHES = ("cmp", "sel", "win")
 BACKENDS = ("gloo", "nccl")
@@ -216,7 +216,7 @@ _RULES = (
         "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these.",
     ),
     _taking_arguments(scenario, _check_scenario),
-    _taking_arguments(fails_as, lambda m: _one_of(m, tuple(ADVICE), "fails_as('lock_deadlock')", single=True)),
+    _taking_arguments(fails_as, lambda m: _one_of(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)),
 )
 RULES: dict[str, MarkRule] = {rule.name: rule for rule in _RULES}
 

@@ -1,41 +1,357 @@
-"""The closed list of causes, and what to do about each."""
+"""The registry of causes: what each means, the outcome that it has, what to do, and which rules may give it.
+
+To add one: a row here, a rule in `rules/` (named in the row, and in `engine.RULES` where the module is new there), a planted
+fault in tests_cpu/faults, and its page in docs/causes. A test holds the four together.
+"""
 
 from __future__ import annotations
 
-ADVICE: dict[str, str] = {
-    "skipped_collective": "make every rank reach this call the same number of times, or take it out on all ranks",
-    "extra_collective": "take the extra call out, or make every rank reach it",
-    "collective_mismatch": "make every rank call the same operation with the same shape and dtype, in the same order",
-    "group_order_deadlock": "take the two groups in the same order on every rank",
-    "p2p_unmatched": "pair each send with a receive; where both ranks receive first, let one send first or use isend/irecv",
-    "missing_collective": "look at where the rank stands instead: it never came to the call that the others wait in",
-    "rank_exception": "fix the exception; what the other ranks report is a consequence of it",
-    "rank_exited": "the rank left before the others were done: let every rank run to the end, or leave together",
-    "rank_died": "look for who sent the signal: the kernel's OOM killer (dmesg), a crash in native code, an operator",
-    "rank_stopped": "continue the process (SIGCONT), or detach the debugger that holds it",
-    "oom": "lower the batch or sequence, checkpoint more layers, or give the rank more memory",
-    "init_timeout": "look at the rank that is missing: its output says why it did not come",
-    "lock_deadlock": "release the lock on every path (use `with`), and do not wait for it inside a backward or a hook",
-    "infinite_loop": "give the loop a condition that ends it; the stack names its line",
-    "sleeping": "the rank sleeps while others wait: take the sleep out, or let all ranks wait at a barrier",
-    "native_busy": "the rank is at work in native code: give it time, or make the call smaller",
-    "gil_held": "native code holds the interpreter's lock: release the GIL around it, or make the call shorter",
-    "io_stuck": "the file, pipe or socket does not answer: check the mount, the writer at the other end, add a timeout",
-    "child_process": "the rank waits for a process it started: see why that one does not end, or wait with a timeout",
-    "dataloader_stuck": "look at the data loader's worker: its dataset blocks; try num_workers=0 and a loader timeout",
-    "compiling": "a compile is under way on this rank: warm up before timing, or raise the timeout",
-    "transport_stuck": "all ranks are inside the same collective: look at the network, the interface, or NCCL's settings",
-    "ready_twice": "use non-reentrant checkpointing (use_reentrant=False), or static_graph=True, or drop find_unused_parameters",
-    "unused_parameters": "let every parameter take part in the loss on every rank, or set find_unused_parameters=True",
-    "static_graph_changed": "the graph must be the same each step under static_graph=True: make it so, or drop static_graph",
-    "data_dependent_branch": "let every rank run the same modules whatever its data, with weights of zero where needed",
-    "hook_deadlock": "do not call collectives or take locks in gradient hooks",
-    "backward_deadlock": "the first backward node does not return: run it alone under TORCH autograd's anomaly mode",
-    "silent_divergence": "find what differs: a seed, a learning rate, an unreduced gradient (use non-reentrant checkpointing)",
-    "nan_loss": "find the first step with a NaN; lower the learning rate, clip gradients, check the data",
-    "slow": "it moves: raise the timeout, or make the step smaller",
-    "graph_explosion": "vectorise the module that owns the autograd nodes",
-    "straggler": "balance the work between ranks, or raise the timeout",
-    "assertion": "the test's own assertion failed",
-    "unknown": "no rule fits; all the evidence is in the folder",
-}
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """A cause that a verdict may name.
+
+    ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank`` is
+    true for causes that no model has part in. ``unmet`` is true where other ranks wait for a call that never comes, so that
+    an abort among them is a consequence. ``rules`` are 'module.function' of `rules/`.
+    """
+
+    name: str
+    chapter: str
+    summary: str
+    advice: str
+    rules: tuple[str, ...]
+    outcome: Literal["", "FAIL", "CRASH", "SLOW"] = ""
+    of_the_rank: bool = False
+    unmet: bool = False
+
+
+_REGISTRY = (
+    Cause(
+        name="skipped_collective",
+        chapter="The order of collectives",
+        summary="a rank went on without a collective that the others wait in.",
+        advice="make every rank reach this call the same number of times, or take it out on all ranks",
+        rules=(
+            "order.departed",
+            "order.waiting_apart",
+        ),
+        of_the_rank=True,
+        unmet=True,
+    ),
+    Cause(
+        name="extra_collective",
+        chapter="The order of collectives",
+        summary="a rank entered a collective that no other rank entered.",
+        advice="take the extra call out, or make every rank reach it",
+        rules=(
+            "order.waiting_apart",
+            "order.departed",
+            "absence.left_alone",
+        ),
+        of_the_rank=True,
+        unmet=True,
+    ),
+    Cause(
+        name="collective_mismatch",
+        chapter="The order of collectives",
+        summary="the ranks called different operations, shapes, dtypes or orders at the same place of their sequence.",
+        advice="make every rank call the same operation with the same shape and dtype, in the same order",
+        rules=(
+            "order.waiting_apart",
+            "order.departed",
+            "payloads.aborted",
+            "payloads.wrong_numbers",
+        ),
+        of_the_rank=True,
+    ),
+    Cause(
+        name="group_order_deadlock",
+        chapter="The order of collectives",
+        summary="ranks wait in different groups, each for a rank that waits elsewhere.",
+        advice="take the two groups in the same order on every rank",
+        rules=(
+            "order.waiting_apart",
+            "stalls.standing",
+        ),
+        of_the_rank=True,
+    ),
+    Cause(
+        name="p2p_unmatched",
+        chapter="The order of collectives",
+        summary="a send or receive has no other half.",
+        advice="pair each send with a receive; where both ranks receive first, let one send first or use isend/irecv",
+        rules=(
+            "absence.left_alone",
+            "absence.not_entered",
+            "stalls.standing",
+        ),
+        of_the_rank=True,
+    ),
+    Cause(
+        name="missing_collective",
+        chapter="The order of collectives",
+        summary="others wait in a collective that a rank never entered, and nothing more is known of that rank.",
+        advice="look at where the rank stands instead: it never came to the call that the others wait in",
+        rules=("absence.not_entered",),
+        unmet=True,
+    ),
+    Cause(
+        name="rank_exception",
+        chapter="The rank itself",
+        summary="one rank raised; the others waited for it.",
+        advice="fix the exception; what the other ranks report is a consequence of it",
+        rules=(
+            "exits.rank_raised",
+            "exits.only_victims",
+        ),
+        outcome="FAIL",
+        of_the_rank=True,
+    ),
+    Cause(
+        name="rank_exited",
+        chapter="The rank itself",
+        summary="a rank's process left, or raised SystemExit, before its test was done.",
+        advice="the rank left before the others were done: let every rank run to the end, or leave together",
+        rules=(
+            "exits.rank_raised",
+            "exits.rank_exited",
+        ),
+        outcome="FAIL",
+        of_the_rank=True,
+    ),
+    Cause(
+        name="rank_died",
+        chapter="The rank itself",
+        summary="a signal ended a rank.",
+        advice="look for who sent the signal: the kernel's OOM killer (dmesg), a crash in native code, an operator",
+        rules=(
+            "exits.rank_died",
+            "exits.rank_gone",
+        ),
+        outcome="CRASH",
+        of_the_rank=True,
+    ),
+    Cause(
+        name="rank_stopped",
+        chapter="The rank itself",
+        summary="a rank is stopped: SIGSTOP, or a debugger.",
+        advice="continue the process (SIGCONT), or detach the debugger that holds it",
+        rules=("stalls.standing",),
+        of_the_rank=True,
+    ),
+    Cause(
+        name="oom",
+        chapter="The rank itself",
+        summary="a rank ran out of memory.",
+        advice="lower the batch or sequence, checkpoint more layers, or give the rank more memory",
+        rules=("exits.rank_raised",),
+        outcome="FAIL",
+        of_the_rank=True,
+    ),
+    Cause(
+        name="init_timeout",
+        chapter="The rank itself",
+        summary="a process group never formed.",
+        advice="look at the rank that is missing: its output says why it did not come",
+        rules=(
+            "exits.init_timeout",
+            "absence.left_alone",
+            "absence.not_entered",
+        ),
+        of_the_rank=True,
+    ),
+    Cause(
+        name="lock_deadlock",
+        chapter="Where it stands",
+        summary="a rank waits for a lock, a queue, an event or a thread.",
+        advice="release the lock on every path (use `with`), and do not wait for it inside a backward or a hook",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="infinite_loop",
+        chapter="Where it stands",
+        summary="Python code runs, and nothing gets on.",
+        advice="give the loop a condition that ends it; the stack names its line",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="sleeping",
+        chapter="Where it stands",
+        summary="a rank sleeps while others wait for it.",
+        advice="the rank sleeps while others wait: take the sleep out, or let all ranks wait at a barrier",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="native_busy",
+        chapter="Where it stands",
+        summary="native code is at work.",
+        advice="the rank is at work in native code: give it time, or make the call smaller",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="gil_held",
+        chapter="Where it stands",
+        summary="native code holds the interpreter's lock.",
+        advice="native code holds the interpreter's lock: release the GIL around it, or make the call shorter",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="io_stuck",
+        chapter="Where it stands",
+        summary="a rank waits for a file, a pipe or a socket.",
+        advice="the file, pipe or socket does not answer: check the mount, the writer at the other end, add a timeout",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="child_process",
+        chapter="Where it stands",
+        summary="a rank waits for a process that it has started.",
+        advice="the rank waits for a process it started: see why that one does not end, or wait with a timeout",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="dataloader_stuck",
+        chapter="Where it stands",
+        summary="the data loader's worker does not deliver.",
+        advice="look at the data loader's worker: its dataset blocks; try num_workers=0 and a loader timeout",
+        rules=(
+            "stalls.standing",
+            "exits.rank_raised",
+        ),
+    ),
+    Cause(
+        name="compiling",
+        chapter="Where it stands",
+        summary="a compile is under way.",
+        advice="a compile is under way on this rank: warm up before timing, or raise the timeout",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="transport_stuck",
+        chapter="Where it stands",
+        summary="every rank is inside the same collective, and it does not end.",
+        advice="all ranks are inside the same collective: look at the network, the interface, or NCCL's settings",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="ready_twice",
+        chapter="Autograd and DDP",
+        summary="DDP: a parameter was marked ready twice in one backward.",
+        advice="use non-reentrant checkpointing (use_reentrant=False), or static_graph=True, or drop find_unused_parameters",
+        rules=("autograd.ready_twice",),
+        outcome="FAIL",
+    ),
+    Cause(
+        name="unused_parameters",
+        chapter="Autograd and DDP",
+        summary="DDP: parameters took no part in the last backward.",
+        advice="let every parameter take part in the loss on every rank, or set find_unused_parameters=True",
+        rules=("autograd.unused_parameters",),
+        outcome="FAIL",
+    ),
+    Cause(
+        name="static_graph_changed",
+        chapter="Autograd and DDP",
+        summary="DDP was promised a static graph, and it changed.",
+        advice="the graph must be the same each step under static_graph=True: make it so, or drop static_graph",
+        rules=("autograd.static_graph_changed",),
+        outcome="FAIL",
+    ),
+    Cause(
+        name="data_dependent_branch",
+        chapter="Autograd and DDP",
+        summary="ranks took different ways through the model, or only some of them skipped a test.",
+        advice="let every rank run the same modules whatever its data, with weights of zero where needed",
+        rules=(
+            "absence.left_by_choice",
+            "order.departed",
+            "order.waiting_apart",
+            "engine.skipped_apart",
+        ),
+    ),
+    Cause(
+        name="hook_deadlock",
+        chapter="Autograd and DDP",
+        summary="a collective in a gradient hook waits for ranks that do not come.",
+        advice="do not call collectives or take locks in gradient hooks",
+        rules=(
+            "order.departed",
+            "order.waiting_apart",
+        ),
+    ),
+    Cause(
+        name="backward_deadlock",
+        chapter="Autograd and DDP",
+        summary="a rank stands in backward, and no gradient has come.",
+        advice="the first backward node does not return: run it alone under TORCH autograd's anomaly mode",
+        rules=("stalls.standing",),
+    ),
+    Cause(
+        name="silent_divergence",
+        chapter="Numbers",
+        summary="ranks end with different gradients or parameters, though DDP keeps them equal.",
+        advice="find what differs: a seed, a learning rate, an unreduced gradient (use non-reentrant checkpointing)",
+        rules=("numbers.silent_divergence",),
+        outcome="FAIL",
+    ),
+    Cause(
+        name="nan_loss",
+        chapter="Numbers",
+        summary="a loss is no finite number, and the test failed after it.",
+        advice="find the first step with a NaN; lower the learning rate, clip gradients, check the data",
+        rules=("numbers.nan_loss",),
+        outcome="FAIL",
+    ),
+    Cause(
+        name="slow",
+        chapter="Speed",
+        summary="it moves, and not fast enough for its time.",
+        advice="it moves: raise the timeout, or make the step smaller",
+        rules=("speed.slow",),
+        outcome="SLOW",
+    ),
+    Cause(
+        name="graph_explosion",
+        chapter="Speed",
+        summary="one module makes most of a very large autograd graph.",
+        advice="vectorise the module that owns the autograd nodes",
+        rules=("speed.graph_explosion",),
+        outcome="SLOW",
+    ),
+    Cause(
+        name="straggler",
+        chapter="Speed",
+        summary="one rank is slower, and the others wait for it.",
+        advice="balance the work between ranks, or raise the timeout",
+        rules=("speed.straggler",),
+        outcome="SLOW",
+    ),
+    Cause(
+        name="assertion",
+        chapter="Else",
+        summary="an ordinary failure of the test.",
+        advice="the test's own assertion failed",
+        rules=(
+            "exits.rank_raised",
+            "items.foreseen",
+        ),
+        outcome="FAIL",
+        of_the_rank=True,
+    ),
+    Cause(
+        name="unknown",
+        chapter="Else",
+        summary="no rule fits.",
+        advice="no rule fits; all the evidence is in the folder",
+        rules=(
+            "engine.unknown",
+            "engine.refused",
+        ),
+    ),
+)
+
+CAUSES: dict[str, Cause] = {cause.name: cause for cause in _REGISTRY}

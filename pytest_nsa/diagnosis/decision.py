@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Verdict
 
 BRANCHES = {"cmp": "branch_cmp_only", "sel": "branch_sel_only", "win": "branch_win_only"}
@@ -12,12 +13,7 @@ ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_1
 ALL_TOGETHER = ("ddp_onestep_trace", "ddp_gloo_sanity")
 
 # Causes that say by themselves what is wrong: the tree below reasons about backward and would look in the wrong place.
-_OF_THE_RANK = frozenset(
-    {
-        "skipped_collective", "extra_collective", "collective_mismatch", "group_order_deadlock", "p2p_unmatched",
-        "rank_exception", "rank_exited", "rank_died", "rank_stopped", "oom", "init_timeout", "assertion",
-    }
-)  # fmt: skip
+_OF_THE_RANK = frozenset(cause.name for cause in CAUSES.values() if cause.of_the_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

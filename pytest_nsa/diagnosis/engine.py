@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from pytest_nsa.diagnosis.causes import ADVICE
+from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
 from pytest_nsa.diagnosis.rules import absence, autograd, exits, numbers, order, payloads, speed, stalls
-from pytest_nsa.diagnosis.verdict import Finding, Outcome, Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
 from pytest_nsa.evidence.load import Evidence
 
 Rule = Callable[[Evidence], Finding | None]
@@ -24,7 +26,7 @@ def refused(evidence: Evidence) -> Finding | None:
     )
 
 
-def unknown(evidence: Evidence) -> Finding:
+def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
     """No rule fits; said with where each rank stands, and all the evidence."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
     why = "no rule fits" if evidence.stood else "whoever ran the ranks was killed while they moved"
@@ -33,7 +35,8 @@ def unknown(evidence: Evidence) -> Finding:
         ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
         reason=f"{why}; {where or 'all the evidence is in the folder'}",
         confidence=0.0,
-        facts=all_facts(evidence.ranks),
+        facts=(*all_facts(evidence.ranks), *failures),
+        rule="engine.unknown",
     )
 
 
@@ -63,22 +66,54 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-_ERRORS = frozenset(
-    {
-        "rank_exception",
-        "assertion",
-        "oom",
-        "ready_twice",
-        "unused_parameters",
-        "static_graph_changed",
-        "rank_exited",
-        "nan_loss",
-        "silent_divergence",
-    }
+# Of ranks that stall, or are waited for, while the test runs.
+SUSPICIONS: tuple[Rule, ...] = (
+    order.departed,
+    order.waiting_apart,
+    speed.graph_explosion,
+    speed.straggler,
+    stalls.standing,
+    absence.not_entered,
 )
 
+# Of ranks that all ended well: what is wrong all the same.
+OF_THE_PASSED: tuple[Rule, ...] = (payloads.wrong_numbers, numbers.silent_divergence)
 
-_UNMET = ("skipped_collective", "extra_collective", "missing_collective")
+
+def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
+    """Return the first rule's finding, and a fact per rule that failed before it.
+
+    A diagnosis must never be the failure: a rule that raises, or names a cause that is not in the registry, is passed over.
+    """
+    failures: list[Fact] = []
+    for rule in rules:
+        name = name_of(rule)
+        try:
+            finding = rule(evidence)
+        except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact
+            failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
+            continue
+        if finding is None:
+            continue
+        if finding.cause not in CAUSES:
+            failures.append(_failure(name, f"{finding.cause!r} is not a cause of the registry"))
+            continue
+        return replace(finding, rule=name, facts=(*finding.facts, *failures)), tuple(failures)
+    return None, tuple(failures)
+
+
+def name_of(rule: Rule) -> str:
+    """'order.departed', as the registry names rules."""
+    return f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
+
+
+def _failure(rule: str, error: str, traceback: TracebackType | None = None) -> Fact:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    at = ""
+    if traceback is not None:
+        at = f" ({Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno})"
+    return Fact(rank=NO_RANK, kind="rule_failed", file="", says=f"rule {rule} failed: {error}{at}")
 
 
 def diagnose(evidence: Evidence) -> Verdict:
@@ -92,11 +127,12 @@ def diagnose(evidence: Evidence) -> Verdict:
     if evidence.stop == "interrupted":
         return _of_the_interrupted(evidence, common)
     if all(r.finished and r.passed for r in ranks):
-        wrong = payloads.wrong_numbers(evidence) or numbers.silent_divergence(evidence)
+        wrong, failures = first_finding(OF_THE_PASSED, evidence)
         if wrong is not None:
             return _from(wrong, job.root, outcome="FAIL", **common)
-        return _of_the_passed(evidence, common)
-    finding = next((f for rule in RULES if (f := rule(evidence)) is not None), None) or unknown(evidence)
+        return replace(_of_the_passed(evidence, common), evidence=failures)
+    found, failures = first_finding(RULES, evidence)
+    finding = found or unknown(evidence, failures)
     if evidence.lost:
         stood = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
         finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{stood}")
@@ -111,16 +147,8 @@ def diagnose(evidence: Evidence) -> Verdict:
 
 
 def suspect(evidence: Evidence) -> Finding | None:
-    """What the rules make of ranks that stand still, or are waited for, while the test runs; None where none of them fits."""
-    rules = (
-        order.departed,
-        order.waiting_apart,
-        speed.graph_explosion,
-        speed.straggler,
-        stalls.standing,
-        absence.not_entered,
-    )
-    found = next((f for rule in rules if (f := rule(evidence)) is not None), None)
+    """What the rules make of ranks that stall, or are waited for, while the test runs; None where none of them fits."""
+    found, _ = first_finding(SUSPICIONS, evidence)
     return None if found is None else _relative(found, evidence.job.root)
 
 
@@ -136,7 +164,8 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
         certain=finding.certain,
         reason=finding.reason,
         confidence=finding.confidence,
-        advice=ADVICE[finding.cause],
+        advice=CAUSES[finding.cause].advice,
+        rule=finding.rule,
         **fields,
     )
 
@@ -159,8 +188,7 @@ def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     """Ctrl-C on a hang is what everybody does first: what stood still then is said, as far as it is known."""
     found = None
     if not evidence.moved_at_stop:
-        as_if = replace(evidence, stop="deadline")
-        found = next((f for rule in RULES if (f := rule(as_if)) is not None), None)
+        found, _ = first_finding(RULES, replace(evidence, stop="deadline"))
     if found is None:
         return Verdict(
             outcome="INTERRUPTED", reason="interrupted by the user", advice="run it again", evidence=all_facts(evidence.ranks),
@@ -179,23 +207,20 @@ def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     if len(skipped) == len(ranks):
         return Verdict(outcome="SKIP", reason=reason, **common)
     return Verdict(
-        outcome="FAIL", cause="data_dependent_branch", ranks=skipped, certain=True, confidence=0.95,
+        outcome="FAIL", cause="data_dependent_branch", rule="engine.skipped_apart", ranks=skipped, certain=True, confidence=0.95,
         reason=f"skipped on some ranks only ({', '.join(map(str, skipped))}): {reason}",
         advice="decide the skip from what all ranks know, so that all skip or none", **common,
     )  # fmt: skip
 
 
 def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
-    if finding.cause in ("slow", "graph_explosion", "straggler"):
-        return "SLOW"
-    if finding.cause in _ERRORS:  # whatever the others were stopped for
-        return "FAIL"
-    if finding.cause == "rank_died":
-        return "CRASH"
+    cause = CAUSES[finding.cause]
+    if cause.outcome:  # whatever the others were stopped for
+        return cause.outcome
     if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
         return "HANG"
     fell = {r.rank for r in evidence.ranks if r.signal and not r.by_us}
     if fell:
         # Gloo may abort a rank that is sent what it did not ask for: ranks that would have waited for ever all the same.
-        return "HANG" if finding.cause in _UNMET and not fell & set(finding.ranks) else "CRASH"
+        return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"
     return "HANG" if evidence.stop == "host_died" and evidence.stood_still_s else "FAIL"

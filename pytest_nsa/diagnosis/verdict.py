@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
 SCHEMA = 1
+NO_RANK = -1  # of a fact that is not of one rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One piece of evidence: of which rank, its kind, the file it is in (relative to the test's folder), what it says."""
+    """One piece of evidence: its rank (or `NO_RANK`), kind, file (relative to the test's folder), and text."""
 
     rank: int
     kind: str
@@ -31,6 +32,7 @@ class Finding:
     certain: bool = False
     confidence: float = 0.5
     facts: tuple[Fact, ...] = ()
+    rule: str = ""  # that found it, as the registry of causes names rules
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -65,6 +67,7 @@ class Verdict:
     backend: str = "gloo"
     parallel: str = "none"
     expected: bool = False
+    rule: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The object that verdict.json holds."""

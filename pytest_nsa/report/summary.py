@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.decision import Decision, decide
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.report.terminal import short_place
 
 
@@ -112,8 +112,9 @@ def _verdict(entry: Entry) -> list[str]:
     out.append(f"- do: {v.advice}")
     out += [
         f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})"
-        for fact in v.evidence[:8]
+        for fact in [fact for fact in v.evidence if fact.rank != NO_RANK][:8]
     ]
+    out += [f"- {fact.kind.replace('_', ' ')}: {fact.says}" for fact in v.evidence if fact.rank == NO_RANK]
     return out
 
 

@@ -91,7 +91,12 @@ class RankedFunction(pytest.Function):
         if foreseen is not None and not verdict.failed:
             passed = f"was to fail as {foreseen}, and passed"
             verdict = replace(
-                verdict, outcome="FAIL", cause="assertion", reason=passed, advice="take fails_as away, or mend it"
+                verdict,
+                outcome="FAIL",
+                cause="assertion",
+                rule="items.foreseen",
+                reason=passed,
+                advice="take fails_as away, or mend it",
             )
             runner.rewrite(evidence.folder, verdict)
             pytest.fail(passed, pytrace=False)

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.load import Evidence, load
 from pytest_nsa.monitor.announcements import Suspicions
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
@@ -221,6 +221,9 @@ class RankRunner:
         """A line in the run's list of verdicts, and one in its log."""
         append_line(self.folder.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
         where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
+        for fact in verdict.evidence:
+            if fact.rank == NO_RANK:
+                self.folder.tell(f"{fact.says} ({folder.name}); the verdict is by the other rules")
         self.folder.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
 
     def expect_failure(self, folder: Path, verdict: Verdict) -> None:

@@ -1,0 +1,142 @@
+"""The registry of causes: one row each, held together with the rules, the documentation and the planted faults; rules that fail."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.diagnosis import engine
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.verdict import NO_RANK, Finding
+from pytest_nsa.evidence.load import Evidence, load
+from pytest_nsa.testing import run_example
+from tests_cpu.diagnosis.test_evidence import make_folder
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "causes"
+PLANTED = ("groups", "loops", "order", "ranks", "standing", "training")
+# The closed list of the plan: other tools read these names.
+NAMES = """
+skipped_collective extra_collective collective_mismatch group_order_deadlock p2p_unmatched
+missing_collective rank_exception rank_exited rank_died rank_stopped oom init_timeout lock_deadlock
+infinite_loop sleeping native_busy gil_held io_stuck child_process dataloader_stuck compiling
+transport_stuck ready_twice unused_parameters static_graph_changed data_dependent_branch
+hook_deadlock backward_deadlock silent_divergence nan_loss slow graph_explosion straggler assertion
+unknown
+"""
+# Planted elsewhere: a transport cannot be cut by a test's body; unknown is what remains.
+NOT_IN_THE_CORPUS = {"transport_stuck", "unknown"}
+
+
+def test_the_closed_list_is_the_plan_s() -> None:
+    assert set(CAUSES) == set(NAMES.split())
+
+
+def test_the_documentation_lists_the_registry() -> None:
+    """docs/causes/README.md: chapters, names and summaries, in the registry's order; each cause has a page."""
+    chapters: dict[str, list[str]] = {}
+    for cause in CAUSES.values():
+        chapters.setdefault(cause.chapter, []).append(f"- [{cause.name}]({cause.name}.md): {cause.summary}")
+    wanted = "\n\n".join(f"## {chapter}\n\n" + "\n".join(rows) for chapter, rows in chapters.items())
+    text = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert text.rstrip().endswith(wanted), "write docs/causes/README.md anew from pytest_nsa/diagnosis/causes.py"
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
+    assert pages == set(CAUSES)
+    for name in CAUSES:
+        assert (DOCS / f"{name}.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
+
+
+def test_every_rule_of_the_registry_is_one_that_is_asked() -> None:
+    asked = {engine.name_of(rule) for rule in (*engine.RULES, *engine.SUSPICIONS, *engine.OF_THE_PASSED)}
+    named = {rule for cause in CAUSES.values() for rule in cause.rules}
+    assert asked <= named
+    assert named - asked == {"engine.unknown", "engine.skipped_apart", "items.foreseen"}
+
+
+def test_every_cause_is_planted() -> None:
+    planted = {
+        f.planted.cause
+        for module in PLANTED
+        for f in vars(importlib.import_module(f"tests_cpu.faults.planted_{module}")).values()
+        if hasattr(f, "planted")
+    }
+    assert planted == set(CAUSES) - NOT_IN_THE_CORPUS
+
+
+def test_a_rule_that_raises_is_a_fact_and_the_next_one_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(evidence: Evidence) -> Finding | None:
+        raise KeyError("beat_age_s")
+
+    def inventive(evidence: Evidence) -> Finding | None:
+        return Finding(cause="gremlins", ranks=(0,), reason="")
+
+    def sound(evidence: Evidence) -> Finding | None:
+        return Finding(cause="oom", ranks=(1,), reason="it has no memory")
+
+    evidence = load(make_folder(tmp_path / "t"))
+    monkeypatch.setattr(engine, "RULES", (broken, inventive, sound))
+    verdict = engine.diagnose(evidence)
+    assert (verdict.cause, verdict.outcome, verdict.rule) == ("oom", "FAIL", "test_causes.sound")
+    told = [fact.says for fact in verdict.evidence if fact.rank == NO_RANK]
+    assert told[0].startswith("rule test_causes.broken failed: KeyError: 'beat_age_s' (test_causes.py:")
+    assert told[1] == "rule test_causes.inventive failed: 'gremlins' is not a cause of the registry"
+    monkeypatch.setattr(engine, "RULES", (broken,))
+    verdict = engine.diagnose(evidence)
+    assert verdict.cause == "unknown"
+    assert any("rule test_causes.broken failed" in fact.says for fact in verdict.evidence)
+
+
+def test_a_rule_that_raises_fails_no_test_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(evidence: Evidence) -> Finding | None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(engine, "OF_THE_PASSED", (broken,))
+    evidence = load(make_folder(tmp_path / "t"))
+    passed = replace(evidence, ranks=tuple(replace(r, finished=True, passed=True) for r in evidence.ranks))
+    verdict = engine.diagnose(passed)
+    assert verdict.outcome == "PASS"
+    assert "rule test_causes.broken failed: ZeroDivisionError" in verdict.evidence[0].says
+
+
+def test_a_broken_rule_neither_ends_nor_hides_a_test(pytester: pytest.Pytester) -> None:
+    """As a user meets it: a slow healthy test passes, a failing one gets its verdict, and the run reports the rule."""
+    pytester.makeconftest(
+        """
+from pytest_nsa.diagnosis import engine
+from pytest_nsa.diagnosis.rules import order
+
+def departed(evidence):
+    raise IndexError("no such collective")
+
+departed.__module__ = order.__name__
+engine.RULES = (departed, *engine.RULES)
+engine.SUSPICIONS = (departed, *engine.SUSPICIONS)
+"""
+    )
+    result = run_example(
+        pytester,
+        """
+import time
+import torch.distributed as dist
+
+@world_size(2)
+def test_slow(group):
+    if group.rank == 1:
+        time.sleep(2.5)
+    dist.barrier()
+
+@world_size(2)
+def test_raises(group):
+    if group.rank == 1:
+        raise ValueError("mine")
+    dist.barrier()
+""",
+    )
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    verdict = result.verdicts["test_raises"]
+    assert (verdict.cause, verdict.ranks, verdict.rule) == ("rank_exception", (1,), "exits.rank_raised")
+    assert "rule order.departed failed: IndexError: no such collective" in result.stdout
