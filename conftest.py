@@ -18,6 +18,7 @@ FAULTS = ("sel_backward_deadlock", "rank1_skips_allreduce", "gc_reentrant", "ran
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault", choices=FAULTS, help="Plant a fault in every scenario of the plan that it can affect")
+    parser.addoption("--record", action="store_true", help="Keep the evidence of the corpus, for tests_cpu/diagnosis")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import find_test_folders, load
+from pytest_nsa.evidence.load import find_test_folders, load, with_sources
 from pytest_nsa.report import html
 from pytest_nsa.report.summary import Entry, decision_of
 from pytest_nsa.report.terminal import lines
@@ -64,6 +64,8 @@ def _diagnose(arguments: argparse.Namespace) -> int:
     entries = []
     for folder in folders:
         evidence = load(folder, *others)
+        if not evidence.sources.snippets:  # the process that ran the ranks did not come to keep them
+            evidence = with_sources(evidence)
         verdict = diagnose(evidence)
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StandStill
@@ -73,14 +73,14 @@ class Watcher:
             if board.phase != "done" and rank not in self._gone and not self._is_alive(board):
                 self._gone.add(rank)
                 append_line(self.folder / "host.jsonl", {"event": "gone", "time": time.time(), "rank": rank})
-                self.finding = suspect(load(self.folder))
+                self.finding = suspect(with_sources(load(self.folder)))
         waited = self.watch.longest_wait
         if waited < GRACE_S and not self._gone:
             self._standing.reset()
             self.finding = None
         elif self._standing.look(self._alive(), waited):
             self._note(waited)
-            self.finding = suspect(load(self.folder))
+            self.finding = suspect(with_sources(load(self.folder)))
         return (before and before.key) != (self.finding and self.finding.key)
 
     def _alive(self) -> dict[int, int]:

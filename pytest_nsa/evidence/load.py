@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.native import innermost_symbol
+from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump, telling_thread
 from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
@@ -93,6 +94,7 @@ class RankEvidence:
     ddp: dict[str, Any]
     groups: dict[str, tuple[int, ...]]
     folder: Path
+    sources: Sources
 
     @property
     def stack(self) -> ThreadStack | None:
@@ -152,6 +154,7 @@ class Evidence:
     refused: str
     lost: str
     folder: Path
+    sources: Sources
 
     @property
     def stood(self) -> bool:
@@ -185,7 +188,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     Raises FileNotFoundError when ``folder`` holds no job.json.
     """
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
-    folders = (folder, *others)
+    folders, sources = (folder, *others), Sources([s for f in (folder, *others) for s in read_sources(f).snippets])
     host = sorted((e for f in folders for e in read_lines(f / "host.jsonl")), key=lambda e: e.get("time", 0.0))
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
@@ -195,7 +198,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
     return Evidence(
         job=job,
-        ranks=tuple(_load_rank(_folder_of(folders, r), r, host) for r in range(job.world_size)),
+        ranks=tuple(_load_rank(_folder_of(folders, r), r, host, sources) for r in range(job.world_size)),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),
@@ -206,6 +209,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         refused="" if began else refused,
         lost=refused if began else "",
         folder=folder,
+        sources=sources,
     )
 
 
@@ -213,7 +217,7 @@ def _folder_of(folders: Sequence[Path], rank: int) -> Path:
     return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
 
 
-def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvidence:
+def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources) -> RankEvidence:
     events = list(read_lines(folder / "events.jsonl"))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
@@ -272,6 +276,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]]) -> RankEvide
         ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
         groups={e["name"]: tuple(e["ranks"]) for e in events if e["event"] == "group"},
         folder=folder,
+        sources=sources,
     )
 
 
@@ -294,6 +299,25 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def with_sources(evidence: Evidence) -> Evidence:
+    """Keep the sources that the evidence names in its folder, while they are as the ranks ran them; the evidence with them."""
+    found = record_sources(evidence.folder, _locations(evidence), evidence.sources)
+    return replace(evidence, sources=found, ranks=tuple(replace(rank, sources=found) for rank in evidence.ranks))
+
+
+def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
+    """Where the user's code was: in stacks, exceptions and calls of collectives."""
+    for rank in evidence.ranks:
+        children = (stack for stacks in rank.children_threads for stack in stacks)
+        for stack in (*rank.threads, *rank.fatal, *children):
+            yield from ((frame.file, frame.line) for frame in stack.frames if frame.is_user)
+        yield from ((error.file, error.line) for error in rank.exceptions)
+        sites = {c.site for c in rank.board.collectives} if rank.board is not None else set()
+        for match in map(LOCATION.match, sorted(sites)):
+            if match is not None:
+                yield match["file"], int(match["line"])
 
 
 def find_test_folders(folder: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sysconfig
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 CHILD_MARK = "# process "
@@ -39,20 +38,6 @@ class Frame:
         ours = any(part in self.file for part in _OURS) or self.file.startswith("<")
         library = self.file.startswith(_LIBRARIES) or _PYTHON_LIBRARY.search(self.file)
         return not ours and not library and not _GENERATED.search(self.file)
-
-    @property
-    def source(self) -> str:
-        """The line's text, '' where the file is not here."""
-        return _source_line(self.file, self.line)
-
-
-@cache
-def _source_line(file: str, line: int) -> str:
-    try:
-        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import Limits
@@ -24,7 +24,7 @@ class Suspicions:
     def __call__(self) -> Finding | None:
         """What the rules make of the evidence now; None where none fits."""
         try:
-            evidence = load(self.folder)
+            evidence = with_sources(load(self.folder))
         except Exception as error:  # the test runs: what cannot be read now must not end it
             append_line(
                 self.folder / "suspicions.jsonl", {"time": time.time(), "error": f"{type(error).__name__}: {error}"}

@@ -19,7 +19,7 @@ import pytest
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
-from pytest_nsa.evidence.load import Evidence, load
+from pytest_nsa.evidence.load import Evidence, load, with_sources
 from pytest_nsa.monitor.announcements import Suspicions
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun
@@ -300,6 +300,8 @@ def _conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
     """Diagnose a folder and write what follows from it beside the evidence, unless it passed and is not kept."""
     began = time.time()
     evidence = load(folder)
+    if not all(rank.passed for rank in evidence.ranks):
+        evidence = with_sources(evidence)
     verdict = diagnose(evidence)
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
     if verdict.failed:  # from the stop, or the end of the first rank that ended, to here

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_nsa.testing import ExampleResult, run_in
 from tests_cpu.faults.planting import Planted
+from tests_cpu.faults.recorded import record
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("groups", "loops", "order", "ranks", "standing", "training")
@@ -37,10 +38,15 @@ def run(module: str, folder: Path) -> ExampleResult:
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
 def test_the_verdict(
-    module: str, name: str, verdicts: dict[str, ExampleResult], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    module: str, name: str, verdicts: dict[str, ExampleResult], tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     if module not in verdicts:
-        verdicts[module] = run(module, tmp_path_factory.mktemp(module))
+        folder = tmp_path_factory.mktemp(module)
+        verdicts[module] = run(module, folder)
+        if request.config.getoption("--record"):
+            assert verdicts[module].run is not None
+            record(verdicts[module].run, folder, module, list(faults(module)))
     expected = faults(module)[name]
     assert name in verdicts[module].verdicts, verdicts[module].stdout[-3000:]
     verdict = verdicts[module].verdicts[name]

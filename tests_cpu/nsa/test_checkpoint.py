@@ -51,7 +51,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 from nsa import train
-import nsa.loop
+import nsa.training.run
 
 config, out, seed, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 folder = out + "/checkpoints"

@@ -59,7 +59,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     if missed.op.startswith(("send", "recv")):
         return _unmatched(evidence, culprits, left)
-    if is_for_a_later_rank(missed.site) or len(left) < len(finished):
+    if is_for_a_later_rank(evidence.sources, missed.site) or len(left) < len(finished):
         who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
         return Finding(
             cause="extra_collective",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.source import is_here, is_in_loop, is_past_the_loop, share_a_loop
 from pytest_nsa.evidence.load import RankEvidence
+from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
 
 
@@ -19,6 +20,7 @@ class Parting:
 
     here: str
     there: str
+    sources: Sources
     in_loop: bool = False
     below: bool = False
     other_below: bool = False
@@ -27,29 +29,31 @@ class Parting:
     def has_left(self) -> bool:
         """Whether the one has left a loop that the other is in."""
         later = comes_first(self.there, self.here)
-        return is_past_the_loop(self.here, self.there) or (self.other_below and not self.below and later)
+        return is_past_the_loop(self.sources, self.here, self.there) or (self.other_below and not self.below and later)
 
     @property
     def turned(self) -> Parting:
         """Seen from the other."""
-        return Parting(self.there, self.here, self.in_loop, self.other_below, self.below)
+        return Parting(self.there, self.here, self.sources, self.in_loop, self.other_below, self.below)
 
     @property
     def goes_round(self) -> bool:
         """Whether a loop may bring both to the same lines again, or nobody knows."""
-        return self.in_loop or share_a_loop(self.here, self.there) or not is_here(self.there)
+        return (
+            self.in_loop or share_a_loop(self.sources, self.here, self.there) or not is_here(self.sources, self.there)
+        )
 
 
-def where_they_part(one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> Parting:
+def where_they_part(sources: Sources, one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> Parting:
     """By their stacks, else by the sites of their calls."""
     mine, others = user_frames(one), user_frames(other)
     common, parted = _common(mine, others)
-    in_loop = _any_in_loop(mine[:common])
+    in_loop = _any_in_loop(sources, mine[:common])
     if parted:
-        below, other_below = (_any_in_loop(path[common + 1 :]) for path in (mine, others))
-        return Parting(parted[0].describe(), parted[1].describe(), in_loop, below, other_below)
+        below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
+        return Parting(parted[0].describe(), parted[1].describe(), sources, in_loop, below, other_below)
     there, here = _place_in(other, site), _place_in(one, other_site)
-    return Parting(site, there, in_loop) if there else Parting(here or site, other_site, in_loop)
+    return Parting(site, there, sources, in_loop) if there else Parting(here or site, other_site, sources, in_loop)
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
@@ -80,8 +84,8 @@ def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
     return depth, ()
 
 
-def _any_in_loop(frames: list[Frame]) -> bool:
-    return any(is_in_loop(frame.describe()) for frame in frames)
+def _any_in_loop(sources: Sources, frames: list[Frame]) -> bool:
+    return any(is_in_loop(sources, frame.describe()) for frame in frames)
 
 
 def comes_first(place: str, other: str) -> bool:

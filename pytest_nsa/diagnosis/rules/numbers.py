@@ -10,7 +10,6 @@ from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
-from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.wire.files import read_lines
 
 _FINITE = re.compile(r"isfinite|isnan|isinf")
@@ -60,7 +59,10 @@ def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
 def _said_by_the_test(evidence: Evidence) -> Finding | None:
     """The test's own assertion looked for a number, and found none."""
     found = [
-        (r, e) for r in evidence.ranks for e in r.exceptions if e.type == "AssertionError" and _asks_for_a_number(e)
+        (r, e)
+        for r in evidence.ranks
+        for e in r.exceptions
+        if e.type == "AssertionError" and _asks_for_a_number(evidence, e)
     ]
     if not found:
         return None
@@ -77,8 +79,8 @@ def _said_by_the_test(evidence: Evidence) -> Finding | None:
     )
 
 
-def _asks_for_a_number(error: RaisedException) -> bool:
-    source = Frame(error.file, error.line, error.function).source
+def _asks_for_a_number(evidence: Evidence, error: RaisedException) -> bool:
+    source = evidence.sources.line(error.file, error.line)
     return bool(_FINITE.search(source)) and bool(_NAN.search(error.message))
 
 

@@ -106,7 +106,7 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     behind = tuple(r for r in sorted(found) if r not in ahead)
     # Only members of the group that the others wait in can have gone on without its call.
     ahead = tuple(r for r in ahead if r in evidence.members(_group(found[behind[0]]))) or ahead
-    if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence.ranks[r], found[r]) for r in behind):
+    if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence, r, found[r]) for r in behind):
         who = describe_ranks(behind, evidence.job.world_size)
         why = f"{who} entered {found[behind[0]].describe()}, which the others went on without: {shown}"
         culprits, cause, why = _explained(evidence, behind, "extra_collective", why)
@@ -198,7 +198,10 @@ def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
     """Whether two ranks stand in the two branches of one ``if``: nobody has gone on past the others."""
     places = {r: _places(evidence.ranks[r], c) for r, c in found.items()}
     return any(
-        are_alternatives(a, b) for r, s in itertools.combinations(places, 2) for a in places[r] for b in places[s]
+        are_alternatives(evidence.sources, a, b)
+        for r, s in itertools.combinations(places, 2)
+        for a in places[r]
+        for b in places[s]
     )
 
 
@@ -216,8 +219,8 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
     return tuple(sorted(departing)) if len(departing) < len(found) else ()
 
 
-def _is_for_a_later_rank(rank: RankEvidence, collective: Collective) -> bool:
-    return any(is_for_a_later_rank(place) for place in _places(rank, collective))
+def _is_for_a_later_rank(evidence: Evidence, rank: int, collective: Collective) -> bool:
+    return any(is_for_a_later_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective))
 
 
 def _places(rank: RankEvidence, collective: Collective) -> set[str]:
@@ -247,7 +250,9 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     other = next(c for r, c in entered.items() if r not in culprits)
     who = describe_ranks(culprits, evidence.job.world_size)
     another = next(r for r in entered if r not in culprits)
-    parted = where_they_part(evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site)
+    parted = where_they_part(
+        evidence.sources, evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site
+    )
     cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, parted)
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
@@ -263,7 +268,7 @@ def _kind(before: list[Collective], mine: Collective, other: Collective, parted:
 
     ``parted`` is where the two stand in the function in which their ways part.
     """
-    if _same_line(mine, other) or are_alternatives(mine.site, other.site):
+    if _same_line(mine, other) or are_alternatives(parted.sources, mine.site, other.site):
         return "collective_mismatch", ""
     here, there = parted.here, parted.there
     if parted.has_left:
@@ -339,8 +344,10 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     who = describe_ranks(behind, evidence.job.world_size)
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
-        parted = where_they_part(evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site)
-        if (parted.in_loop or share_a_loop(parted.here, parted.there)) and not parted.has_left:
+        parted = where_they_part(
+            evidence.sources, evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site
+        )
+        if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:
             return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
     if {mine.shape, other.shape} <= followers:

@@ -5,40 +5,19 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from functools import lru_cache
-from pathlib import Path
 
-_PLACE = re.compile(r"^(?P<file>.*):(?P<line>\d+) in ")
+from pytest_nsa.evidence.source import LOCATION, Sources
+
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 
 
-@lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module | None:
-    try:
-        return ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return None
+def _loops(sources: Sources, place: str) -> list[ast.For | ast.While]:
+    return [statement for statement in sources.around(place) if isinstance(statement, ast.For | ast.While)]
 
 
-@lru_cache(maxsize=512)
-def _around(place: str) -> tuple[ast.stmt, ...]:
-    """The statements that enclose ``file:line in function``, outermost first; () where the source is not here."""
-    match = _PLACE.match(place)
-    tree = _tree(match["file"]) if match else None
-    if match is None or tree is None:
-        return ()
-    line = int(match["line"])
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or n.lineno)]
-    return tuple(sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno))))
-
-
-def _loops(place: str) -> list[ast.For | ast.While]:
-    return [statement for statement in _around(place) if isinstance(statement, ast.For | ast.While)]
-
-
-def calls_nothing(place: str) -> bool:
+def calls_nothing(sources: Sources, place: str) -> bool:
     """Whether the innermost statement of a line calls no function: then what runs there is Python itself."""
-    found = _around(place)
+    found = sources.around(place)
     if not found:
         return False
     innermost = found[-1]
@@ -57,37 +36,39 @@ def _may_be_long(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant)
 
 
-def is_past_the_loop(place: str, other: str) -> bool:
+def is_past_the_loop(sources: Sources, place: str, other: str) -> bool:
     """Whether ``place`` comes after a loop that ``other`` is in, in the same file."""
-    a, b = _PLACE.match(place), _PLACE.match(other)
+    a, b = LOCATION.match(place), LOCATION.match(other)
     if a is None or b is None or a["file"] != b["file"]:
         return False
-    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in _loops(other))
+    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in _loops(sources, other))
 
 
-def is_in_while(place: str) -> bool:
+def is_in_while(sources: Sources, place: str) -> bool:
     """Whether a line stands in a ``while``, or is its condition."""
-    return any(isinstance(loop, ast.While) for loop in _loops(place))
+    return any(isinstance(loop, ast.While) for loop in _loops(sources, place))
 
 
-def is_in_loop(place: str) -> bool:
+def is_in_loop(sources: Sources, place: str) -> bool:
     """Whether a line stands in a ``for`` or a ``while``."""
-    return bool(_loops(place))
+    return bool(_loops(sources, place))
 
 
-def is_here(place: str) -> bool:
-    """Whether the source of a line is on this machine: else nobody knows whether it stands in a loop."""
-    return bool(_around(place))
+def is_here(sources: Sources, place: str) -> bool:
+    """Whether the source of a line was kept: else it is not known whether it is in a loop."""
+    return bool(sources.around(place))
 
 
-def share_a_loop(place: str, other: str) -> bool:
+def share_a_loop(sources: Sources, place: str, other: str) -> bool:
     """Whether one loop has both lines, and neither is past another loop that the other one is in."""
-    return any(loop in _loops(other) for loop in _loops(place)) and not is_past_the_loop(place, other)
+    return any(loop in _loops(sources, other) for loop in _loops(sources, place)) and not is_past_the_loop(
+        sources, place, other
+    )
 
 
-def are_alternatives(place: str, other: str) -> bool:
+def are_alternatives(sources: Sources, place: str, other: str) -> bool:
     """Whether one line stands in the branch of an ``if`` whose other branch has the other line."""
-    a, b = _around(place), _around(other)
+    a, b = sources.around(place), sources.around(other)
     for statement in (n for n in a if isinstance(n, ast.If) and n in b):
         first = next((s for s in statement.body if s in a or s in b), None)
         second = next((s for s in statement.orelse if s in a or s in b), None)
@@ -96,12 +77,12 @@ def are_alternatives(place: str, other: str) -> bool:
     return False
 
 
-def is_for_a_later_rank(place: str) -> bool:
+def is_for_a_later_rank(sources: Sources, place: str) -> bool:
     """Whether the line stands under a condition that is true on one rank other than the first: ``if rank == 1:``.
 
     What rank 0 alone does may be all that there is to do, and a call that it makes, one that the others skip.
     """
-    statements = _around(place)
+    statements = sources.around(place)
     for outer, inner in itertools.pairwise(statements):
         if not isinstance(outer, ast.If) or inner not in outer.body:
             continue

@@ -104,7 +104,7 @@ def _library_files(rank: RankEvidence) -> list[str]:
 
 def _source(rank: RankEvidence) -> str:
     frame = user_frame(rank)
-    return frame.source if frame is not None else ""
+    return rank.sources.line(frame.file, frame.line) if frame is not None else ""
 
 
 def _wchan(rank: RankEvidence) -> str:
@@ -188,9 +188,14 @@ def _what_computes(rank: RankEvidence) -> Why:
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
     # A loop that asks the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
-    if frame is not None and in_kernel and is_in_while(frame.describe()):
+    if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
         return Why("infinite_loop", "asks again and again, without a pause, for what does not come", 0.8)
-    if stack is not None and frame is not None and stack.frames[0] == frame and calls_nothing(frame.describe()):
+    if (
+        stack is not None
+        and frame is not None
+        and stack.frames[0] == frame
+        and calls_nothing(rank.sources, frame.describe())
+    ):
         in_python = True
     if not looks and stack is not None and frame is not None:  # only the stack can tell; a tracer's frame is none
         in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame

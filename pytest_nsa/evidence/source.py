@@ -1,0 +1,137 @@
+"""The statements around the locations that evidence names, kept with the evidence: rules read no other file.
+
+``source.jsonl`` of a test's folder has a line per function: its file, its first line, its text. So a folder gives the same
+verdict on another machine, and after the sources have changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.wire.files import append_line, read_lines
+
+FILE = "source.jsonl"
+LARGEST = 64 << 10  # bytes of a function that is kept
+MOST = 200  # functions of a test that are kept
+LOCATION = re.compile(r"^(?P<file>.*):(?P<line>\d+) in ")
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """The lines of a function, or of another outermost statement, of a file; ``first`` is the number of its first line."""
+
+    file: str
+    first: int
+    text: str
+
+    @property
+    def last(self) -> int:
+        """The number of its last line."""
+        return self.first + self.text.count("\n")
+
+    def statements(self) -> list[ast.stmt]:
+        """Parsed, with the file's line numbers; [] where it is no Python of this version."""
+        is_indented = self.text[:1].isspace()
+        text = f"if True:\n{self.text}" if is_indented else self.text
+        try:
+            tree: Any = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return []
+        ast.increment_lineno(tree, self.first - (2 if is_indented else 1))
+        return tree.body[0].body if is_indented else tree.body
+
+
+@dataclass
+class Sources:
+    """The snippets of a folder, by location."""
+
+    snippets: list[Snippet] = field(default_factory=list)
+    _parsed: dict[Snippet, list[ast.stmt]] = field(default_factory=dict)
+
+    def _snippet(self, file: str, line: int) -> Snippet | None:
+        return next((s for s in self.snippets if s.file == file and s.first <= line <= s.last), None)
+
+    def line(self, file: str, line: int) -> str:
+        """The text of a line, '' where it is not kept."""
+        snippet = self._snippet(file, line)
+        return snippet.text.split("\n")[line - snippet.first].strip() if snippet is not None else ""
+
+    def around(self, location: str) -> tuple[ast.stmt, ...]:
+        """The statements that enclose ``file:line in function``, outermost first; () where its source is not kept."""
+        match = LOCATION.match(location)
+        snippet = self._snippet(match["file"], int(match["line"])) if match else None
+        if match is None or snippet is None:
+            return ()
+        if snippet not in self._parsed:
+            self._parsed[snippet] = snippet.statements()
+        line, found = int(match["line"]), []
+        for statement in self._parsed[snippet]:
+            found += [n for n in ast.walk(statement) if isinstance(n, ast.stmt) and _has(n, line)]
+        return tuple(sorted(found, key=lambda n: (n.lineno, -(n.end_lineno or n.lineno))))
+
+
+def _has(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def read_sources(folder: Path) -> Sources:
+    """What `record_sources` kept in a folder."""
+    found = []
+    for record in read_lines(folder / FILE):
+        file, first, text = record.get("file"), record.get("first"), record.get("text")
+        if isinstance(file, str) and isinstance(first, int) and isinstance(text, str) and first > 0:
+            found.append(Snippet(file, first, text))
+    return Sources(found)
+
+
+def record_sources(folder: Path, locations: Iterable[tuple[str, int]], known: Sources) -> Sources:
+    """Keep the functions around ``locations`` (file, line) that ``known`` lacks; returns all of them."""
+    trees: dict[str, tuple[ast.Module, list[str]] | None] = {}
+    found = Sources([*known.snippets])
+    for file, line in dict.fromkeys(locations):
+        if len(found.snippets) >= MOST:
+            break
+        if not file or found._snippet(file, line) is not None:
+            continue
+        if file not in trees:
+            trees[file] = _read(file)
+        parsed = trees[file]
+        snippet = _cut(file, line, *parsed) if parsed is not None else None
+        if snippet is not None:
+            found.snippets.append(snippet)
+            with contextlib.suppress(OSError):  # a folder that can only be read
+                append_line(folder / FILE, {"file": snippet.file, "first": snippet.first, "text": snippet.text})
+    return found
+
+
+def _read(file: str) -> tuple[ast.Module, list[str]] | None:
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        return ast.parse(text), text.splitlines()
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _cut(file: str, line: int, tree: ast.Module, lines: list[str]) -> Snippet | None:
+    """The outermost statement that has a line; in a class, the outermost of those in it."""
+    statement = next(_enclosing(tree.body, line), None)
+    if statement is None:
+        return None
+    first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", ()))])
+    text = "\n".join(lines[first - 1 : statement.end_lineno])
+    return Snippet(file, first, text) if len(text) <= LARGEST else None
+
+
+def _enclosing(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
+    for statement in body:
+        if _has(statement, line):
+            if isinstance(statement, ast.ClassDef):
+                yield from _enclosing(statement.body, line)
+            else:
+                yield statement

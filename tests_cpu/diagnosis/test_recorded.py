@@ -1,0 +1,30 @@
+"""The rules on recorded evidence: every planted fault gets its verdict from its folder alone, in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.evidence.load import load
+from tests_cpu.faults.recorded import unpack
+from tests_cpu.faults.test_corpus import MODULES, faults
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
+    """Folders by module and test."""
+    return {module: unpack(module, tmp_path_factory.mktemp(module)) for module in MODULES}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
+def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: dict[str, dict[str, Path]]) -> None:
+    """The sources that the ranks ran lie in no file here: /tests and /repo do not exist."""
+    assert name in recorded[module], f"pytest tests_cpu/faults -k {name} --record"
+    verdict, expected = diagnose(load(recorded[module][name])), faults(module)[name]
+    assert (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), verdict.reason
+    assert expected.where in verdict.where
+    assert expected.reason in verdict.reason
+    assert verdict.rule in CAUSES[verdict.cause].rules

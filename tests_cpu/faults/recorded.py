@@ -1,0 +1,69 @@
+"""Evidence of planted faults, recorded once: an archive per module, from which the rules are tested in milliseconds.
+
+`pytest tests_cpu/faults --record` runs the corpus and records it anew. Paths of the machine that records are replaced: the
+module becomes /tests/test_planted.py, the repository /repo.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHIVES = Path(__file__).with_name("evidence")
+# What `evidence.load` reads, of a test and of each rank.
+FILES = (
+    "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
+    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/standing.json", "rank*/reports.jsonl",
+    "rank*/checksums.jsonl",
+)  # fmt: skip
+MOST_LINES = 200  # of a rank's reports and heartbeats, the latest
+
+
+def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
+    """Write a module's archive from the ``run`` of its tests in ``folder``. ValueError: a path is too short to be replaced."""
+    replaced = {str(folder): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
+    folders = {}
+    for line in (run / "verdicts.jsonl").read_text(encoding="utf-8").splitlines():
+        verdict = json.loads(line)
+        folders[verdict["nodeid"].partition("::")[2]] = run / verdict["folder"]
+    ARCHIVES.mkdir(exist_ok=True)
+    path = ARCHIVES / f"{module}.tar.xz"
+    partial = path.with_suffix(".partial")
+    with tarfile.open(partial, "w:xz", preset=9) as archive:
+        for name in sorted(names):
+            for file in sorted({f for pattern in FILES for f in folders[name].glob(pattern)}):
+                data = _replace(file.read_bytes(), replaced, is_padded=file.name == "board.bin")
+                if file.suffix == ".jsonl" and file.name not in ("events.jsonl", "host.jsonl", "source.jsonl"):
+                    data = b"\n".join(data.split(b"\n")[-MOST_LINES:])
+                entry = tarfile.TarInfo(f"{name}/{file.relative_to(folders[name])}")
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+    partial.replace(path)
+    return path
+
+
+def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes:
+    """Other paths; the fields of a board keep their size, as texts in them end in zeros."""
+    for old, new in sorted(replaced.items(), key=lambda pair: -len(pair[0])):
+        if old == new:
+            continue
+        if is_padded and len(new) > len(old):
+            raise ValueError(f"{old}: too short to become {new} in a board; record in a longer folder")
+        if is_padded:
+            pad = b"\0" * (len(old) - len(new))
+            data = re.sub(re.escape(old.encode()) + rb"([^\0]*)", lambda m, n=new, p=pad: n.encode() + m[1] + p, data)  # type: ignore[misc]
+        else:
+            data = data.replace(old.encode(), new.encode())
+    return data
+
+
+def unpack(module: str, folder: Path) -> dict[str, Path]:
+    """The recorded folders of a module's faults, by test."""
+    with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return {path.name: path for path in sorted(folder.iterdir())}
