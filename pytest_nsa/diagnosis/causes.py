@@ -38,6 +38,7 @@ _REGISTRY = (
         rules=(
             "order.departed",
             "order.waiting_apart",
+            "absence.left_alone",
         ),
         of_the_rank=True,
         unmet=True,
@@ -86,7 +87,6 @@ _REGISTRY = (
         advice="pair each send with a receive; where both ranks receive first, let one send first or use isend/irecv",
         rules=(
             "absence.left_alone",
-            "absence.not_entered",
             "stalls.standing",
         ),
         of_the_rank=True,
@@ -270,6 +270,7 @@ _REGISTRY = (
             "absence.left_by_choice",
             "order.departed",
             "order.waiting_apart",
+            "absence.left_alone",
             "engine.skipped_apart",
         ),
     ),
@@ -281,6 +282,7 @@ _REGISTRY = (
         rules=(
             "order.departed",
             "order.waiting_apart",
+            "absence.left_alone",
         ),
     ),
     Cause(

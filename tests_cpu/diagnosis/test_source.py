@@ -1,0 +1,98 @@
+"""The statements around a location, kept with the evidence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_loop, share_a_loop
+from pytest_nsa.evidence.source import FILE, Sources, read_sources, record_sources
+from pytest_nsa.testing import run_example
+
+SOURCE = '''\
+import functools
+
+class Loader:
+    """Its methods are kept one by one."""
+
+    @functools.cache
+    def take(self):
+        for item in self.items:
+            text = """
+not indented"""
+            self.send(item)
+        return text
+
+def spin():
+    x = 0
+    while True:
+        x = x + 1
+'''
+
+
+def kept(tmp_path: Path, *lines: int) -> tuple[Path, Sources]:
+    file = tmp_path / "module.py"
+    file.write_text(SOURCE)
+    record_sources(tmp_path, [(str(file), line) for line in lines], Sources())
+    file.unlink()
+    return file, read_sources(tmp_path)
+
+
+def test_the_function_around_a_line_is_kept_and_nothing_else(tmp_path: Path) -> None:
+    file, sources = kept(tmp_path, 11, 8, 16)
+    assert [(s.first, s.last) for s in sources.snippets] == [(6, 12), (14, 17)]
+    assert sources.line(str(file), 11) == "self.send(item)"
+    assert sources.line(str(file), 3) == ""
+    assert [type(n).__name__ for n in sources.around(f"{file}:11 in take")] == ["FunctionDef", "For", "Expr"]
+    assert is_in_loop(sources, f"{file}:11 in take")
+    assert not is_in_loop(sources, f"{file}:12 in take")
+    assert share_a_loop(sources, f"{file}:9 in take", f"{file}:11 in take")
+    assert calls_nothing(sources, f"{file}:17 in spin")
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", '{"file": 1, "first": 1, "text": ""}', '{"file": "a.py", "first": -4, "text": "x"}', "[", "\x00"]
+)
+def test_what_a_stranger_wrote_is_passed_over(tmp_path: Path, line: str) -> None:
+    (tmp_path / FILE).write_text(line + "\n" + json.dumps({"file": "a.py", "first": 1, "text": "def f(:"}) + "\n")
+    sources = read_sources(tmp_path)
+    assert len(sources.snippets) == 1
+    assert sources.around("a.py:1 in f") == ()
+
+
+def test_a_verdict_stays_when_the_test_is_edited_or_gone(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+import torch.distributed as dist
+
+@world_size(2)
+def test_spins(group):
+    if group.rank == 1:
+        count = 0
+        while True:
+            count = count + 1
+    dist.barrier()
+""",
+        "-o", "ranks_hang_after=2.5",
+    )  # fmt: skip
+    verdict = result.verdicts["test_spins"]
+    assert (verdict.cause, verdict.ranks) == ("infinite_loop", (1,))
+    folder = result.folder("test_spins")
+    elsewhere = pytester.path / "elsewhere"
+    shutil.move(folder, elsewhere)
+    module = pytester.path / "test_example.py"
+    for change in (lambda: module.write_text("# edited\n" * 40), module.unlink):
+        change()
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest_nsa", "diagnose", str(elsewhere), "--json"], text=True, capture_output=True,
+            check=False,
+        )  # fmt: skip
+        again = json.loads(done.stdout)
+        assert (again["cause"], again["ranks"], again["reason"]) == (verdict.cause, [1], verdict.reason)
+        assert again["rule"] == "stalls.standing"
