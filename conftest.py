@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa import testing
+from pytest_nsa.diagnosis.decision import Decision
+from pytest_nsa.diagnosis.verdict import Verdict
+from tests_cpu.plan.decision import decide, is_of_the_plan
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
@@ -16,19 +20,42 @@ pytest_plugins = ["pytester"]
 FAULTS = ("sel_backward_deadlock", "rank1_skips_allreduce", "gc_reentrant", "rank1_killed")
 
 
+def _phases(text: str) -> range:
+    """'3', '1-5' or 'all'."""
+    first, _, last = ("1-99" if text == "all" else text).partition("-")
+    if not first.isdigit() or not (last or first).isdigit():
+        raise argparse.ArgumentTypeError(f"--phases {text}: must be a number, a range as in 1-5, or all")
+    return range(int(first), int(last or first) + 1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault", choices=FAULTS, help="Plant a fault in every scenario of the plan that it can affect")
+    parser.addoption(
+        "--phases", default="all", type=_phases, help="Phases of the plan to run: 3, 1-5 or all (default: all)"
+    )
     parser.addoption("--record", action="store_true", help="Keep the evidence of the corpus, for tests_cpu/diagnosis")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run where -m asks for them (make slow)."""
-    if "slow" in config.option.markexpr:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+    """Tests marked slow run where -m asks for them (make slow), scenarios where --phases does."""
+    wants_slow, phases = "slow" in config.option.markexpr, config.getoption("--phases")
+    if not isinstance(phases, range):
+        phases = _phases(phases)
+
+    def is_left_out(item: pytest.Item) -> bool:
+        phase = item.get_closest_marker("phase")
+        is_slow = item.get_closest_marker("slow") is not None and not wants_slow
+        return is_slow or (phase is not None and phase.args[0] not in phases)
+
+    left_out = [item for item in items if is_left_out(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_left_out(item)]
+
+
+def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision | None:
+    """The plan's tree, where scenarios of the plan were run."""
+    return decide(verdicts) if is_of_the_plan(verdicts) else None
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def healthy(folder: Path) -> dict[str, Any]:
     """1,000 steps under load, and the negatives of the corpus: how many were announced or failed."""
     (folder / "test_healthy.py").write_text(HEALTHY)
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nsa-keep", "all", "test_healthy.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--ranks-keep", "all", "test_healthy.py"],
         cwd=folder, capture_output=True, check=False,
     )  # fmt: skip
     run = folder / "artifacts" / "latest"

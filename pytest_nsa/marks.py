@@ -67,9 +67,12 @@ def trace(*kinds: str) -> pytest.MarkDecorator:
     return pytest.mark.trace(*kinds)
 
 
-def scenario(name: str) -> pytest.MarkDecorator:
-    """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md."""
-    return pytest.mark.scenario(name)
+def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
+    """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md.
+
+    ``reads_as`` is what a failure means; it stands beside the verdict.
+    """
+    return pytest.mark.scenario(name, reads_as=reads_as) if reads_as else pytest.mark.scenario(name)
 
 
 def fails_as(cause: str) -> pytest.MarkDecorator:
@@ -144,9 +147,10 @@ def _check_gc_range(mark: pytest.Mark) -> str | None:
 
 
 def _check_scenario(mark: pytest.Mark) -> str | None:
-    name = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
+    name = mark.args[0] if len(mark.args) == 1 and not mark.kwargs.keys() - {"reads_as"} else None
     if (
         not isinstance(name, str)
+        or not isinstance(mark.kwargs.get("reads_as", ""), str)
         or not name
         or not all(c.isalnum() or c in "_-." for c in name)
         or name.startswith(".")
@@ -179,7 +183,8 @@ def _taking_arguments(
 ) -> MarkRule:
     """The rule of a mark whose decorator is a function above: its form and text are the function's."""
     parameters = inspect.signature(decorator).parameters.values()
-    form = f"({', '.join(str(p).split(':')[0] for p in parameters)})"
+    shown = (str(p).split(":")[0] if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    form = f"({', '.join(shown)})"
     return MarkRule(
         name=decorator.__name__, form=form, text=inspect.getdoc(decorator) or "", check=check, fixture=fixture
     )
@@ -281,3 +286,9 @@ def value(item: pytest.Item, name: str, default: Any = None) -> Any:
     """The first argument of the closest mark ``name``, or ``default``."""
     mark = item.get_closest_marker(name)
     return mark.args[0] if mark is not None and mark.args else default
+
+
+def option(item: pytest.Item, name: str, keyword: str, default: Any = None) -> Any:
+    """A keyword of the closest mark ``name``, or ``default``."""
+    mark = item.get_closest_marker(name)
+    return mark.kwargs.get(keyword, default) if mark is not None else default

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
 
-from pytest_nsa import marks, settings
+from pytest_nsa import hookspecs, marks, settings
+from pytest_nsa.diagnosis.decision import Decision, decide
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import run as session_report
-from pytest_nsa.report.summary import Entry, decision_of
+from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
 from pytest_nsa.session.folders import RunFolder
@@ -34,8 +36,18 @@ __all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", 
 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()
+decision_key = pytest.StashKey[Decision]()
 
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision:
+    return decide(verdicts)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -196,9 +208,22 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     follows = runner.attachment is not None and not runner.attachment.leads
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        config.stash[entries_key] = session_report.write_reports(
-            runner.folder.path, runner.settings.gpus, interrupted=interrupted
+        config.stash[entries_key], config.stash[decision_key] = session_report.write_reports(
+            runner.folder.path,
+            runner.settings.gpus,
+            lambda verdicts: _decide(config, verdicts),
+            interrupted=interrupted,
         )
+
+
+def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
+    """By the hook; where an implementation of it raises, by the verdicts alone, and the run reports that."""
+    try:
+        found: Decision = config.hook.pytest_nsa_decide(verdicts=verdicts)
+    except Exception as error:  # somebody's conftest: the reports must be written all the same
+        config.stash[runner_key].folder.tell(f"pytest_nsa_decide failed: {type(error).__name__}: {error}")
+        return decide(verdicts)
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -209,7 +234,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     failed = [entry for entry in entries if entry.verdict.failed]
     terminalreporter.write_sep("=", "nsa diagnosis")
     if entries:
-        terminalreporter.write_line(decision_of(entries).sentence)
+        terminalreporter.write_line(config.stash[decision_key].sentence)
     for notice in runner.folder.notices():
         terminalreporter.write_line(f"  {notice}")
     for entry in failed:

@@ -68,17 +68,17 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("nsa", "tests on ranks (pytest-nsa)")
     group.addoption("--artifacts", metavar="DIR", help="Folder for evidence and reports (default: ini artifacts_dir)")
     group.addoption(
-        "--nsa-launch", choices=LAUNCHES, default="auto",
+        "--ranks-launch", choices=LAUNCHES, default="auto",
         help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter a rank (default: auto)",
     )  # fmt: skip
     group.addoption(
-        "--fsdp-version",
+        "--ranks-fsdp-version",
         choices=("1", "2"),
         default="2",
         help="What the fixture fsdp wraps with (default: 2)",
     )
     group.addoption(
-        "--nsa-keep",
+        "--ranks-keep",
         choices=("failed", "all"),
         default="failed",
         help="Whose folders to keep (default: failed)",
@@ -125,8 +125,8 @@ def resolve(config: pytest.Config) -> Settings:
         raise pytest.UsageError(f"TORCH_BACKEND={backend!r}: must be gloo or nccl")
     settings = Settings(
         artifacts=config.rootpath / directory,
-        launch=config.getoption("--nsa-launch"),
-        fsdp_version=int(config.getoption("--fsdp-version")),
+        launch=config.getoption("--ranks-launch"),
+        fsdp_version=int(config.getoption("--ranks-fsdp-version")),
         timeout=_seconds(config, "ranks_timeout", at_least=1),
         start_timeout=_seconds(config, "ranks_start_timeout", at_least=1),
         hang_after=_seconds(config, "ranks_hang_after", at_least=0),
@@ -134,7 +134,7 @@ def resolve(config: pytest.Config) -> Settings:
         ahead=config.getini("ranks_ahead"),
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--pdb-rank"),
-        keep_passed=config.getoption("--nsa-keep") == "all",
+        keep_passed=config.getoption("--ranks-keep") == "all",
         backend=backend,
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
         listener_fd=int(os.environ[LISTENER_FD]) if os.environ.get(LISTENER_FD) else None,
@@ -162,7 +162,7 @@ def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
     names = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]
     numbers = [next((env[name] for name in pair if env.get(name)), None) for pair in names]
     is_child = env.get(ZYGOTE_FD) or env.get(COLD_JOB) or hasattr(config, "workerinput")
-    if is_child or None in numbers or not env.get("MASTER_ADDR") or config.getoption("--nsa-launch") != "auto":
+    if is_child or None in numbers or not env.get("MASTER_ADDR") or config.getoption("--ranks-launch") != "auto":
         return None
     values = [*numbers, env.get("MASTER_PORT", "29500")]
     if not all(value is not None and value.isdecimal() for value in values):

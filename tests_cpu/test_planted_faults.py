@@ -21,8 +21,17 @@ DDP = {
 
 def run_plan(fault: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
     """SUMMARY.md and the verdicts by scenario of a run of the plan with a fault."""
-    phases = [f"tests_cpu/plan/test_phase{number}.py" for number in range(1, 6)]
-    arguments = [*phases, "--fault", fault, "--artifacts", str(folder), "-o", "ranks_hang_after=2.5"]
+    arguments = [
+        "tests_cpu/plan/test_plan.py",
+        "--phases",
+        "1-5",
+        "--fault",
+        fault,
+        "--artifacts",
+        str(folder),
+        "-o",
+        "ranks_hang_after=2.5",
+    ]
     done = testing.run_pytest(ROOT, [*arguments, "-p", "no:cacheprovider", "-p", "no:randomly"], 170)
     assert done.ret == 1
     run = folder / "latest"

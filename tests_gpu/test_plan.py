@@ -1,4 +1,4 @@
-"""The plan's phases 1 to 5 at production size, from the table that the CPU suite runs."""
+"""The plan at production size, from the table that the CPU suite runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.fixtures import Group
-from tests_cpu.plan.scenarios import GPU, TABLE, Scenario, rows, run
+from tests_cpu.plan.scenarios import GPU, Scenario, rows, run
 
 
-@pytest.mark.parametrize("row", [row for phase in sorted({s.phase for s in TABLE}) for row in rows(phase, GPU)])
+@pytest.mark.parametrize("row", rows(GPU))
 def test_scenario(row: Scenario, group: Group, artifacts: Path, fault: str | None) -> None:
     run(row, GPU, group, artifacts, fault)

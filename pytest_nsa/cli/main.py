@@ -16,7 +16,8 @@ from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders, load, with_sources
 from pytest_nsa.report import html
-from pytest_nsa.report.summary import Entry, decision_of
+from pytest_nsa.report.run import read_decision
+from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import write_atomically
 
@@ -77,7 +78,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         else:
             print(f"{verdict.scenario or verdict.nodeid}\n{verdict.outcome}\n")
     if arguments.html:
-        write_atomically(first / "report.html", html.render(first, entries, decision_of(entries), interrupted=False))
+        write_atomically(
+            first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
+        )
         print(first / "report.html", file=sys.stderr)
     return 1 if failed else 0
 

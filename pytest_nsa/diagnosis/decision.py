@@ -1,64 +1,71 @@
-"""Verdicts to decision: the plan's tree, a pure function over the scenarios' verdicts."""
+"""Verdicts to decision: what a run says as a whole. A repository that has a plan gives its own (`pytest_nsa_decide`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Verdict
 
-BRANCHES = {"cmp": "branch_cmp_only", "sel": "branch_sel_only", "win": "branch_win_only"}
-ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
-ALL_TOGETHER = ("ddp_onestep_trace", "ddp_gloo_sanity")
-
-# Causes that say by themselves what is wrong: the tree below reasons about backward and would look in the wrong place.
-_OF_THE_RANK = frozenset(cause.name for cause in CAUSES.values() if cause.of_the_rank)
+SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the tree says: one sentence on what is wrong, what to do, and the path that led there."""
+    """What a run says: one sentence on what is wrong, what to do, and the steps that led there."""
 
     sentence: str
     action: str
     path: tuple[str, ...]
 
+    def to_json(self) -> dict[str, Any]:
+        """The object that decision.json holds."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Decision:
+        """The inverse of `to_json`; keys of a later schema are ignored. Raises KeyError for one that is missing."""
+        return cls(sentence=str(data["sentence"]), action=str(data["action"]), path=tuple(map(str, data["path"])))
+
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
-    """The decision over verdicts by scenario. Scenarios that were not run are stated in the path and decide nothing."""
+    """The decision by the verdicts alone: the surest one is read first."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
     if not verdicts:
-        return Decision(sentence="Nothing was run on ranks.", action="run the plan", path=("nothing was run on ranks",))
+        return Decision(
+            sentence="Nothing was run on ranks.", action="run the tests", path=("nothing was run on ranks",)
+        )
     if not failed:
-        return _nothing_wrong(verdicts)
-    path: list[str] = []
-    planned = bool(verdicts.keys() & {*BRANCHES.values(), *ONE_PROCESS, *ALL_TOGETHER, "ddp_static_graph"})
-    action = (
-        (planned and _tree(verdicts, path))
-        or _own(failed, path)
-        or "read the verdicts below; no branch of the tree fits them"
-    )
-    return Decision(sentence=_sentence(verdicts, failed), action=action, path=tuple(path))
+        return nothing_wrong(verdicts)
+    name, first = surest(failed)
+    action, step = advice_of(failed, name, first)
+    return Decision(sentence=sentence(verdicts, failed, name, first), action=action, path=(step,))
 
 
-def _nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
+def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
+    """That of a run in which nothing failed."""
     counts = [
         (sum(v.outcome == "PASS" for v in verdicts.values()), "passed"),
         (sum(v.expected for v in verdicts.values()), "failed as expected"),
         (sum(v.outcome == "SKIP" for v in verdicts.values()), "skipped"),
     ]
-    said = ", ".join(f"{count} {word}" for count, word in counts if count)
-    sentence = f"Nothing is wrong: of {_count(len(verdicts), _noun(verdicts))}, {said}."
-    return Decision(sentence=sentence, action="nothing to do", path=("nothing failed",))
+    counted = ", ".join(f"{number} {word}" for number, word in counts if number)
+    text = f"Nothing is wrong: of {count(len(verdicts), _noun(verdicts))}, {counted}."
+    return Decision(sentence=text, action="nothing to do", path=("nothing failed",))
 
 
-def _sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict]) -> str:
-    """What is wrong, in one sentence: scenario, rank, line and cause of the verdict to read first."""
-    name, first = _telling(failed)
+def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
+    """The verdict of the highest confidence, the first of equals."""
+    order = sorted(failed.items(), key=lambda entry: (-entry[1].confidence, list(failed).index(entry[0])))
+    return order[0]
+
+
+def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:
+    """What is wrong, in one sentence: the scenario, rank, line and cause of the verdict ``first``, and how many more fail."""
     same = sum(v.cause == first.cause for v in failed.values())
     where = f" at {first.where}" if first.where else ""
-    share = f"{len(failed)} of {_count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
+    share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
     share += f", {same} of them so" if same < len(failed) else ", all of them so" if len(failed) > 1 else ""
     cause = f" ({first.cause})" if first.cause else ""
     culprits = first.culprits() if first.ranks else ""
@@ -66,90 +73,19 @@ def _sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict]) ->
     return f"{subject}{where}: {first.reason}. {share}."
 
 
-def _telling(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
-    """The verdict that says most: a branch that alone fails, else the surest."""
-    alone = [BRANCHES[b] for b in BRANCHES if BRANCHES[b] in failed]
-    if len(alone) == 1:
-        return alone[0], failed[alone[0]]
-    order = sorted(failed.items(), key=lambda entry: (-entry[1].confidence, list(failed).index(entry[0])))
-    return order[0]
-
-
-def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
-    """The plan's tree; appends each question and its answer to ``path``. '' when no branch fits."""
-    failing = [v for v in verdicts.values() if v.failed]
-    shared = {v.cause for v in failing}
-    if len(shared) == 1 and shared <= _OF_THE_RANK:
-        path.append(
-            f"is one cause, of the ranks and not of the model, behind every failure? yes: {shared.pop()}; the tree ends here"
-        )
-        return ""
-    hung = [n for n in ONE_PROCESS if n in verdicts and verdicts[n].failed]
-    path.append(f"does backward fail in one process? {_answer(verdicts, ONE_PROCESS, hung)}")
-    if hung:
-        layers = {"gc_bisect_layers_0_5": "layers 0 to 5", "gc_bisect_layers_6_11": "layers 6 to 11"}
-        halves = [layers[n] for n in hung if n in layers]
-        which = f", {halves[0]}" if len(halves) == 1 else ""
-        return f"look at gradient checkpointing{which}: reentrant or not, boundaries, in-place writes in a checkpointed region"
-    baseline = [n for n in ALL_TOGETHER if n in verdicts and verdicts[n].failed]
-    static = verdicts.get("ddp_static_graph")
-    path.append(f"does a static graph pass where plain DDP fails? {_passes(static)}")
-    if baseline and static is not None and static.outcome == "PASS":
-        return "enable static_graph in production (NSA_DDP_STATIC_GRAPH=1); it requires that every step touches every parameter"
-    alone = [b for b, n in BRANCHES.items() if n in verdicts and verdicts[n].failed]
-    path.append(
-        f"does one branch alone fail? {_answer(verdicts, tuple(BRANCHES.values()), [BRANCHES[b] for b in alone])}"
-    )
-    if len(alone) == 1:
-        v = verdicts[BRANCHES[alone[0]]]
-        return f"fix the backward of branch {alone[0]}" + (f" ({v.where})" if v.where else "")
-    if baseline and not alone and all(n in verdicts for n in BRANCHES.values()):
-        return "look at the gates: each branch alone passes, all together fail"
-    missing = [set(v.parameters_missing) for v in failing if v.parameters_missing]
-    common = set.intersection(*missing) if len(missing) > 1 else set()
-    path.append(
-        f"are the same parameters missing every time? {'yes: ' + ', '.join(sorted(common)[:5]) if common else 'no'}"
-    )
-    if common and all(m == common for m in missing):
-        owner = sorted(common)[0].rpartition(".")[0]
-        return f"look for in-place operations in the module that owns them ({owner})"
-    gloo = verdicts.get("ddp_gloo_sanity")
-    path.append(
-        f"does gloo fail too? {'yes' if gloo is not None and gloo.failed else 'no' if gloo is not None else 'not run'}"
-    )
-    if gloo is None or shared <= _OF_THE_RANK:
-        return ""
-    if gloo.failed:
-        return "look at the autograd graph: the transport is not at fault"
-    return "look at NCCL's transport: the same step passes on gloo"
-
-
-def _own(failed: Mapping[str, Verdict], path: list[str]) -> str:
-    """What richer evidence says where the tree does not."""
+def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
+    """What to do by the verdict ``first``, and the step that led there."""
     causes = sorted({v.cause for v in failed.values() if v.cause})
-    name, first = _telling(failed)
-    path.append(f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}")
-    return (
-        f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})"
-        if first.advice
-        else ""
-    )
+    step = f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}"
+    if not first.advice:
+        return "read the verdicts below", step
+    return f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})", step
+
+
+def count(n: int, noun: str) -> str:
+    """'1 test', '2 tests'."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def _noun(verdicts: Mapping[str, Verdict]) -> str:
     return "scenario" if any(v.scenario for v in verdicts.values()) else "test"
-
-
-def _answer(verdicts: Mapping[str, Verdict], names: tuple[str, ...], failing: list[str]) -> str:
-    run = [n for n in names if n in verdicts]
-    if not run:
-        return "not run"
-    return f"yes: {', '.join(failing)}" if failing else f"no ({_count(len(run), 'scenario')})"
-
-
-def _passes(verdict: Verdict | None) -> str:
-    return "not run" if verdict is None else f"{'yes' if verdict.outcome == 'PASS' else 'no'} ({verdict.outcome})"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -120,7 +120,8 @@ def diagnose(evidence: Evidence) -> Verdict:
     """The verdict on a test's evidence."""
     ranks, job = evidence.ranks, evidence.job
     common: dict[str, Any] = {
-        "scenario": job.scenario, "nodeid": job.nodeid, "duration_s": round(evidence.duration_s, 3),
+        "scenario": job.scenario, "reads_as": job.reads_as, "nodeid": job.nodeid,
+        "duration_s": round(evidence.duration_s, 3),
         "stood_still_s": round(evidence.stood_still_s, 3), "world_size": job.world_size,
         "backend": job.backend, "parallel": evidence.parallel,
     }  # fmt: skip

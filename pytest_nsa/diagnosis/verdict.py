@@ -44,7 +44,8 @@ class Finding:
 class Verdict:
     """What the project says of a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
 
-    ``expected`` is true where pytest's xfail foresaw the failure.
+    ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what the plan takes a
+    failure of the scenario for.
     """
 
     scenario: str = ""
@@ -68,6 +69,7 @@ class Verdict:
     parallel: str = "none"
     expected: bool = False
     rule: str = ""
+    reads_as: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The object that verdict.json holds."""

@@ -53,7 +53,7 @@ class DDP(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Group):
-    """A group whose models are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--fsdp-version 1``."""
+    """A group whose models are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
 
     version: int
 
@@ -80,7 +80,9 @@ class FSDP(Group):
         from torch.distributed.fsdp import fully_shard
 
         if self.device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-            raise RuntimeError(f"fully_shard of torch {torch.__version__} does not run on CPU; use --fsdp-version 1")
+            raise RuntimeError(
+                f"fully_shard of torch {torch.__version__} does not run on CPU; use --ranks-fsdp-version 1"
+            )
         from torch.distributed.device_mesh import init_device_mesh
 
         options.setdefault("mesh", init_device_mesh(self.device.partition(":")[0], (self.world_size,)))

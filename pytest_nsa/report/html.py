@@ -76,13 +76,14 @@ def _scenario(run: Path, entry: Entry) -> str:
     except (OSError, ValueError, TypeError):
         return f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)}</h3><p>Its evidence cannot be read.</p>'
     who = v.reason if v.failed else ""
+    meaning = f'<p class="quiet">The plan reads it as: {escape(v.reads_as)}</p>' if v.failed and v.reads_as else ""
     stacks = "".join(_stacks(evidence, v.ranks))
     write_trace(run / entry.folder, evidence)
     trace = f'<p class="quiet"><a href="{quote(entry.folder)}/{TRACE}">{TRACE}</a> opens in ui.perfetto.dev</p>'
     return (
         f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)} '
         f'<span class="quiet">{v.duration_s:.1f} s</span></h3>'
-        f"<p>{escape(short_place(who))}</p>"
+        f"<p>{escape(short_place(who))}</p>{meaning}"
         f'<div class="scroll">{_lanes(evidence, v.ranks if v.failed else ())}</div>{stacks}{curves(run / entry.folder)}{trace}'
     )
 

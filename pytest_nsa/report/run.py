@@ -9,10 +9,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.report import html, summary
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.wire.files import write_atomically
 
+DECISION = "decision.json"
 _PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow")
 
 
@@ -39,10 +41,13 @@ def write_environment(run: Path, gpus: int) -> None:
         write_atomically(run / "env.json", json.dumps(environment(gpus), indent=1) + "\n")
 
 
-def write_reports(run: Path, gpus: int, *, interrupted: bool) -> list[summary.Entry]:
-    """Write everything that is about the whole run; returns its verdicts. Can be called again: it starts from the files."""
+def write_reports(
+    run: Path, gpus: int, decide: summary.Decide, *, interrupted: bool
+) -> tuple[list[summary.Entry], Decision]:
+    """Write everything that is about the whole run; returns its verdicts and decision. Starts from files, so may run again."""
     entries = summary.read_entries(run)
-    decision = summary.decision_of(entries)
+    decision = summary.decision_of(entries, decide)
+    write_atomically(run / DECISION, json.dumps(decision.to_json(), indent=1) + "\n")
     write_environment(run, gpus)
     _write_lists(run, entries)
     text = summary.render(
@@ -54,7 +59,15 @@ def write_reports(run: Path, gpus: int, *, interrupted: bool) -> list[summary.En
         with contextlib.suppress(OSError), shown.open("a", encoding="utf-8") as file:
             file.write(text)
     write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted))
-    return entries
+    return entries, decision
+
+
+def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
+    """The decision that the run left; where there is none, the one by the verdicts alone."""
+    try:
+        return Decision.from_json(json.loads((run / DECISION).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return summary.decision_of(entries)
 
 
 def _write_lists(run: Path, entries: list[summary.Entry]) -> None:

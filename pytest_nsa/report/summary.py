@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,11 @@ def read_entries(run: Path) -> list[Entry]:
     return list(entries.values())
 
 
-def decision_of(entries: list[Entry]) -> Decision:
-    """The plan's decision over a run's scenarios; over all its tests when it ran none, or when only others failed."""
+Decide = Callable[[Mapping[str, Verdict]], Decision]
+
+
+def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
+    """The decision over a run's scenarios; over all its tests when it ran none, or when only others failed."""
     everything = {e.name: e.verdict for e in entries}
     scenarios = {name: v for name, v in everything.items() if v.scenario}
     others_failed = any(v.failed for v in everything.values() if not v.scenario)
@@ -110,6 +114,8 @@ def _verdict(entry: Entry) -> list[str]:
     if v.stood_still_s:
         out.append(f"- stood still for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
     out.append(f"- do: {v.advice}")
+    if v.reads_as:
+        out.append(f"- the plan reads it as: {v.reads_as}")
     out += [
         f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})"
         for fact in [fact for fact in v.evidence if fact.rank != NO_RANK][:8]

@@ -46,13 +46,13 @@ class LaunchPlan:
 
 
 def plan(config: pytest.Config, settings: Settings) -> LaunchPlan:
-    """What ``--nsa-launch`` asks for; auto forks this process when that is safe. UsageError when fork is not."""
+    """What ``--ranks-launch`` asks for; auto forks this process when that is safe. UsageError when fork is not."""
     if settings.launch == "cold":
         return LaunchPlan(kind="cold", description="cold: a new interpreter a rank")
     of = f", rank {settings.outer.rank} of {settings.outer.world_size} here" if settings.outer is not None else ""
     reason = why_not_fork(config)
     if settings.launch == "fork" and reason:
-        raise pytest.UsageError(f"--nsa-launch=fork: {reason}; use --nsa-launch=clean")
+        raise pytest.UsageError(f"--ranks-launch=fork: {reason}; use --ranks-launch=clean")
     if settings.launch == "clean" or reason:
         return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'asked for'}){of}")
     return LaunchPlan(kind="fork", description=f"forked from this process after collection{of}")

@@ -127,6 +127,7 @@ class RankRunner:
         job = Job(
             nodeid=nodeid,
             scenario=name,
+            reads_as=marks.option(item, "scenario", "reads_as", "") if name else "",
             folder=str(folder),
             root=str(self.config.rootpath),
             timeout=limit,

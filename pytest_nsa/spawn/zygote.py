@@ -136,12 +136,12 @@ class Zygote:
         if torch.cuda.is_initialized():
             return (
                 "collecting the tests initialises CUDA, and a process forked after that cannot use it: "
-                "move the CUDA calls from module level into tests or fixtures, or use --nsa-launch=cold"
+                "move the CUDA calls from module level into tests or fixtures, or use --ranks-launch=cold"
             )
         if threads:
             return (
                 f"collecting the tests starts threads ({', '.join(threads[:3])}), which ranks forked from here would lack, "
-                "with whatever locks they hold: start them in tests or fixtures, or use --nsa-launch=cold"
+                "with whatever locks they hold: start them in tests or fixtures, or use --ranks-launch=cold"
             )
         torch.set_num_threads(1)
         installed()

@@ -64,6 +64,7 @@ class Job:
     function: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     scenario: str = ""
+    reads_as: str = ""
     parallel: str = "none"
     static_graph: bool = False
     fsdp_version: int = 2

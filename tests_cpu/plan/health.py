@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from nsa.data import Batch
-    from nsa.training.trainer import Trainer
+    from nsa.training.trainer import StepResult, Trainer
 
 TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
 MAX_GROWTH_MIB = 4.0  # per hundred steps
@@ -87,3 +87,52 @@ def plan_ahead(seconds: list[float]) -> None:
         f"({min(parts) * hours:.2f} to {max(parts) * hours:.2f}, by the tenths of {len(later)} steps)",
         flush=True,
     )
+
+
+class Check:
+    """What a scenario asserts beyond that every gradient arrives. This one: nothing."""
+
+    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
+        self.trainer, self.rank, self.uses = trainer, rank, uses
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """No-op."""
+
+    def after_step(self, result: StepResult) -> None:
+        """No-op."""
+
+    def at_the_end(self, folder: Path) -> None:
+        """No-op."""
+
+
+class Gradients(Check):
+    """The gradients of each step are those of one process."""
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """Compute what they must be."""
+        self.expected = mean_gradients(self.trainer, batches)
+
+    def after_step(self, result: StepResult) -> None:
+        """Compare."""
+        assert_gradients(self.trainer.module, self.expected, tolerance(self.trainer.config.train.dtype, self.uses))
+
+
+class Stability(Check):
+    """Many steps leave memory flat and gates alive."""
+
+    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
+        super().__init__(trainer, rank, uses)
+        self.seconds: list[float] = []
+
+    def after_step(self, result: StepResult) -> None:
+        """Keep what the end compares."""
+        self.seconds.append(result.seconds)
+        self.latest = result
+
+    def at_the_end(self, folder: Path) -> None:
+        """Compare, and print what production's steps would take."""
+        assert_stable(folder, self.rank, self.latest.gates)
+        plan_ahead(self.seconds)
+
+
+CHECKS: dict[str, type[Check]] = {"": Check, "gradients": Gradients, "stability": Stability}

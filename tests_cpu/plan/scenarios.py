@@ -1,4 +1,4 @@
-"""The plan's scenarios, phases 1 to 5, as one table that the CPU and the GPU suite share, and how one is run."""
+"""The plan's scenarios as one table that the CPU and the GPU suite share, and how one is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SAMPLE = ROOT / "examples" / "data" / "kjv.parquet"
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what a failure means."""
+    """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what a failure means.
+
+    ``check`` names what is asserted beyond that every gradient arrives (`health.CHECKS`).
+    """
 
     phase: int
     name: str
@@ -34,6 +37,7 @@ class Scenario:
     overrides: dict[str, Any] = field(default_factory=dict)
     on_cpu: dict[str, Any] = field(default_factory=dict)  # what makes it affordable there
     fails_as: str = ""
+    check: str = ""
     uses: int = 1  # of each block in a forward
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -113,6 +117,7 @@ def _with_ddp(uses: int, reentrant: bool, ddp: str, fails_as: str = "") -> Scena
     return Scenario(
         phase=6, name=f"gc_{kind}_{ddp}_{'once' if uses == 1 else 'twice'}", id=f"{kind}-{ddp}-{uses}", uses=uses,
         overrides={**ONE, **options, **(REENTRANT if reentrant else {})}, fails_as=fails_as,
+        check="" if fails_as == "silent_divergence" else "gradients",  # which is for the plugin to find
         reads_as="the gradients are those of one process; reentrant checkpointing is what breaks DDP",
     )  # fmt: skip
 
@@ -167,7 +172,7 @@ def _alone(layers: int, seq_len: int, checkpointing: bool) -> Scenario:
 
 def _long(name: str, steps: int, parallel: str, reads_as: str, **overrides: Any) -> Scenario:
     return Scenario(
-        phase=9, name=name, id=name, steps=steps, parallel=parallel, reads_as=reads_as, overrides=overrides,
+        phase=9, name=name, id=name, steps=steps, check="stability", parallel=parallel, reads_as=reads_as, overrides=overrides,
         on_cpu={"model.n_layers": 2, "train.seq_len": 64, "trace.mem_dump_every": 5},
     )  # fmt: skip
 
@@ -187,21 +192,23 @@ TABLE = (
 )  # fmt: skip
 
 
-def rows(phase: int, size: Size) -> list[Any]:
-    """The scenarios of a phase as parameters of a test, with their marks."""
-    found = []
-    for row in TABLE:
-        if row.phase == phase:
-            limit = size.timeout * math.ceil(row.steps / 100)
-            marks = [scenario(row.name), world_size(row.num_ranks), pytest.mark.timeout(limit)]
-            if row.parallel == "ddp":
-                marks.append(check_divergence)
-            if row.fails_as:
-                marks.append(fails_as(row.fails_as))
-            if row.phase == 2:
-                marks.append(pytest.mark.backend("gloo"))
-            found.append(pytest.param(row, id=row.id, marks=[*marks, gpu(memory=GPU_MEMORY)] if size.on_gpu else marks))
-    return found
+def rows(size: Size) -> list[Any]:
+    """The scenarios as parameters of a test, with their marks."""
+    return [pytest.param(row, id=row.id, marks=_marks(row, size)) for row in TABLE]
+
+
+def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
+    limit = size.timeout * math.ceil(row.steps / 100)
+    marks = [scenario(row.name, reads_as=row.reads_as), world_size(row.num_ranks), pytest.mark.timeout(limit)]
+    if row.parallel == "ddp":
+        marks.append(check_divergence)
+    if row.fails_as:
+        marks.append(fails_as(row.fails_as))
+    if "parallel.backend" in row.overrides:
+        marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
+    if size.on_gpu:
+        marks.append(gpu(memory=GPU_MEMORY))
+    return [*marks, pytest.mark.phase(row.phase)]
 
 
 def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
@@ -234,20 +241,16 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     trainer = Trainer(config, ranks, folder, model)
     faults.plant(fault, trainer)
     data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
-    seconds: list[float] = []
-    is_silent = row.fails_as == "silent_divergence"  # for the plugin to find, not for what is asserted here
+    check = health.CHECKS[row.check](trainer, group.rank, row.uses)
     trained = sum(p.requires_grad for p in trainer.module.parameters())
     told = Metrics(folder, config, ranks, trainer.flops_per_token) if group.rank == 0 else None
     with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
         for _ in range(row.steps):
             taken = [next(data) for _ in range(config.train.accumulation)]
-            if row.phase == 6 and not is_silent:
-                expected = health.mean_gradients(trainer, taken)
+            check.before_step(taken)
             trainer.step(taken)
-            if row.phase == 6 and not is_silent:
-                health.assert_gradients(trainer.module, expected, health.tolerance(config.train.dtype, row.uses))
             (result,) = trainer.read()
-            seconds.append(result.seconds)
+            check.after_step(result)
             if metrics is not None:
                 metrics.add(result)
             if row.steps <= 2 or result.step % 50 == 0:
@@ -257,10 +260,8 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
                 assert trainer.gradients.missing() == []
                 assert len(trainer.gradients.arrived) == trained
                 assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
-    if row.phase == 9:
-        health.assert_stable(folder, group.rank, result.gates)
-        health.plan_ahead(seconds)
-    if row.parallel != "fsdp" and not is_silent:  # whose ranks hold different shares
+    check.at_the_end(folder)
+    if row.parallel != "fsdp" and row.fails_as != "silent_divergence":  # whose ranks hold different shares
         assert_ranks_agree(trainer.module, group)
 
 

@@ -94,7 +94,7 @@ class TestShared:
 def test_of_its_own(group, artifacts): leave(artifacts, group)
 """
     )
-    result = run_example(pytester, source, "--nsa-keep=all")
+    result = run_example(pytester, source, "--ranks-keep=all")
     assert result.outcomes == {"passed": 7, "failed": 1}
     names = [f"test_it[{n}]" for n in range(7)]
     ranks = pids(result, *names, "test_of_its_own")

@@ -83,7 +83,7 @@ def never():
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n1",), ("--nsa-launch=cold",)])
+@pytest.mark.parametrize("arguments", [(), ("-n1",), ("--ranks-launch=cold",)])
 def test_coverage_counts_what_ranks_run(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     (pytester.path / "covered.py").write_text(COVERED)
     source = "import covered\n@world_size(2)\ndef test_it(group): covered.on_ranks(group.rank)"
@@ -296,5 +296,5 @@ def test_it(group, n): assert n not in (1, 2)
     first.assert_outcomes(passed=1, failed=1)
     assert "call     test_example.py::test_it[0]" in first.stdout.str()
     pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
-    pytester.runpytest_subprocess("--lf", "--nsa-launch=clean").assert_outcomes(failed=1)
+    pytester.runpytest_subprocess("--lf", "--ranks-launch=clean").assert_outcomes(failed=1)
     pytester.runpytest_subprocess("--ff").assert_outcomes(passed=2, failed=2)

@@ -112,7 +112,7 @@ def test_static_graph_reaches_ddp(ddp: DDP) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
     if version == 2 and not hasattr(torch.cpu.Stream, "record_event"):
-        with pytest.raises(RuntimeError, match=r"does not run on CPU; use --fsdp-version 1"):
+        with pytest.raises(RuntimeError, match=r"does not run on CPU; use --ranks-fsdp-version 1"):
             fsdp.wrap(Net(), version=2)
         return
     model = fsdp.wrap(Net(), version=version)

@@ -196,7 +196,7 @@ def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> Non
     source = (
         "@world_size(2)\ndef test_a(group): dist.barrier()\n@world_size(2)\ndef test_b(group): assert group.rank == 0\n"
     )
-    result = run_example(pytester, source, f"--nsa-launch={launch}", "--junitxml=r.xml", "--strict-config")
+    result = run_example(pytester, source, f"--ranks-launch={launch}", "--junitxml=r.xml", "--strict-config")
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert result.verdicts["test_b"].ranks == (1,)
     word = {"fork": "forked from this process", "clean": "a clean child pytest", "cold": "a new interpreter a rank"}[

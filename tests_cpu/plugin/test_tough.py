@@ -304,7 +304,7 @@ def test_a_path_longer_than_a_unix_socket_s(pytester: pytest.Pytester, launch: s
     deep.mkdir(parents=True)
     os.chdir(deep)
     (deep / "test_example.py").write_text(HEADER + HANGS)
-    done = pytester.runpytest_subprocess(f"--rootdir={deep}", "--timeout=5", f"--nsa-launch={launch}")
+    done = pytester.runpytest_subprocess(f"--rootdir={deep}", "--timeout=5", f"--ranks-launch={launch}")
     done.assert_outcomes(passed=1, failed=1)
     assert "sleeping" in done.stdout.str()
     assert "test_example.py:9 in test_hangs" in done.stdout.str()
@@ -346,7 +346,7 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytes
         "    time.sleep(1000)\n"
     )
     source = HEADER + "@world_size(2)\ndef test_it(group): pass\n"
-    process = start_and_wait(pytester.path, source, (pytester.path / "starting").is_file, "--nsa-launch=clean")
+    process = start_and_wait(pytester.path, source, (pytester.path / "starting").is_file, "--ranks-launch=clean")
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=30)[0]
     assert process.returncode == pytest.ExitCode.INTERRUPTED

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
+from tests_cpu.plan.decision import decide
 
 PLAN = (
     "ddp_onestep_trace", "ddp_gloo_sanity", "branch_cmp_only", "branch_sel_only", "branch_win_only", "ddp_static_graph",
@@ -71,11 +72,11 @@ def test_nothing_wrong_is_said() -> None:
     assert decide(plan()).sentence == "Nothing is wrong: of 9 scenarios, 9 passed."
     expected = {"a": Verdict(nodeid="a", outcome="FAIL", expected=True), "b": Verdict(nodeid="b", outcome="SKIP")}
     assert decide(expected).sentence == "Nothing is wrong: of 2 tests, 1 failed as expected, 1 skipped."
-    assert decide({}).sentence == "Nothing was run on ranks."
+    assert without_a_plan.decide({}).sentence == "Nothing was run on ranks."
 
 
 def test_tests_that_are_no_scenarios_take_no_tree() -> None:
     verdict = Verdict(nodeid="t", outcome="FAIL", cause="rank_exited", ranks=(0,), advice="stay", confidence=0.9)
-    decision = decide({"t": verdict})
+    decision = without_a_plan.decide({"t": verdict})
     assert decision.path == ("do the verdicts name one cause? yes: rank_exited",)
     assert decision.action.startswith("stay")
