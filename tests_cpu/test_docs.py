@@ -1,0 +1,48 @@
+"""The documentation is what the code is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+rooms = __import__("rooms")
+
+
+def test_the_drawing_of_rooms_follows_from_the_imports() -> None:
+    text = rooms.PAGE.read_text(encoding="utf-8")
+    assert rooms.page_with(text) == text, "python docs/rooms.py draws it anew"
+
+
+def test_a_circle_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a circle: (a -> b -> a|b -> a -> b)"):
+        rooms.shortest({"a": {"b"}, "b": {"a"}})
+
+
+def test_every_room_and_module_of_the_plugin_is_described() -> None:
+    """A row per room, which names each module of it."""
+    rows = dict(re.findall(r"^\| `([a-z]+)/` \| [^|]+ \| (.*) \|$", rooms.PAGE.read_text(encoding="utf-8"), re.M))
+    folders = [p for p in (ROOT / "pytest_nsa").iterdir() if (p / "__init__.py").is_file()]
+    for folder in folders:
+        named = set(re.findall(r"`([a-z_]+)/?`", rows[folder.name]))
+        there = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()} - {"__init__"}
+        assert there - named == set(), folder.name
+
+
+@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=lambda p: p.stem)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(
+        r"(?<![\w/.])((?:pytest_nsa|nsa|tests_cpu|tests_gpu|benchmarks|docs|examples|configs)/[\w./-]*\w)", text
+    )
+    missing = [
+        name for name in dict.fromkeys(named)
+        if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists() and not list(ROOT.glob(f"{name}*"))
+    ]  # fmt: skip
+    assert missing == []
+    for target in re.findall(r"\]\(([\w./-]+\.md)[#)]", text):
+        assert (page.parent / target).exists(), target
