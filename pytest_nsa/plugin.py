@@ -17,6 +17,7 @@ from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
 from pytest_nsa.session.folders import RunFolder
+from pytest_nsa.session.interrupts import termination_as_interrupt
 from pytest_nsa.session.items import (
     RankedFunction,
     folder_key,
@@ -28,7 +29,7 @@ from pytest_nsa.session.items import (
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch
 from pytest_nsa.session.resources import gpu_memory
-from pytest_nsa.session.runner import RankRunner, termination_as_interrupt
+from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
@@ -100,7 +101,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 def pytest_collection_finish(session: pytest.Session) -> None:
     # An xdist worker asks for ranks before it tells the controller that it has collected.
     if hasattr(session.config, "workerinput") and _wants_ranks(session):
-        session.config.stash[runner_key].launcher(session, between_tests=True)
+        session.config.stash[runner_key].launcher.start(session, between_tests=True)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
@@ -109,7 +110,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
         return None
     runner = config.stash[runner_key]
     where = short_path(runner.folder.path)
-    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.plan.description}; {where}/"
+    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.launcher.plan.description}; {where}/"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -118,7 +119,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     if _wants_ranks(session):
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
-        runner.launcher(session, between_tests=True)
+        runner.launcher.start(session, between_tests=True)
         runner.open_debugger()
         runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])
         with termination_as_interrupt():
@@ -183,7 +184,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.stash[failed_key] = True
     verdict = item.stash.get(verdict_key, None)
     if verdict is not None and call.when == "call" and verdict.failed and hasattr(report, "wasxfail"):
-        item.config.stash[runner_key].expect_failure(item.stash[folder_key], verdict)
+        item.config.stash[runner_key].recorder.expect_failure(item.stash[folder_key], verdict)
     elif verdict is not None and call.when == "call":
         report.nsa_outcome = verdict.outcome
     return report

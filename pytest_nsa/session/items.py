@@ -98,7 +98,7 @@ class RankedFunction(pytest.Function):
                 reason=passed,
                 advice="take fails_as away, or mend it",
             )
-            runner.rewrite(evidence.folder, verdict)
+            runner.recorder.replace(evidence.folder, verdict)
             pytest.fail(passed, pytrace=False)
         if verdict.failed:
             failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)

@@ -77,7 +77,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     if request.node.stash.get(failed_key, False):
         # The planted fault of a test that passes is no failure of the run; of one that fails it is evidence.
         for folder, verdict in zip(folders, verdicts, strict=False):
-            runner.record(folder, verdict)
+            runner.recorder.add(folder, verdict)
     elif not runner.settings.keep_passed:
         for folder in folders:
             discard(folder)

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import Evidence
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer_store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
@@ -115,6 +117,16 @@ class Attachment:
         if self.leads:
             self.wire.put(f"{self._count}/go", {"refused": reason})
             self.wire.put(f"{self._count}/stop", True)
+
+    def agree(self, verdict: Verdict, evidence: Evidence) -> tuple[Verdict, Evidence]:
+        """The leader's verdict, in all processes, so that they go on, or stop, alike."""
+        conclusion = None
+        if self.leads:
+            facts = [{"passed": rank.passed, "xfailed": rank.xfailed} for rank in evidence.ranks]
+            conclusion = {"verdict": verdict.to_json(), "ranks": facts}
+        agreed = self.share(conclusion)
+        ranks = [replace(rank, **known) for rank, known in zip(evidence.ranks, agreed["ranks"], strict=True)]
+        return Verdict.from_json(agreed["verdict"]), replace(evidence, ranks=tuple(ranks))
 
     def share(self, conclusion: dict[str, Any] | None) -> dict[str, Any]:
         """The leader says what a test came to; the others are told."""

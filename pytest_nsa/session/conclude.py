@@ -1,0 +1,93 @@
+"""From a test's folder to its verdict, and where that is recorded: beside the evidence, and in the run's list."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
+from pytest_nsa.evidence.load import Evidence, load, with_sources
+from pytest_nsa.session.folders import RunFolder
+from pytest_nsa.wire.files import append_line, write_atomically
+
+VERDICTS = "verdicts.jsonl"
+
+
+def conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
+    """Diagnose a folder and write the verdict and the merged logs beside the evidence, unless it passed and is not kept."""
+    began = time.time()
+    evidence = load(folder)
+    if not all(rank.passed for rank in evidence.ranks):
+        evidence = with_sources(evidence)
+    verdict = diagnose(evidence)
+    known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
+    if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
+        verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
+    if keep or verdict.failed:
+        write_verdict(folder, verdict)
+        _merge_logs(folder, evidence)
+    return verdict, evidence
+
+
+def write_verdict(folder: Path, verdict: Verdict) -> None:
+    """verdict.json, and result.txt with the outcome's one word."""
+    write_atomically(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1) + "\n")
+    write_atomically(folder / "result.txt", verdict.outcome + "\n")
+
+
+def _merge_logs(folder: Path, evidence: Evidence) -> None:
+    """output.log and traces.log of the whole test, from the ranks' own; a stack dump a rank where there is one."""
+    several = len(evidence.ranks) > 1
+    with (
+        (folder / "output.log").open("w", encoding="utf-8") as output,
+        (folder / "traces.log").open("w", encoding="utf-8") as traces,
+    ):
+        for rank in evidence.ranks:
+            prefix = f"[rank {rank.rank}] " if several else ""
+            output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))
+            lines = _lines(rank.folder / "traces.log")
+            traces.writelines(f"{line}\n" for line in lines if rank.rank == 0 or line.startswith("[DDP]"))
+            dump = rank.folder / "stacks.txt"
+            if dump.is_file() and dump.stat().st_size:
+                text = dump.read_text(encoding="utf-8", errors="replace")
+                (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                yield line.rstrip("\n")
+
+
+class Recorder:
+    """Writes verdicts into the run's folder: its list, in which a test's last line counts, and its log."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+
+    def add(self, folder: Path, verdict: Verdict) -> None:
+        """Record a verdict; report rules that failed to the run."""
+        self._list(folder, verdict)
+        for fact in verdict.evidence:
+            if fact.rank == NO_RANK:
+                self.run.tell(f"{fact.says} ({folder.name}); the verdict is by the other rules")
+        where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
+        self.run.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
+
+    def expect_failure(self, folder: Path, verdict: Verdict) -> None:
+        """Mark a failure as foreseen by xfail, in the test's folder and in the run's list."""
+        self.replace(folder, replace(verdict, expected=True))
+
+    def replace(self, folder: Path, verdict: Verdict) -> None:
+        """Record another verdict on a test that has one."""
+        folder.mkdir(exist_ok=True)  # that of a test which passed may be gone
+        write_verdict(folder, verdict)
+        self._list(folder, verdict)
+
+    def _list(self, folder: Path, verdict: Verdict) -> None:
+        append_line(self.run.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})

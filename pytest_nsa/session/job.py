@@ -1,0 +1,75 @@
+"""From an item to the job that its ranks are given."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa import marks
+from pytest_nsa.session.needs import Needs, tracing_of
+from pytest_nsa.settings import Settings
+from pytest_nsa.system.leases import Lease
+from pytest_nsa.wire.messages import Job, plain_nodeid
+
+
+def job_of(
+    item: pytest.Function,
+    folder: Path,
+    needs: Needs,
+    leases: Mapping[str, Lease],
+    settings: Settings,
+    *,
+    timeout: float,
+    values: dict[str, Any],
+    tried: dict[str, str] | None,
+    next_needs: Needs | None,
+    debugger: str,
+) -> Job:
+    """Build the job of a collected test, whose evidence goes to ``folder``.
+
+    ``values`` are those of host fixtures, ``tried`` those of fixtures that a bisection tries. Ranks that are reused stay where the
+    next test needs the same (``next_needs``). ``debugger`` is the name of the socket that lends the terminal, '' for none.
+    """
+    name = scenario_of(item, tried)
+    return Job(
+        nodeid=plain_nodeid(item.nodeid),
+        scenario=name,
+        reads_as=marks.option(item, "scenario", "reads_as", "") if name else "",
+        folder=str(folder),
+        root=str(item.config.rootpath),
+        timeout=timeout,
+        created=time.time(),
+        seed=random.SystemRandom().getrandbits(64),
+        values=values,
+        overrides=tried or {},
+        tmp=_temporary_folder(item, folder.name),
+        world_size=needs.world_size,
+        backend=needs.backend,
+        device=needs.device,
+        reuse=needs.reuse,
+        stay=bool(needs.reuse) and needs == next_needs,
+        gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
+        cores=",".join(leases["core"].names) if "core" in leases else "",
+        in_use=tuple(path for lease in leases.values() for path in lease.in_use),
+        debugger=debugger,
+        debug_rank=settings.debug_rank,
+        **tracing_of(item, settings),
+    )
+
+
+def scenario_of(item: pytest.Function, tried: dict[str, str] | None) -> str:
+    """The scenario that a test is; '' for any other test, and for what a bisection runs of one."""
+    name: str = "" if tried else marks.value(item, "scenario", "")
+    return name
+
+
+def _temporary_folder(item: pytest.Function, name: str) -> str:
+    """A folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none."""
+    if not any(fixture.startswith("tmp") for fixture in item.fixturenames):
+        return ""
+    return str(item.config._tmp_path_factory.mktemp(name))  # type: ignore[attr-defined]
