@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nsa.trace.events import SCHEMA
+
 _PACKAGES = ("pytest-nsa", "torch", "triton", "numpy", "pyarrow", "flash-attn")
 _PREFIXES = ("NSA_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "OMP_", "SLURM_", "TRITON_", "HF_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONFIG")
@@ -48,6 +50,7 @@ def environment() -> dict[str, Any]:
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
     return {
+        "schema": SCHEMA,
         "python": platform.python_version(), "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(), "gpus": gpus, "versions": versions, "revision": revision(),
         "command": sys.argv, "variables": variables(dict(os.environ)),

@@ -11,6 +11,7 @@ from typing import Any
 
 from nsa.trace.frames import is_user_file
 
+SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines beside them
 MAX_TEXT = 200_000
 MAX_CHAIN = 10
 

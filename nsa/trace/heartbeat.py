@@ -15,6 +15,7 @@ from typing import Any
 
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
+from nsa.trace.events import SCHEMA
 from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import describe, user_frame
 
@@ -152,7 +153,7 @@ class Heartbeat:
             return
         self._written = now
         found = {
-            "time": time.time(), "since": time.time() - (now - self._since), "stacks": self._stacks(frames),
+            "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": self._stacks(frames),
         }  # fmt: skip
         partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nsa.trace.events import record, record_exception
+from nsa.trace.events import SCHEMA, record, record_exception
 from nsa.trace.session import installed
 
 MAX_ODDITIES = 2000  # of steps that did not go their usual way
@@ -93,6 +93,7 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
 def _describe(run: Path, world_size: int) -> None:
     """The run as a job, as the readers of test folders expect it."""
     job = {
+        "schema": SCHEMA,
         "nodeid": " ".join(sys.argv) or "training", "folder": str(run), "root": os.getcwd(), "world_size": world_size,
         "backend": os.environ.get("TORCH_BACKEND", ""), "created": time.time(), "timeout": 0.0, "traces": [],
     }  # fmt: skip

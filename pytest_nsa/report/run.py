@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.report import html, summary
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire.messages import SCHEMA
 
 DECISION = "decision.json"
 _PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow")
@@ -27,6 +28,7 @@ def environment(gpus: int) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
+        "schema": SCHEMA,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "gpus": gpus,

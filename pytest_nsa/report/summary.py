@@ -72,7 +72,7 @@ def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, int
     for entry in failed:
         out += ["", *_verdict(entry)]
     out += ["", "## Environment", "", "| | |", "| --- | --- |"]
-    out += [f"| {key} | {value} |" for key, value in env.items() if not isinstance(value, dict)]
+    out += [f"| {key} | {value} |" for key, value in env.items() if key != "schema" and not isinstance(value, dict)]
     return "\n".join(out) + "\n"
 
 

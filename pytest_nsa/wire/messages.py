@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+SCHEMA = 1  # of a test's folder: job.json names it for all files beside it that have no number of their own
 DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
@@ -96,12 +97,13 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return asdict(self)
+        return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        """The inverse of `to_json`."""
-        return cls(**{**data, "traces": tuple(data["traces"]), "in_use": tuple(data.get("in_use", ()))})
+        """The inverse of `to_json`; fields of a later schema are passed over."""
+        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+        return cls(**{**known, "traces": tuple(data.get("traces", ())), "in_use": tuple(data.get("in_use", ()))})
 
     def rank_folder(self, rank: int) -> Path:
         """Where a rank leaves its evidence."""

@@ -15,6 +15,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.stacks import Frame, parse_dump, telling_thread
 from pytest_nsa.system.gpu import look_at_gpus
+from pytest_nsa.testing import run_example
 from pytest_nsa.wire.messages import Job
 
 DUMP = """\
@@ -134,3 +135,32 @@ def test_the_innermost_native_symbol_is_the_main_thread_s() -> None:
 def test_what_a_compiler_wrote_is_nobody_s_line(file: str, is_user: bool) -> None:
     assert Frame(file, 1, "call").is_user is is_user
     assert is_user_file(file) is is_user
+
+
+def test_every_file_names_its_schema_and_a_later_one_is_read(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester,
+        """
+import time
+
+@world_size(2)
+def test_sleeps(group):
+    if group.rank == 1:
+        time.sleep(100)
+    group.barrier()
+""",
+        "-o", "ranks_hang_after=2.5",
+    )  # fmt: skip
+    folder = result.folder("test_sleeps")
+    assert result.run is not None
+    files = [
+        result.run / "env.json", result.run / "decision.json", folder / "job.json", folder / "verdict.json",
+        folder / "rank1" / "standing.json",
+    ]  # fmt: skip
+    for file in files:
+        assert json.loads(file.read_text())["schema"] == 1, file
+    assert json.loads((folder / "rank1" / "board.bin").read_bytes().partition(b"\0")[0])["schema"] >= 3
+    job = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps({**job, "schema": 2, "planet": "Mars"}))
+    again = diagnose(load(folder))
+    assert (again.cause, again.ranks) == ("sleeping", (1,))
