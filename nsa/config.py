@@ -354,10 +354,6 @@ def validate(config: Config) -> None:
             raise ConfigError(f"{name}={value}: must be {'0 or more' if least == 0 else f'at least {least}'}")
     if t.gc_reentrant and t.gc_keep_selection:
         raise ConfigError("train.gc_keep_selection: needs non-reentrant checkpointing; set train.gc_reentrant: false")
-    if t.gc_keep_selection and m.backend in ("reference", "sdpa", "flash"):
-        raise ConfigError(
-            f"train.gc_keep_selection: model.backend={m.backend!r} selects without an operator; use auto, cpu or triton"
-        )
     against = (
         (config.parallel.mode == "fsdp", "parallel.mode: fsdp, whose units are gathered one by one"),
         (t.gradient_checkpointing and t.gc_reentrant, "train.gc_reentrant"),

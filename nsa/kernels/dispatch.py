@@ -1,74 +1,21 @@
-"""Which backend serves an attention call: one table, each choice explained and counted."""
+"""Which backend of the table (`backends`) serves an attention call: each choice explained and counted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nsa.config import BRANCHES, Branch
-from nsa.kernels import blocks, flash, reference, sdpa
-from nsa.kernels.ops import Operators, attend_on_cpu
-from nsa.kernels.triton import support
-from nsa.kernels.triton.operators import attend_on_gpu, selection_mask
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-class Backend(Protocol):
-    """What a backend has: the three branches, with the shapes of `nsa.kernels.reference`."""
-
-    def compressed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and importance."""
-
-    def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
-        """As `blocks.select`."""
-
-    def selected(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        chosen: torch.Tensor,
-        *,
-        l_sel: int,
-        n_sel: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """Output."""
-
-    def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
-        """Output."""
-
-
-BACKENDS: dict[str, Backend] = {
-    "reference": reference,
-    "sdpa": sdpa,
-    "cpu": Operators("cpu"),
-    "triton": Operators("triton"),
-    "flash": flash,
-}
+from nsa.kernels import blocks, flash, reference
+from nsa.kernels.backends import BACKENDS, Backend, Listener
+from nsa.kernels.sizes import KV, Sizes
 
 # (asked for, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
 counters: Counter[tuple[str, str, str]] = Counter()
-
-
-def why_not(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
-    """'' where a backend can serve such tensors, else the reason that it cannot."""
-    if backend == "cpu":
-        return (
-            "" if device.type == "cpu" else f"the cpu backend is for tensors on a CPU, and these are on {device.type}"
-        )
-    if backend == "triton":
-        return support.why_not(dtype, device, d_k, d_v)
-    if backend == "flash":
-        return flash.why_not(dtype, device, d_k, d_v)
-    return ""
 
 
 def check_backend(backend: str) -> None:
@@ -86,7 +33,7 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
     """
     check_backend(backend)
     if backend != "auto":
-        reason = why_not(backend, dtype, device, d_k, d_v)
+        reason = BACKENDS[backend].why_not(dtype, device, d_k, d_v)
         if reason:
             raise ValueError(f"backend={backend!r}: {reason}; use backend='auto'")
         if backend == "flash" and not flash.is_there():
@@ -96,7 +43,7 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
         return "reference", "float64 is for checking against the equations"
     if device.type == "cpu":
         return "cpu", f"our tiles serve {dtype} on cpu"
-    reason = why_not("triton", dtype, device, d_k, d_v)
+    reason = BACKENDS["triton"].why_not(dtype, device, d_k, d_v)
     return ("sdpa", reason) if reason else ("triton", f"our kernels serve {dtype} on {device.type}")
 
 
@@ -112,29 +59,18 @@ def _counted(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d
 
 
 def run_branches(
-    q: torch.Tensor,
-    cmp: tuple[torch.Tensor, torch.Tensor],
-    sel: tuple[torch.Tensor, torch.Tensor],
-    win: tuple[torch.Tensor, torch.Tensor],
-    *,
-    l: int,
-    d: int,
-    l_sel: int,
-    n_sel: int,
-    w: int,
-    scale: float,
-    backend: str,
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, *, scale: float, backend: str,
     branches: tuple[Branch, ...] = BRANCHES,
-) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:
-    """The outputs [B, S, H, Dv] of the asked-for branches, and the selection bool [B, S, G, Ns] where one was made.
+) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
+    """Compute the requested branches' outputs [B, S, H, Dv], and the selection bool [B, S, G, Ns] where one was made.
 
-    ``cmp``, ``sel`` and ``win`` are (key, value) pairs, shaped as in `nsa_attention`. A branch that is not asked for
-    is not computed and leaves no node in the autograd graph.
+    Shapes as in `nsa_attention`. A branch that is not requested is not computed and leaves no node in the autograd graph.
     """
     if q.shape[0] == 0 or q.shape[1] == 0:  # nothing to attend; the inputs stay in the graph
-        empty = q.flatten(2).sum(-1)[..., None, None] + sel[1].new_zeros(1, 1, q.shape[2], sel[1].shape[-1])
+        empty = q.flatten(2).sum(-1)[..., None, None] + sel.v.new_zeros(1, 1, q.shape[2], sel.v.shape[-1])
         return dict.fromkeys(branches, empty), None
-    kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])
+    kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]).branches
+    l, d, l_sel, n_sel, w = sizes
     out: dict[Branch, torch.Tensor] = {}
     chosen = None
     if "cmp" in branches or "sel" in branches:
@@ -151,72 +87,34 @@ def run_branches(
 
 
 def attend(
-    q: torch.Tensor,
-    cmp: Pair,
-    sel: Pair,
-    win: Pair,
-    gates: torch.Tensor,
-    *,
-    l: int,
-    d: int,
-    l_sel: int,
-    n_sel: int,
-    w: int,
-    scale: float,
-    backend: str,
-    ends: Sequence[int] | None = None,
-    listener: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """All three branches, weighted and summed (Eq. 5): [B, S, H, Dv]. Shapes as in `nsa_attention`.
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, *, scale: float, backend: str,
+    ends: Sequence[int] | None = None, listener: Listener | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute all three branches, weighted and summed (Eq. 5): [B, S, H, Dv]. Shapes as in `nsa_attention`.
 
     ``ends``: of a pack (B = 1), where its sequences begin and end, 0 first and S last. ``listener`` is given the selection of each
     sequence, bool [B, S, G, Ns].
     """
-    sizes: dict[str, Any] = {"l": l, "d": d, "l_sel": l_sel, "n_sel": n_sel, "w": w}
     if q.shape[0] and q.shape[1]:
-        wanted = backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1]
-        name = _named(*wanted)
-        if name == "triton":
+        wanted = backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]
+        row = BACKENDS[_named(*wanted)]
+        if row.whole is not None and (ends is None or row.takes_packs):
             _counted(*wanted)
-            return _attend_on_gpu(q, cmp, sel, win, gates, ends, listener, scale=scale, **sizes)
-        if name == "cpu" and ends is None:
-            _counted(*wanted)
-            y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), scale=scale, **sizes)
-            if listener is not None:
-                listener(chosen)
-            return y
+            return row.whole(q, cmp, sel, win, gates, sizes, scale, ends, listener)
     if ends is not None:
-        one: dict[str, Any] = {**sizes, "scale": scale, "backend": backend, "listener": listener}
-        parts = [attend(*_part(s, q, cmp, sel, win, gates), **one) for s in spans(ends, l, d)]
-        return torch.cat(parts, dim=1) if parts else q.new_zeros(q.shape[0], 0, q.shape[2], sel[1].shape[-1])
-    out, found = run_branches(q, cmp, sel, win, scale=scale, backend=backend, **sizes)
+        one: dict[str, Any] = {"sizes": sizes, "scale": scale, "backend": backend, "listener": listener}
+        parts = [attend(*_part(s, q, cmp, sel, win, gates), **one) for s in spans(ends, sizes.l, sizes.d)]
+        return torch.cat(parts, dim=1) if parts else q.new_zeros(q.shape[0], 0, q.shape[2], sel.v.shape[-1])
+    out, found = run_branches(q, cmp, sel, win, sizes, scale=scale, backend=backend)
     if found is not None and listener is not None:
         listener(found)
     return sum_branches(out, gates)
 
 
-def _attend_on_gpu(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, ends: Sequence[int] | None,
-    listener: Callable[[torch.Tensor], None] | None, *, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
-) -> torch.Tensor:  # fmt: skip
-    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cpu")
-    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
-    if listener is not None:
-        if ends is None:
-            listener(selection_mask(picks, blocks.num_selection(q.shape[1], l_sel)).unflatten(0, q.shape[:2]))
-        for a, b in pairwise(ends or ()):
-            if b > a:
-                listener(selection_mask(picks[a:b], blocks.num_selection(b - a, l_sel))[None])
-    return y
-
-
-def _part(
-    span: tuple[int, int, int, int], q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor
-) -> Any:
+def _part(span: tuple[int, int, int, int], q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor) -> Any:
     """The arguments of `attend` for one sequence of a pack."""
     s0, s1, c0, c1 = span
-    pairs = ((pair[0][:, a:b], pair[1][:, a:b]) for pair, a, b in ((cmp, c0, c1), (sel, s0, s1), (win, s0, s1)))
-    return q[:, s0:s1], *pairs, gates[:, s0:s1]
+    return q[:, s0:s1], cmp.between(c0, c1), sel.between(s0, s1), win.between(s0, s1), gates[:, s0:s1]
 
 
 def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, backend: str) -> torch.Tensor:
@@ -224,10 +122,10 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
 
     By the backend's window of all tokens; on a GPU by torch's fused attention, which is faster there than our window.
     """
-    kernels = choose(backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
-    if kernels is BACKENDS["triton"]:
-        return sdpa.dense(q, k, v, scale=scale)
-    return kernels.sliding(q, k, v, w=q.shape[1], scale=scale)
+    row = choose(backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
+    if row.dense is not None:
+        return row.dense(q, k, v, scale=scale)
+    return row.branches.sliding(q, k, v, w=q.shape[1], scale=scale)
 
 
 def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.Tensor:
@@ -284,7 +182,7 @@ def nsa_attention(
     if k_cmp.shape[1] != sum(blocks.num_compressed(length, l, d) for length in lengths):
         raise ValueError(f"k_cmp has {k_cmp.shape[1]} blocks: S={q.shape[1]}, l={l}, d={d} make another number")
     return attend(
-        q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win), gates, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w,
+        q, KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win), gates, Sizes(l, d, l_sel, n_sel, w),
         scale=q.shape[-1] ** -0.5 if scale is None else scale, backend=backend, ends=ends,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa.config import Config
+from nsa.kernels.backends import refuse_to_keep_selection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +32,12 @@ class CheckpointRange:
 
     @classmethod
     def from_config(cls, config: Config) -> CheckpointRange | None:
-        """The layers that ``config`` asks for; None when checkpointing is off."""
+        """The layers that ``config`` asks for; None when checkpointing is off. ConfigError for what cannot be kept."""
         train = config.train
         if not train.gradient_checkpointing:
             return None
+        if train.gc_keep_selection:
+            refuse_to_keep_selection(config.model.backend)
         start, end = train.gc_range or (0, config.model.n_layers)
         return cls(start=start, end=end, reentrant=train.gc_reentrant, keep_selection=train.gc_keep_selection)
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from nsa.config import Branch, ModelConfig
 from nsa.kernels.dispatch import (
-    Pair,
     attend,
     attend_densely,
     check_backend,
@@ -24,9 +23,12 @@ from nsa.kernels.dispatch import (
     run_branches,
     spans,
 )
+from nsa.kernels.sizes import KV, Sizes
 from nsa.model import decoding
 from nsa.model.decoding import KVCache
 from nsa.model.gate import Gate
+
+Table = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines
 
 
 class Rotary(nn.Module):
@@ -36,7 +38,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.d, self.theta = d, theta
 
-    def table(self, positions: torch.Tensor, dtype: torch.dtype) -> Pair:
+    def table(self, positions: torch.Tensor, dtype: torch.dtype) -> Table:
         """What turns x [B, N, heads, d] to ``positions`` [N]: two factors [1, N, 1, d], once for all tensors that share
         positions.
         """
@@ -48,7 +50,7 @@ class Rotary(nn.Module):
         both, crossed = (torch.cat(pair, -1)[None, :, None].to(dtype) for pair in ((cos, cos), (-sin, sin)))
         return both, crossed
 
-    def turn(self, x: torch.Tensor, table: Pair) -> torch.Tensor:
+    def turn(self, x: torch.Tensor, table: Table) -> torch.Tensor:
         """x [B, N, heads, d] rotated by a `table`; same shape and dtype."""
         return torch.addcmul(x * table[0], x.roll(x.shape[-1] // 2, -1), table[1])
 
@@ -234,12 +236,12 @@ class NSAAttention(nn.Module):
         gates = self.gate(flat).unflatten(0, (B, S))
         with contextlib.nullcontext() if cache is None else cache.all_or_nothing():
             y = self._attend(
-                q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win), gates, start=start, cache=cache, ends=ends
+                q, KV(k_cmp, v_cmp), KV(k_sel, v_sel), KV(k_win, v_win), gates, start=start, cache=cache, ends=ends
             )
         return self.out(y.reshape(B * S, self.n_heads * self.d_v)).unflatten(0, (B, S))
 
     def _attend(
-        self, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, start: int, cache: KVCache | None,
+        self, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, *, start: int, cache: KVCache | None,
         ends: list[int] | None,
     ) -> torch.Tensor:  # fmt: skip
         """Sequences whose first token has position ``start``; ``cmp`` [B, S, G, D] are not compressed yet. ``ends``: of a pack."""
@@ -251,7 +253,7 @@ class NSAAttention(nn.Module):
             tokens = _tokens_of_blocks(ends, self.l, self.d, q.device)
             k_cmp, v_cmp, last = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens), tokens[:, -1]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
-        cmp = (self.rotary(k_cmp, last), v_cmp)
+        cmp = KV(self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
             cmp, sel, win = (
                 cache.add_compressed(cmp, tail, self.d),
@@ -260,33 +262,32 @@ class NSAAttention(nn.Module):
             )
             cache.length += S
         forced, listener = self.force_branch, self.selection_listener
-        sizes = {"l": self.l, "d": self.d, "l_sel": self.l_sel, "n_sel": self.n_sel, "w": self.w}
+        sizes = Sizes(self.l, self.d, self.l_sel, self.n_sel, self.w)
         scale = self.d_k**-0.5
         if cache is not None and start:
             if forced is None:
                 return decoding.attend_gated(
-                    q, cmp, sel, win, gates, start, **sizes, scale=scale, backend=self.backend, listener=listener
+                    q, cmp, sel, win, gates, start, sizes, scale=scale, backend=self.backend, listener=listener
                 )
-            out, chosen = decoding.attend(q, cmp, sel, win, start, **sizes, scale=scale, branches=(forced,))
+            out, chosen = decoding.attend(q, cmp, sel, win, start, sizes, scale=scale, branches=(forced,))
             if chosen is not None and listener is not None:
                 listener(chosen)
             return out[forced]
         if forced:
-            y = self._attend_forced(forced, q, cmp, sel, win, ends)
+            y = self._attend_forced(forced, q, cmp, sel, win, sizes, ends)
             return y + _zero_times(*cmp, *sel, *win, gates)
-        return attend(q, cmp, sel, win, gates, **sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
+        return attend(q, cmp, sel, win, gates, sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
 
     def _attend_forced(
-        self, forced: Branch, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, ends: list[int] | None
+        self, forced: Branch, q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, ends: list[int] | None
     ) -> torch.Tensor:
         """One branch alone, its gate 1; of a pack, one sequence after the other."""
         S, parts = q.shape[1], []
         whole = [(0, S, 0, cmp[0].shape[1])]
         for a, b, c0, c1 in whole if ends is None else spans(ends, self.l, self.d):
             out, chosen = run_branches(
-                q[:, a:b], (cmp[0][:, c0:c1], cmp[1][:, c0:c1]), (sel[0][:, a:b], sel[1][:, a:b]), (win[0][:, a:b], win[1][:, a:b]),
-                l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, w=self.w, scale=self.d_k**-0.5, backend=self.backend,
-                branches=(forced,),
+                q[:, a:b], cmp.between(c0, c1), sel.between(a, b), win.between(a, b), sizes, scale=self.d_k**-0.5,
+                backend=self.backend, branches=(forced,),
             )  # fmt: skip
             parts.append(out[forced])
             if chosen is not None and self.selection_listener is not None:

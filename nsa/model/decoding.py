@@ -15,8 +15,8 @@ from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
 from nsa.kernels.dispatch import explain, sum_branches
 from nsa.kernels.reference import probabilities, weighted
+from nsa.kernels.sizes import KV, Sizes
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 QUERIES = 64  # at once: each gathers keys and values of its own
 FEW = 16  # new tokens, up to which a CPU takes one after another: nothing is masked then
 
@@ -63,8 +63,8 @@ class KVCache:
         self.length = 0
         self._compressed = (_Growing(), _Growing())
         self._selected = (_Growing(), _Growing())
-        self._window: Pair | None = None
-        self._tail: Pair | None = None  # tokens from the first block on that is not whole
+        self._window: KV | None = None
+        self._tail: KV | None = None  # tokens from the first block on that is not whole
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -79,32 +79,30 @@ class KVCache:
                 one.shorten(n)
             raise
 
-    def tail(self, new: Pair) -> Pair:
+    def tail(self, new: KV) -> KV:
         """The tokens of which further compressed blocks are made, ``new`` the last."""
         return new if self._tail is None else _joined(self._tail, new)
 
-    def add_compressed(self, blocks_made: Pair, tail: Pair, d: int) -> Pair:
+    def add_compressed(self, blocks_made: KV, tail: KV, d: int) -> KV:
         """Take in the blocks that ``tail`` made; returns all."""
         # Copies: a view would keep all tokens of the call.
-        self._tail = (
-            tail[0][:, blocks_made[0].shape[1] * d :].clone(),
-            tail[1][:, blocks_made[1].shape[1] * d :].clone(),
-        )
-        return self._compressed[0].append(blocks_made[0]), self._compressed[1].append(blocks_made[1])
+        done = blocks_made.k.shape[1] * d
+        self._tail = KV(tail.k[:, done:].clone(), tail.v[:, done:].clone())
+        return KV(self._compressed[0].append(blocks_made.k), self._compressed[1].append(blocks_made.v))
 
-    def add_selected(self, new: Pair) -> Pair:
+    def add_selected(self, new: KV) -> KV:
         """Take in keys and values of the selected branch; returns all."""
-        return self._selected[0].append(new[0]), self._selected[1].append(new[1])
+        return KV(self._selected[0].append(new.k), self._selected[1].append(new.v))
 
-    def add_window(self, new: Pair, w: int) -> Pair:
+    def add_window(self, new: KV, w: int) -> KV:
         """Take in keys and values of the window; returns those that any of the new tokens sees."""
         seen = new if self._window is None else _joined(self._window, new)
-        self._window = (_last(seen[0], w - 1), _last(seen[1], w - 1))
+        self._window = KV(_last(seen.k, w - 1), _last(seen.v, w - 1))
         return seen
 
 
-def _joined(a: Pair, b: Pair) -> Pair:
-    return torch.cat((a[0], b[0]), 1), torch.cat((a[1], b[1]), 1)
+def _joined(a: KV, b: KV) -> KV:
+    return KV(torch.cat((a.k, b.k), 1), torch.cat((a.v, b.v), 1))
 
 
 def _last(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -112,39 +110,39 @@ def _last(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def attend_gated(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, start: int, *, l: int, d: int, l_sel: int, n_sel: int,
-    w: int, scale: float, backend: str, listener: Callable[[torch.Tensor], None] | None = None,
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, start: int, sizes: Sizes, *, scale: float,
+    backend: str, listener: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`attend` and the gated sum, [B, T, H, Dv]; by kernels of its own for a few tokens on a GPU, where triton serves.
 
     ``listener`` receives the selection, bool [B, T, G, Ns].
     """
-    n_blocks = blocks.num_selection(start + q.shape[1], l_sel)
+    n_blocks = blocks.num_selection(start + q.shape[1], sizes.l_sel)
     if explain(backend, q.dtype, q.device, q.shape[-1], sel[1].shape[-1])[0] == "triton" and scale > 0:
         from nsa.kernels.triton import decoding as on_gpu
         from nsa.kernels.triton.operators import selection_mask
 
-        if on_gpu.serves(q, sel[1].shape[-1], l, d, l_sel):
-            y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, l, d, l_sel, n_sel, w, scale)
+        if on_gpu.serves(q, sel[1].shape[-1], sizes.l, sizes.d, sizes.l_sel):
+            y, picks = on_gpu.attend(q, cmp, sel, win, gates, start, *sizes, scale)
             if listener is not None:
                 listener(selection_mask(picks, n_blocks).unflatten(0, q.shape[:2]))
             return y
-    out, chosen = attend(q, cmp, sel, win, start, l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w, scale=scale)
+    out, chosen = attend(q, cmp, sel, win, start, sizes, scale=scale)
     if chosen is not None and listener is not None:
         listener(chosen)
     return sum_branches(out, gates)
 
 
 def attend(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
-    scale: float, branches: tuple[Branch, ...] = BRANCHES,
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, *, scale: float, branches: tuple[Branch, ...] = BRANCHES,
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
     """As `dispatch.run_branches`, for queries q [B, T, H, Dk] that follow ``start`` tokens.
 
     ``cmp`` and ``sel`` are (key, value) of all blocks and tokens, ``win`` of the last tokens, as `KVCache` returns them.
     """
     if q.shape[1] <= FEW and q.device.type == "cpu":
-        return _one_by_one(q, cmp, sel, win, start, l, d, l_sel, n_sel, w, scale, branches)
+        return _one_by_one(q, cmp, sel, win, start, sizes, scale, branches)
+    l, d, l_sel, n_sel, w = sizes
     total = start + q.shape[1]
     t = torch.arange(start, total, device=q.device)
     out: dict[Branch, torch.Tensor] = {}
@@ -177,23 +175,20 @@ def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
     return mass.unflatten(-1, (n_blocks, r)).sum(-1)
 
 
-def _between(pair: Pair, a: int, b: int) -> Pair:
-    return pair[0][:, a:b], pair[1][:, a:b]
-
-
 def _one_by_one(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, l: int, d: int, l_sel: int, n_sel: int, w: int, scale: float,
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
     branches: tuple[Branch, ...],
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
     """`attend`, each token with what it sees of the cache."""
+    l, d, l_sel, _, w = sizes
     total = start + q.shape[1]
     found: list[dict[Branch, torch.Tensor]] = []
     selections: list[torch.Tensor] = []
     for i, t in enumerate(range(start, total)):
         end = win[0].shape[1] - (total - t - 1)
-        seen_cmp = _between(cmp, 0, blocks.num_compressed(t + 1, l, d))
-        seen_sel, seen_win = _between(sel, 0, t + 1), _between(win, max(0, end - w), end)
-        out, chosen = _attend_one(q[:, i : i + 1], seen_cmp, seen_sel, seen_win, t, l, d, l_sel, n_sel, scale, branches)
+        seen_cmp = cmp.between(0, blocks.num_compressed(t + 1, l, d))
+        seen_sel, seen_win = sel.between(0, t + 1), win.between(max(0, end - w), end)
+        out, chosen = _attend_one(q[:, i : i + 1], seen_cmp, seen_sel, seen_win, t, sizes, scale, branches)
         found.append(out)
         if chosen is not None:
             selections.append(F.pad(chosen, (0, blocks.num_selection(total, l_sel) - chosen.shape[3])))
@@ -202,10 +197,11 @@ def _one_by_one(
 
 
 def _attend_one(
-    q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, start: int, l: int, d: int, l_sel: int, n_sel: int, scale: float,
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
     branches: tuple[Branch, ...],
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
     """`attend` for one token on a CPU: all that the cache gave is visible to it, so nothing is masked."""
+    l, d, l_sel, n_sel, _ = sizes
     B, _, H, Dk = q.shape
     G, total = sel[0].shape[2], start + 1
     grouped = q.reshape(B, G, H // G, Dk).to(blocks.wide(q.dtype))

@@ -22,7 +22,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pa
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
 def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: dict[str, dict[str, Path]]) -> None:
     """The sources that the ranks ran lie in no file here: /tests and /repo do not exist."""
-    assert name in recorded[module], f"pytest tests_cpu/faults -k {name} --record"
+    assert name in recorded[module], "pytest tests_cpu/faults -m 'slow or not slow' --record"
     verdict, expected = diagnose(load(recorded[module][name])), faults(module)[name]
     assert (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), verdict.reason
     assert expected.where in verdict.where

@@ -1,7 +1,7 @@
 """Evidence of planted faults, recorded once: an archive per module, from which the rules are tested in milliseconds.
 
-`pytest tests_cpu/faults --record` runs the corpus and records it anew. Paths of the machine that records are replaced: the
-module becomes /tests/test_planted.py, the repository /repo.
+`pytest tests_cpu/faults -m "slow or not slow" --record` runs the corpus and records it anew. Paths of the machine that records
+are replaced: the module becomes /tests/test_planted.py, the repository /repo.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Every planted fault gets the verdict that was planted, in one run a module: cause, ranks, and the words where they matter."""
+"""Every planted fault gets the verdict that was planted: cause, ranks, and the words where they matter. One run per module.
+
+`make test` plants a fault per cause; `make slow` all of them. The rules on the evidence of all are tested in seconds
+(tests_cpu/diagnosis/test_recorded.py); what is tested here is that ranks leave that evidence.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +32,52 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
     return {}
 
 
-def run(module: str, folder: Path) -> ExampleResult:
-    """All faults of a module. Ranks that stand still cost no CPU, so several tests at a time do not disturb each other."""
+def sample() -> set[tuple[str, str]]:
+    """(module, test) of the first fault of each cause."""
+    first: dict[str, tuple[str, str]] = {}
+    for module in MODULES:
+        for name, fault in faults(module).items():
+            first.setdefault(fault.cause, (module, name))
+    return set(first.values())
+
+
+def chosen(request: pytest.FixtureRequest, module: str) -> list[str]:
+    """The faults of a module that this session asks for."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    found = [call.params for call in calls if call is not None]
+    return [params["name"] for params in found if params.get("module") == module]
+
+
+def run(module: str, names: list[str], folder: Path) -> ExampleResult:
+    """Some faults of a module. Ranks that stall cost no CPU, so several tests at a time do not disturb each other."""
     shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
     options = ("ranks_hang_after=2.5", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     arguments = [a for option in options for a in ("-o", option)]
-    return run_in(folder, "-p", "xdist", "-n", "3", *arguments, timeout=280)
+    tests = [f"test_planted.py::{name}" for name in names]
+    return run_in(folder, "-p", "xdist", "-n", "3", *arguments, *tests, timeout=280)
 
 
-@pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
+SAMPLE = sample()
+FAULTS = [
+    pytest.param(module, name, marks=() if (module, name) in SAMPLE else pytest.mark.slow)
+    for module in MODULES
+    for name in faults(module)
+]
+
+
+@pytest.mark.parametrize(("module", "name"), FAULTS)
 def test_the_verdict(
     module: str, name: str, verdicts: dict[str, ExampleResult], tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     if module not in verdicts:
         folder = tmp_path_factory.mktemp(module)
-        verdicts[module] = run(module, folder)
+        names = chosen(request, module)
+        verdicts[module] = run(module, names, folder)
         if request.config.getoption("--record"):
+            assert names == list(faults(module)), "a module is recorded as a whole: -m 'slow or not slow'"
             assert verdicts[module].run is not None
-            record(verdicts[module].run, folder, module, list(faults(module)))
+            record(verdicts[module].run, folder, module, names)
     expected = faults(module)[name]
     assert name in verdicts[module].verdicts, verdicts[module].stdout[-3000:]
     verdict = verdicts[module].verdicts[name]

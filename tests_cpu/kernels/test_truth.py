@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from nsa import nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference
+from nsa.kernels.backends import BACKENDS
 from nsa.kernels.cpu import selected as cpu_selected
 from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import tiles as cpu_tiles
-from nsa.kernels.dispatch import BACKENDS
 
 # Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
 TOLERANCE = {
@@ -224,6 +224,6 @@ def test_half_types_select_what_float64_selects(backend: str) -> None:
     n = blocks.num_compressed(1000, 32, 16)
     (q, k, v), exact = leaves(torch.bfloat16, (1, 1000, 4, 32), (1, n, 2, 32), (1, n, 2, 32))
     with torch.autocast("cpu", torch.bfloat16):
-        found = BACKENDS[backend].compressed(q, k, v, l=32, d=16, l_sel=64, scale=0.2)[1]
+        found = BACKENDS[backend].branches.compressed(q, k, v, l=32, d=16, l_sel=64, scale=0.2)[1]
     wanted = reference.compressed(*exact, l=32, d=16, l_sel=64, scale=0.2)[1]
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from nsa.config import Config, ConfigError, load_config
 from nsa.data import Position, batches, open_source
+from nsa.model.transformer import build_model
 from nsa.training.checkpoint import Checkpointer, find, load
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import Trainer
@@ -158,6 +159,11 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
     assert (config.model.backend, config.model.stop_gate_gradient) == ("sdpa", True)
     with pytest.raises(ConfigError, match="gc_keep_selection: needs non-reentrant checkpointing"):
         load_config(TINY, gc_keep_selection=True, gc_reentrant=True)
+    config = load_config(
+        TINY, gc_keep_selection=True, **{"train.gradient_checkpointing": True, "model.backend": "sdpa"}
+    )
+    with pytest.raises(ConfigError, match=r"model\.backend='sdpa' selects without an operator; use auto, cpu, triton"):
+        build_model(config)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, as its compiler is imported and used

@@ -55,13 +55,13 @@ class WaitInBackward(torch.autograd.Function):
 
 def _deadlock_in_selection() -> None:
     """In the branch by itself, and where a CPU attends to all three at once."""
-    from nsa.kernels import dispatch
+    from nsa.kernels import backends
     from nsa.kernels.ops import Operators
 
     never_released.acquire()
-    selected, attend = Operators.selected, dispatch.attend_on_cpu
+    selected, attend = Operators.selected, backends.attend_on_cpu
     Operators.selected = lambda *args, **kwargs: WaitInBackward.apply(selected(*args, **kwargs))
-    dispatch.attend_on_cpu = lambda q, cmp, sel, *args, **kwargs: attend(
+    backends.attend_on_cpu = lambda q, cmp, sel, *args, **kwargs: attend(
         q, cmp, tuple(WaitInBackward.apply(x) for x in sel), *args, **kwargs
     )
 

@@ -1,0 +1,131 @@
+"""The table of backends: what each computes, when it cannot serve, and what it does in one operator.
+
+To add one: a module with the four functions of `Branches`, and a row here; `nsa.config.ModelConfig.backend` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from nsa.config import ConfigError
+from nsa.kernels import blocks, flash, reference, sdpa
+from nsa.kernels.ops import Operators, attend_on_cpu
+from nsa.kernels.sizes import KV, Sizes
+from nsa.kernels.triton import support
+from nsa.kernels.triton.operators import attend_on_gpu, selection_mask
+
+Listener = Callable[[torch.Tensor], None]
+
+
+class Branches(Protocol):
+    """The three branches, with the shapes of `nsa.kernels.reference`."""
+
+    def compressed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, l: int, d: int, l_sel: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and importance."""
+
+    def select(self, importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Tensor:
+        """As `blocks.select`."""
+
+    def selected(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        l_sel: int,
+        n_sel: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """Output."""
+
+    def sliding(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, w: int, scale: float) -> torch.Tensor:
+        """Output."""
+
+
+class Whole(Protocol):
+    """All three branches, weighted and summed (Eq. 5), in one operator: [B, S, H, Dv]. As `dispatch.attend`."""
+
+    def __call__(
+        self, q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float,
+        ends: Sequence[int] | None, listener: Listener | None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+
+def _serves_all(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
+    return ""
+
+
+def _serves_cpus(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
+    return "" if device.type == "cpu" else f"the cpu backend is for tensors on a CPU, and these are on {device.type}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A row of the table. ``why_not`` returns '' where it can serve tensors (dtype, device, Dk, Dv), else the reason.
+
+    ``whole`` is None where the branches are computed one by one; ``takes_packs`` is true where it takes a pack as a whole.
+    ``selects_by_operator`` is true where checkpointing can keep what was selected. ``dense`` is plain causal attention, where
+    another way is faster than a window of all tokens.
+    """
+
+    branches: Branches
+    why_not: Callable[[torch.dtype, torch.device, int, int], str] = _serves_all
+    whole: Whole | None = None
+    takes_packs: bool = False
+    selects_by_operator: bool = False
+    dense: Callable[..., torch.Tensor] | None = None
+
+
+def _whole_on_cpu(
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float, ends: Sequence[int] | None,
+    listener: Listener | None,
+) -> torch.Tensor:  # fmt: skip
+    y, chosen = attend_on_cpu(q, cmp, sel, win, gates.to(q.dtype), **sizes._asdict(), scale=scale)
+    if listener is not None:
+        listener(chosen)
+    return y
+
+
+def _whole_on_gpu(
+    q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, sizes: Sizes, scale: float, ends: Sequence[int] | None,
+    listener: Listener | None,
+) -> torch.Tensor:  # fmt: skip
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cpu")
+    y, picks = attend_on_gpu(q, cmp, sel, win, gates, cu_seqlens, **sizes._asdict(), scale=scale)
+    if listener is not None:
+        if ends is None:
+            listener(selection_mask(picks, blocks.num_selection(q.shape[1], sizes.l_sel)).unflatten(0, q.shape[:2]))
+        for a, b in pairwise(ends or ()):
+            if b > a:
+                listener(selection_mask(picks[a:b], blocks.num_selection(b - a, sizes.l_sel))[None])
+    return y
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(branches=reference),
+    "sdpa": Backend(branches=sdpa),
+    "cpu": Backend(branches=Operators("cpu"), why_not=_serves_cpus, whole=_whole_on_cpu, selects_by_operator=True),
+    "triton": Backend(
+        branches=Operators("triton"), why_not=support.why_not, whole=_whole_on_gpu, takes_packs=True, selects_by_operator=True,
+        dense=sdpa.dense,
+    ),
+    "flash": Backend(branches=flash, why_not=flash.why_not),
+}  # fmt: skip
+
+
+def refuse_to_keep_selection(backend: str) -> None:
+    """Raise ConfigError for a backend that selects without an operator, whose selection checkpointing cannot keep."""
+    row: Any = BACKENDS.get(backend)
+    if row is not None and not row.selects_by_operator:
+        able = ", ".join(name for name, other in BACKENDS.items() if other.selects_by_operator)
+        raise ConfigError(
+            f"train.gc_keep_selection: model.backend={backend!r} selects without an operator; use auto, {able}"
+        )

@@ -1,0 +1,28 @@
+"""What attention calls hand on together: the sizes of blocks and window, and a branch's keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Sizes(NamedTuple):
+    """Compression block and stride (l, d), selection block and blocks selected per query (l_sel, n_sel), window (w), in tokens."""
+
+    l: int
+    d: int
+    l_sel: int
+    n_sel: int
+    w: int
+
+
+class KV(NamedTuple):
+    """Keys [B, N, G, Dk] and values [B, N, G, Dv] of a branch."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def between(self, first: int, end: int) -> KV:
+        """Those of tokens, or blocks, first ... end - 1."""
+        return KV(self.k[:, first:end], self.v[:, first:end])
