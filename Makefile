@@ -1,4 +1,4 @@
-# Two commands (and `make slow` for what takes long): `make plan` runs the diagnostic plan on CPU (phases 1 to 5; all of them: PHASES=all), `make test` the CPU suite. Both install what they need.
+# Two commands (`make quick` before a commit, `make slow` for what takes long): `make plan` runs the diagnostic plan on CPU (phases 1 to 5; all of them: PHASES=all), `make test` the CPU suite. Both install what they need.
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
@@ -10,7 +10,7 @@ WORKERS ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
 
-.PHONY: plan test slow lint install clean
+.PHONY: plan quick test slow lint install clean
 
 install: $(STAMP)
 
@@ -30,6 +30,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Before each commit: what needs no ranks, and the rules on recorded evidence.
+QUICK := tests_cpu/diagnosis tests_cpu/plan/test_decision.py tests_cpu/nsa/test_config.py tests_cpu/nsa/test_data.py tests_cpu/test_docs.py
+quick: lint
+	$(BIN)/python -m pytest $(QUICK) -n 2 -q $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile $(ARGS)

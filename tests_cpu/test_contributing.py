@@ -1,0 +1,97 @@
+"""The steps of CONTRIBUTING.md work as they stand: a copy of the repository is changed by them, and its tests are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def steps(chapter: str) -> list[str]:
+    """The numbered steps of a chapter."""
+    body = TEXT.partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
+    return re.split(r"\n(?=\d\. )", body)[1:]
+
+
+def code(step: str) -> str:
+    """The Python of a step."""
+    match = re.search(r"```python\n(.*?)```", step, re.S)
+    assert match is not None
+    return textwrap.dedent(match[1])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text, f"{path}: {old}"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The repository, without what runs leave in it."""
+    ignored = shutil.ignore_patterns(".venv", ".git", "artifacts", "__pycache__", "results", ".*cache", ".hypothesis")
+    shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
+    return tmp_path / "copy"
+
+
+def run(folder: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True, timeout=160, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
+    row, rule, _, fault, _ = steps("Add a cause")
+    causes = copy / "pytest_nsa" / "diagnosis" / "causes.py"
+    edit(causes, "_REGISTRY = (\n", "_REGISTRY = (\n" + textwrap.indent(code(row).rstrip() + ",\n", "    "))
+    (causes.parent / "rules" / "clocks.py").write_text(code(rule), encoding="utf-8")
+    engine = causes.parent / "engine.py"
+    edit(engine, "import absence, autograd, exits", "import absence, autograd, clocks, exits")
+    edit(engine, "    exits.rank_raised,\n", "    clocks.skewed,\n    exits.rank_raised,\n")
+    planted = copy / "tests_cpu" / "faults" / "planted_ranks.py"
+    planted.write_text(planted.read_text() + "\n\n" + code(fault), encoding="utf-8")
+    without_pages = run(copy, "tests_cpu/diagnosis/test_causes.py")
+    assert "test_the_documentation_lists_the_registry" in without_pages  # one that has no page yet fails
+    docs = copy / "docs" / "causes"
+    (docs / "clock_skew.md").write_text("# clock_skew\n", encoding="utf-8")
+    line = "- [clock_skew](clock_skew.md): the ranks' clocks differ by more than the test allows.\n"
+    edit(docs / "README.md", "## The order of collectives\n", f"## Numbers\n\n{line}\n## The order of collectives\n")
+    text = (
+        docs / "README.md"
+    ).read_text()  # the registry's first row, so its chapter comes first and takes the others in
+    first, _, rest = text.rpartition("## Numbers\n\n")
+    others, _, behind = rest.partition("\n\n")
+    (docs / "README.md").write_text(first.replace(line, line + others + "\n") + behind, encoding="utf-8")
+    assert " passed" in run(copy, "tests_cpu/diagnosis/test_causes.py", "-k", "not broken")
+    live = run(copy, "tests_cpu/faults/test_corpus.py", "-k", "test_a_clock_that_differs", "-m", "slow or not slow")
+    assert "1 passed" in live
+
+
+@pytest.mark.parametrize("chapter", ["Add a cause", "Add a scenario", "Add a backend of the attention"])
+def test_the_steps_name_what_exists(chapter: str) -> None:
+    named = re.findall(r"`((?:pytest_nsa|nsa|tests_cpu|docs)/[\w/.]+)`", "".join(steps(chapter)))
+    assert len(named) >= 3
+    new = {"pytest_nsa/diagnosis/rules/clocks.py", "docs/causes/clock_skew.md"}
+    assert [name for name in named if name not in new and not (ROOT / name).exists()] == []
+
+
+def test_the_registry_of_backends_is_what_the_configuration_names() -> None:
+    import typing
+
+    from nsa.config import ModelConfig
+    from nsa.kernels.backends import BACKENDS
+
+    names = typing.get_args(typing.get_type_hints(ModelConfig)["backend"])
+    assert set(names) == {"auto", *BACKENDS}
