@@ -24,6 +24,8 @@ from nsa.kernels.dispatch import (
     spans,
 )
 from nsa.kernels.sizes import KV, Sizes
+from nsa.kernels.triton import support
+from nsa.kernels.triton.operators import rotate
 from nsa.model import decoding
 from nsa.model.decoding import KVCache
 from nsa.model.gate import Gate
@@ -51,7 +53,9 @@ class Rotary(nn.Module):
         return both, crossed
 
     def turn(self, x: torch.Tensor, table: Table) -> torch.Tensor:
-        """x [B, N, heads, d] rotated by a `table`; same shape and dtype."""
+        """Rotate x [B, N, heads, d] by a `table`; same shape and dtype. One kernel on a GPU, unless a compiler joins them."""
+        if x.is_cuda and not torch.compiler.is_compiling() and not support.why_not(x.dtype, x.device, self.d, self.d):
+            return rotate(x, *table, False)
         return torch.addcmul(x * table[0], x.roll(x.shape[-1] // 2, -1), table[1])
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

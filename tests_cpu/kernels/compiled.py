@@ -67,10 +67,12 @@ class Problem:
 
 def record_launches(
     monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = ""
-) -> tuple[list[Launch], list[Launch], list[Launch]]:
-    """What a whole forward, its backward, and a token that follows would launch on a GPU with the tiles of ``on`` ('sm_90')."""
+) -> tuple[list[Launch], list[Launch], list[Launch], list[Launch]]:
+    """What a whole forward, its backward, a token that follows, and a rotation of q would launch on a GPU with the tiles of
+    ``on`` ('sm_90').
+    """
     from nsa.kernels import blocks
-    from nsa.kernels.triton import branches, decoding, selecting, tiles, whole
+    from nsa.kernels.triton import branches, decoding, rotary, selecting, tiles, whole
 
     found: list[Launch] = []
 
@@ -85,7 +87,7 @@ def record_launches(
         assert all(0 < n < 2**16 for n in grid[1:])
         found.append(Launch(kernel, named, options))
 
-    for module in (branches, decoding, selecting):
+    for module in (branches, decoding, rotary, selecting):
         monkeypatch.setattr(module, "launch", note)
     for module in (selecting, tiles):
         monkeypatch.setattr(module, "capability", lambda device: on)
@@ -98,7 +100,9 @@ def record_launches(
     whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes)
     of_training = len(found)
     decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes[:5], 0.1)
-    return found[:of_forward], found[of_forward:of_training], found[of_training:]
+    of_token = len(found)
+    rotary.rotated(q, q[:1, :, :1], q[:1, :, :1], backward=False)
+    return found[:of_forward], found[of_forward:of_training], found[of_training:of_token], found[of_token:]
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:

@@ -16,7 +16,9 @@ from nsa import KVCache, NSAAttention, nsa_attention
 from nsa.kernels import blocks, ops, reference
 from nsa.kernels.triton import branches, selecting, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
+from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
+from nsa.model.attention import Rotary
 
 CHECKS: dict[str, Callable[[], None]] = {}
 Inputs = list[torch.Tensor]
@@ -285,6 +287,20 @@ def groups() -> None:
     _whole([36], 1, 2, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([36], 1, 64, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([36], 1, 2, 1, 256, 240, torch.float32, 0.06, l=8, d=4, l_sel=16, n_sel=3, w=12)
+
+
+@check
+def rotary() -> None:
+    """As the model turns a head, gradients too: slices of a wider tensor, a batch, widths of no power of two."""
+    for B, N, heads, D in ((2, 37, 3, 24), (1, 5, 2, 64), (2, 1, 1, 2)):
+        turn = Rotary(D, 10000.0)
+        wide = random(B, N, 2 * heads * D)
+        table = turn.table(torch.arange(7, 7 + N), torch.float64)
+        x = wide[..., heads * D :].unflatten(-1, (heads, D))
+        (f_wide,) = low([wide], torch.float32)
+        f_x = f_wide[..., heads * D :].unflatten(-1, (heads, D))
+        found = rotate(f_x, *(one.float() for one in table), False)
+        compare(found, turn.turn(x, table), [f_wide], [wide], 1e-6)
 
 
 @check

@@ -29,7 +29,7 @@ KERNELS = {
     "scan_counts", "place_entries", "selected_forward", "merge_parts", "gates_backward", "strided_dq of the blocks",
     "strided_dkv of the blocks", "sum_segments", "strided_dq of the window", "strided_dkv of the window", "cut_lists",
     "selected_backward", "sum_items", "merge_dq",
-    "unite", "choose", "union_forward", "scan_keys", "pick_blocks", "read_blocks", "sum_parts",
+    "unite", "choose", "union_forward", "rotate", "scan_keys", "pick_blocks", "read_blocks", "sum_parts",
 }  # fmt: skip
 WGMMA = {
     "strided_forward", "block_importance", "selected_forward", "union_forward", "strided_dq", "strided_dkv", "selected_backward",
@@ -67,13 +67,13 @@ def assert_unchanged(code: Compiled, known: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("S", "G", "launches"), [(2048, 2, (9, 10, 4)), (65536, 2, (9, 10, 4)), (65536, 4, (12, 10, 4))]
+    ("S", "G", "launches"), [(2048, 2, (9, 10, 4, 1)), (65536, 2, (9, 10, 4, 1)), (65536, 4, (12, 10, 4, 1))]
 )
 def test_a_step_has_few_launches(
-    monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, int, int]
+    monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, int, int, int]
 ) -> None:
-    """Forward, backward and a token decoded, of the 125M model's shape, whose queries are one range at any of these lengths; with
-    more keys and values than an L2 cache holds, neighbours' unions are asked for.
+    """Forward, backward, a token decoded and a tensor rotated, of the 125M model's shape, whose queries are one range at any of
+    these lengths; with more keys and values than an L2 cache holds, neighbours' unions are asked for.
     """
     found = record_launches(monkeypatch, Problem(S, 12, G, 64, 64, torch.bfloat16), "sm_90")
     assert tuple(map(len, found)) == launches
@@ -81,7 +81,7 @@ def test_a_step_has_few_launches(
 
 def test_the_selected_branch_compiles_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A length of 1 is a constant to Triton's compiler, which its interpreter does not show."""
-    forward, backward, _ = record_launches(monkeypatch, Problem(1, 4, 1, 64, 64, torch.bfloat16))
+    forward, backward, *_ = record_launches(monkeypatch, Problem(1, 4, 1, 64, 64, torch.bfloat16))
     for launch in (*forward, *backward):
         if launch.name.startswith("selected"):
             compile_for(launch, 80)

@@ -18,7 +18,7 @@ QUICK = (
     ("window", "compression", "selection", "segments"),
     ("lists", "selected"),
     ("tiles",),
-    ("whole", "decoding"),
+    ("whole", "decoding", "rotary"),
     ("union",),
 )
 SLOW = (("ranges",), ("groups",), ("unions",), ("any_shape",) * 5)

@@ -106,6 +106,31 @@ def _(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
     return picks.new_empty(*picks.shape[:2], n_blocks, dtype=torch.bool)
 
 
+@torch.library.custom_op("nsa::rotate", mutates_args=())
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+    """x [B, N, heads, D] turned by cos and signed sin [1, N, 1, D], or its gradient turned back: `triton.rotary`."""
+    from nsa.kernels.triton import rotary
+
+    return rotary.rotated(x, cos, sin, backward=backward)
+
+
+@rotate.register_fake
+def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_table(ctx: Any, inputs: Any, output: Any) -> None:
+    _, cos, sin, ctx.is_backward = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _turn_back(ctx: Any, grad: torch.Tensor) -> Any:
+    return rotate(grad, *ctx.saved_tensors, not ctx.is_backward), None, None, None
+
+
+rotate.register_autograd(_turn_back, setup_context=_keep_table)
+
+
 def attend_on_gpu(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, *, l: int, d: int,
     l_sel: int, n_sel: int, w: int, scale: float,
