@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/installed-* && touch $@
 
 plan: $(STAMP)
-	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -v $(if $(FAULT),--fault $(FAULT)) $(ARGS)
+	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -40,6 +40,7 @@ def test_without_a_gpu_nothing_is_measured() -> None:
     assert "no GPU here; --dry-run with TRITON_INTERPRET=1" in done.stderr
 
 
+@pytest.mark.slow
 def test_tile_sizes_are_tried_and_merged(tmp_path: Path) -> None:
     table = tmp_path / "tiles.json"
     table.write_text('{"sm_80": {"sliding 64/64 2": [128, 64, 4, 2]}}')

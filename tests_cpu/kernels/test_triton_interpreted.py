@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = (
     ("window", "compression", "selection", "segments"),
     ("lists", "selected"),
-    ("tiles",),
+    ("one_tile",),
     ("whole", "decoding", "rotary"),
     ("union",),
 )
-SLOW = (("ranges",), ("groups",), ("unions",), ("any_shape",) * 5)
+SLOW = (("ranges",), ("tiles",), ("groups",), ("unions",), ("any_shape",) * 5)
 
 
 @pytest.mark.parametrize(

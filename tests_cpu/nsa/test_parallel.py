@@ -68,23 +68,28 @@ def divided(world_size: int, accumulation: int) -> dict[str, Any]:
     return {"train.batch_size": SAMPLES // world_size // accumulation, "train.accumulation": accumulation}
 
 
+WAYS: dict[str, list[tuple[str, int, bool, dict[str, Any]]]] = {
+    "sample": [("ddp", 4, True, {}), ("fsdp", 2, True, {}), ("average", 2, True, {})],
+    "rest": [
+        ("ddp", 1, True, {}), ("ddp", 1, False, {}), ("fsdp", 1, False, {}), ("fsdp", 1, False, {"parallel.fsdp_version": 1}),
+        ("ddp", 2, True, {"parallel.static_graph": True}), ("ddp", 2, True, {"parallel.no_sync": False}),
+        ("ddp", 1, True, {"parallel.gradient_as_bucket_view": False}), ("ddp", 1, True, {"train.gc_keep_selection": True}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["sample", pytest.param("rest", marks=pytest.mark.slow)])
 @world_size(2)
 @pytest.mark.timeout(170)
-def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path) -> None:
+def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: Path, which: str) -> None:
     ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
     truth, alone = train(configured(**divided(1, 1)), RankInfo(), artifacts)
     expected = gradients(alone)
     assert truth[-1] < truth[0] - 0.2
     ways: list[dict[str, Any]] = [
         {"parallel.mode": mode, **divided(2, accumulation), "train.gradient_checkpointing": checkpointing, **more}
-        for mode, accumulation, checkpointing, more in (
-            ("ddp", 1, True, {}), ("ddp", 4, True, {}), ("ddp", 1, False, {}), ("fsdp", 1, False, {}), ("fsdp", 2, True, {}),
-            ("average", 2, True, {}), ("fsdp", 1, False, {"parallel.fsdp_version": 1}),
-            ("ddp", 2, True, {"parallel.static_graph": True}),
-            ("ddp", 2, True, {"parallel.no_sync": False}), ("ddp", 1, True, {"parallel.gradient_as_bucket_view": False}),
-            ("ddp", 1, True, {"train.gc_keep_selection": True}),
-        )
-    ]  # fmt: skip
+        for mode, accumulation, checkpointing, more in WAYS[which]
+    ]
     for way in ways:
         losses, trainer = train(configured(**way), ranks, artifacts)
         assert losses == pytest.approx(truth, rel=TOLERANCE), way

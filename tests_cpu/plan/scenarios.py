@@ -208,6 +208,8 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
     if size.on_gpu:
         marks.append(gpu(memory=GPU_MEMORY))
+    if row.steps > 100 and not size.on_gpu:
+        marks.append(pytest.mark.slow)
     return [*marks, pytest.mark.phase(row.phase)]
 
 
