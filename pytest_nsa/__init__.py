@@ -1,4 +1,4 @@
-"""Run a pytest test on N ranks; when they hang, say which rank, where and why.
+"""Run a pytest test on N ranks; when they hang, report which rank, where and why.
 
 The marks are importable as plain decorators::
 

@@ -1,4 +1,4 @@
-"""The marks: what each takes, what it does, and what it says when its argument is wrong; described in this one place.
+"""The marks: what each takes, what it does, and its message for a wrong argument; described in this one place.
 
 Each function below is the mark as a plain decorator; its docstring is its line in ``pytest --markers``.
 """
@@ -70,7 +70,7 @@ def trace(*kinds: str) -> pytest.MarkDecorator:
 def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
     """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md.
 
-    ``reads_as`` is what a failure means; it stands beside the verdict.
+    ``reads_as`` is what a failure means; it is printed beside the verdict.
     """
     return pytest.mark.scenario(name, reads_as=reads_as) if reads_as else pytest.mark.scenario(name)
 
@@ -81,7 +81,7 @@ def fails_as(cause: str) -> pytest.MarkDecorator:
 
 
 def cores(n: int) -> pytest.MarkDecorator:
-    """Pin the test's ranks to n cores that no other test which asks for cores has meanwhile."""
+    """Pin the test's ranks to n cores that no other test with this mark has meanwhile."""
     return pytest.mark.cores(n)
 
 
@@ -130,7 +130,7 @@ def _check_gpu(mark: pytest.Mark) -> str | None:
 
 
 def memory_of(mark: pytest.Mark) -> int | None:
-    """Bytes that a test needs on each of its GPUs, by ``gpu(memory='8GiB')``; None where it does not say, or not in this form."""
+    """Bytes that a test needs on each of its GPUs, by ``gpu(memory='8GiB')``; None where it names none, or not in this form."""
     found = re.fullmatch(r"([1-9]\d{0,6}) ?(MiB|GiB)", str(mark.kwargs.get("memory", "")))
     return int(found[1]) << (30 if found[2] == "GiB" else 20) if found else None
 
@@ -251,7 +251,7 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
 
 
 def not_for_ranks(item: pytest.Item) -> Iterator[str]:
-    """A sentence for a test that asks for ranks and cannot have them."""
+    """A sentence for a test that requests ranks and cannot have them."""
     path, line, _ = item.reportinfo()
     where = f"{path}:{(line or 0) + 1}: {item.name}"
     fixtures = getattr(item, "fixturenames", ())

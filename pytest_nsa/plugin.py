@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # An xdist worker asks for ranks before it tells the controller that it has collected.
+    # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(session.config, "workerinput") and _wants_ranks(session):
         session.config.stash[runner_key].launcher.start(session, between_tests=True)
 
@@ -138,7 +138,7 @@ def _needs_ranks(item: pytest.Item) -> bool:
 
 
 def _lacks_gpu(item: pytest.Item) -> str:
-    """Why ``item`` cannot have the GPUs that it asks for; '' when it can."""
+    """Why ``item`` cannot have the GPUs that it requests; '' when it can."""
     mark = item.get_closest_marker("gpu")
     there = item.config.stash[settings_key].gpus
     if mark is None:
@@ -221,7 +221,7 @@ def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
     """By the hook; where an implementation of it raises, by the verdicts alone, and the run reports that."""
     try:
         found: Decision = config.hook.pytest_nsa_decide(verdicts=verdicts)
-    except Exception as error:  # somebody's conftest: the reports must be written all the same
+    except Exception as error:  # a conftest's error: the reports must be written all the same
         config.stash[runner_key].folder.tell(f"pytest_nsa_decide failed: {type(error).__name__}: {error}")
         return decide(verdicts)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that are none: for testing the leases where there is no GPU
+FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that do not exist: for testing the leases where there is no GPU
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each
 LAUNCHES = ("auto", "fork", "clean", "cold")
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
@@ -22,7 +22,7 @@ COVERAGE = "PYTEST_NSA_COVERAGE"  # what it is to measure, where pytest-cov does
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterLauncher:
-    """What torchrun or a SLURM job says of this process. ``serves_store``: the launcher itself keeps the store."""
+    """What torchrun or a SLURM job tells this process. ``serves_store``: the launcher itself keeps the store."""
 
     rank: int
     world_size: int
@@ -33,7 +33,7 @@ class OuterLauncher:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a run was asked for. Times in seconds; 0 means never."""
+    """What was requested for a run. Times in seconds; 0 means never."""
 
     artifacts: Path
     launch: str
@@ -69,7 +69,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--artifacts", metavar="DIR", help="Folder for evidence and reports (default: ini artifacts_dir)")
     group.addoption(
         "--ranks-launch", choices=LAUNCHES, default="auto",
-        help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter a rank (default: auto)",
+        help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter per rank (default: auto)",
     )  # fmt: skip
     group.addoption(
         "--ranks-fsdp-version",
@@ -112,7 +112,7 @@ def add_options(parser: pytest.Parser) -> None:
     )  # fmt: skip
     parser.addini(
         "ranks_hang_after",
-        "End a test on a suspicion that has stood for so many seconds (0: never)",
+        "End a test on a suspicion that has lasted for so many seconds (0: never)",
         default="0",
     )
 
@@ -154,7 +154,7 @@ def resolve(config: pytest.Config) -> Settings:
 
 
 def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
-    """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, or when a launch is asked for.
+    """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, or when a launch is requested.
 
     Raises UsageError where a variable is wrong, or xdist is on.
     """
@@ -201,7 +201,7 @@ def _bytes(config: pytest.Config, name: str) -> int:
 def find_gpus() -> tuple[str, ...]:
     """What CUDA_VISIBLE_DEVICES may name, without importing torch: what it names now, else the NVIDIA device files.
 
-    Raises UsageError where NSA_FAKE_GPUS is no number.
+    Raises UsageError where NSA_FAKE_GPUS is not a number.
     """
     fake = os.environ.get(FAKE_GPUS)
     if fake:
@@ -234,12 +234,12 @@ def step_summary() -> Path | None:
 
 
 def coverage_of_child() -> str:
-    """What a child pytest of ours is to measure, as its parent said; '' for nothing."""
+    """What a child pytest of ours is to measure, as its parent requested; '' for nothing."""
     return os.environ.get(COVERAGE, "")
 
 
 def outer_environment() -> dict[str, Any]:
-    """Variables that say how this run was set up, for env.json; ``***`` where the name speaks of a secret."""
+    """Variables that describe how this run was set up, for env.json; ``***`` where the name suggests a secret."""
     prefixes = (
         "NSA_",
         "TORCH_",

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="pytest-nsa", description="Diagnose tests on ranks from the evidence they left."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("diagnose", help="say the verdict on a test's folder, or on every test of a run")
+    command = commands.add_parser("diagnose", help="print the verdict on a test's folder, or on every test of a run")
     command.add_argument(
         "folders", metavar="DIR", type=Path, nargs="+",
         help="as in artifacts/latest or artifacts/latest/SCENARIO; of a training on several nodes, the folder of each",
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
     command.add_argument("--json", action="store_true", help="print a JSON object at each change, one a line")
-    command.add_argument("--once", action="store_true", help="say what can be said now, and end")
+    command.add_argument("--once", action="store_true", help="print what is known now, and exit")
     arguments = parser.parse_args(argv)
     try:
         return _diagnose(arguments) if arguments.command == "diagnose" else _watch(arguments)
@@ -91,7 +91,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         found = folder_of(pid)
         if found is None:
             print(
-                f"error: process {pid}: maps no board; start its training with NSA_TRACE_DIR=DIR, as the user who watches",
+                f"error: process {pid}: maps no board; start its training with NSA_TRACE_DIR=DIR, as the same user",
                 file=sys.stderr,
             )
             return 2

@@ -1,4 +1,4 @@
-"""``pytest-nsa watch``: follows a training that pytest did not start, by the boards that its ranks map; it signals nobody."""
+"""``pytest-nsa watch``: follows a training that pytest did not start, by the boards that its ranks map. It signals no process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
 GRACE_S = 1.0
-ENOUGH_S = 4.0  # to see who moves, and to look twice at who does not
+ENOUGH_S = 4.0  # to see which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
 
 
@@ -65,7 +65,7 @@ class Watcher:
         return bool(self.boards) and all(b.phase == "done" or r in self._gone for r, b in self.boards.items())
 
     def look(self) -> bool:
-        """Look once; whether what is to be said has changed."""
+        """Look once. Return whether the report has changed."""
         self._find_ranks()
         self.watch.look()
         before = self.finding
@@ -98,7 +98,7 @@ class Watcher:
         append_line(log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)})
 
     def lines(self) -> list[str]:
-        """A line a rank, and the verdict where there is one."""
+        """One line per rank, and the verdict where there is one."""
         found = [self._line(rank, board) for rank, board in self.boards.items()]
         if self.finding is not None:
             f = self.finding
@@ -139,7 +139,7 @@ class Watcher:
 
 
 def watch(folders: Iterable[Path], *, as_json: bool, once: bool, out: TextIO = sys.stdout) -> int:
-    """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when a verdict stands."""
+    """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when there is a verdict."""
     watchers = [Watcher(folder) for folder in folders]
     shown, last, began = 0, 0.0, time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Verdicts to decision: what a run says as a whole. A repository that has a plan gives its own (`pytest_nsa_decide`)."""
+"""Verdicts to decision: one sentence over a whole run. A repository that has a plan supplies its own (`pytest_nsa_decide`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What a run says: one sentence on what is wrong, what to do, and the steps that led there."""
+    """The decision over a run: one sentence on what is wrong, what to do, and the steps that led there."""
 
     sentence: str
     action: str

@@ -27,9 +27,9 @@ def refused(evidence: Evidence) -> Finding | None:
 
 
 def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
-    """No rule fits; said with where each rank stands, and all the evidence."""
+    """No rule fits: report each rank's location, and all the evidence."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
-    why = "no rule fits" if evidence.stood else "whoever ran the ranks was killed while they moved"
+    why = "no rule fits" if evidence.stood else "the process that ran the ranks was killed while they made progress"
     return Finding(
         cause="unknown",
         ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
@@ -40,12 +40,12 @@ def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
     )
 
 
-# What torch states; what the collectives prove; who raised or died first; who stands where.
+# What torch states; what the collectives prove; which rank raised or died first; what each rank is blocked in.
 RULES: tuple[Rule, ...] = (
     refused,
     absence.left_by_choice,
     autograd.ready_twice,
-    autograd.static_graph_changed,  # before the next: its message says both
+    autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
     order.departed,
     order.waiting_apart,
@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     speed.graph_explosion,
     speed.straggler,
     speed.slow,
-    stalls.standing,
+    stalls.blocked,
     absence.not_entered,
     exits.only_victims,
 )
@@ -72,7 +72,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     order.waiting_apart,
     speed.graph_explosion,
     speed.straggler,
-    stalls.standing,
+    stalls.blocked,
     absence.not_entered,
 )
 
@@ -186,7 +186,7 @@ def _relative(finding: Finding, root: str) -> Finding:
 
 
 def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
-    """Ctrl-C on a hang is what everybody does first: what stood still then is said, as far as it is known."""
+    """Ctrl-C on a hang is what users do first: report the stall until then, as far as it is known."""
     found = None
     if not evidence.moved_at_stop:
         found, _ = first_finding(RULES, replace(evidence, stop="deadline"))
@@ -222,6 +222,6 @@ def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
         return "HANG"
     fell = {r.rank for r in evidence.ranks if r.signal and not r.by_us}
     if fell:
-        # Gloo may abort a rank that is sent what it did not ask for: ranks that would have waited for ever all the same.
+        # Gloo may abort a rank that receives what it did not request: the ranks would have waited for ever all the same.
         return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"
     return "HANG" if evidence.stop == "host_died" and evidence.stood_still_s else "FAIL"

@@ -39,7 +39,7 @@ def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
 
 
 def stack_fact(rank: RankEvidence) -> Fact | None:
-    """The innermost frames of the thread that tells where the rank stands."""
+    """The innermost frames of the thread that shows the rank's location."""
     stack = rank.stack
     if stack is None:
         return None
@@ -81,7 +81,7 @@ def process_fact(rank: RankEvidence) -> Fact | None:
 
 
 def native_fact(rank: RankEvidence) -> Fact | None:
-    """The innermost native frame, or why nobody could look."""
+    """The innermost native frame, or why it could not be read."""
     if not rank.native_symbol and not rank.native_absent:
         return None
     says = rank.native_symbol or f"no native frames: {rank.native_absent}"
@@ -105,7 +105,7 @@ def ddp_fact(rank: RankEvidence) -> Fact | None:
 
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
-    """Where everybody stands: what every verdict on a stand-still cites."""
+    """Every rank's location: cited by every verdict on a stall."""
     found = (
         fact
         for rank in ranks

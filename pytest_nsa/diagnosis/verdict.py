@@ -36,13 +36,13 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
-        """Findings of the same key say the same; the rest of them grows with the evidence."""
+        """Findings of the same key report the same; the rest of them grows with the evidence."""
         return (self.cause, self.ranks, self.where)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the project says of a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
+    """The verdict on a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
 
     ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what the plan takes a
     failure of the scenario for.

@@ -78,7 +78,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class BoardSnapshot:
-    """A board as it stood when it was read. Its ring of collectives is decoded only when somebody asks."""
+    """A board as it was when it was read. Its ring of collectives is decoded on first use."""
 
     numbers: dict[str, float]
     phase: str

@@ -54,9 +54,9 @@ class RaisedException:
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
     that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
-    own numbers, the last that were asked; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
-    fail, and after what; ``gone``: its process is no more, and who watched does not know how it ended; ``beat_age_s`` is how
-    long the heartbeat had been silent when the host looked at the stand-still.
+    own numbers, the last that were read; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
+    fail, and after what; ``gone``: its process is no more, and how it ended was not observed; ``beat_age_s`` is how
+    long the heartbeat had been silent when the host looked at the stall.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class RankEvidence:
 
     @property
     def stack(self) -> ThreadStack | None:
-        """The thread that tells where the rank stands, from the dump of the stand-still or of the crash."""
+        """The thread that shows the rank's location, from the dump of the stall or of the crash."""
         return telling_thread(self.threads) or telling_thread(self.fatal)
 
     @property
@@ -116,7 +116,7 @@ class RankEvidence:
                 and self.board is not None
                 and self.board.phase == "backward"
             ):
-                return False  # a bucket may be on its way while the rank itself stands in the user's code
+                return False  # a bucket may be on its way while the rank itself is in the user's code
         if self.board is None or self.process.get("state") in ("T", "t"):
             return False
         # Who is silent does not mark a collective that has completed behind its back; what blocks it, it marked before.
@@ -158,27 +158,27 @@ class Evidence:
 
     @property
     def stood(self) -> bool:
-        """Whether the ranks stood still at the end. Where the host was killed that is not given: they may have been passing by."""
+        """Whether the ranks were stalled at the end. Where the host was killed that is not given: they may have been in motion."""
         if self.stop != "host_died":
             return True
         boards = [r.board.numbers for r in self.ranks if not r.finished and r.board is not None]
-        if self.stood_still_s:  # the host saw it, then; whoever beat since must not have moved
+        if self.stood_still_s:  # the host saw it, then; a rank whose heartbeat went on must not have moved since
             boards = [n for n in boards if n["beat_time"] > self.stop_time]
         elif not boards:
             return False
-        # Who was silent already, stopped or without the interpreter's lock, says nothing of whether it moved.
+        # A rank that was silent already, stopped or without the interpreter's lock, gives no evidence of whether it moved.
         newest = max((n["beat_time"] for n in boards), default=0.0)
         boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """The ranks of a group; all of them where nobody told."""
+        """The ranks of a group; all of them where it was not recorded."""
         told = next((r.groups[group] for r in self.ranks if group in r.groups), ())
         return told or tuple(range(self.job.world_size))
 
     @property
     def parallel(self) -> str:
-        """How the model was shared, as the ranks saw it, else as the test's fixtures say."""
+        """How the model was shared, as the ranks recorded it, else as the test's fixtures request."""
         return next((r.parallel for r in self.ranks if r.parallel), self.job.parallel)
 
 
@@ -221,13 +221,13 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
     events = list(read_lines(folder / "events.jsonl"))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
-    # The signal that asks for a stack may wake the very call that hung: what the rank did from then on tells nothing.
+    # The signal that requests a stack may wake the very call that hung: what the rank did from then on is not evidence.
     woken = sampled.get("time", float("inf"))
     events = [e for e in events if e["time"] <= woken or e["event"] in ("warning", "left_running", "quit_debugger")]
     done = next((e for e in events if e["event"] == "done"), None)
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
-    # What the rank said of itself while it stood, unless it was asked for its stacks since, or has moved.
+    # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
     return RankEvidence(
@@ -286,7 +286,7 @@ def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]:
-    """What the rank's heartbeat wrote of its stand-still; {} when it stood elsewhere, earlier. ``until`` 0: nobody saw more."""
+    """What the rank's heartbeat wrote of its stall; {} when that was an earlier one. ``until`` 0: nothing was observed later."""
     try:
         own = json.loads(_text(folder / "standing.json"))
     except ValueError:

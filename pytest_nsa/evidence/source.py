@@ -36,7 +36,7 @@ class Snippet:
         return self.first + self.text.count("\n")
 
     def statements(self) -> list[ast.stmt]:
-        """Parsed, with the file's line numbers; [] where it is no Python of this version."""
+        """Parsed, with the file's line numbers; [] where this version of Python cannot parse it."""
         is_indented = self.text[:1].isspace()
         text = f"if True:\n{self.text}" if is_indented else self.text
         try:

@@ -54,7 +54,7 @@ class ThreadStack:
 
     @property
     def test_frames(self) -> tuple[Frame, ...]:
-        """Innermost to the outermost of the user's frames: what lies below called the test, and tells nothing."""
+        """Innermost to the outermost of the user's frames: what lies below called the test, and is not evidence."""
         last = max((i for i, frame in enumerate(self.frames) if frame.is_user), default=len(self.frames) - 1)
         return self.frames[: last + 1]
 
@@ -77,7 +77,7 @@ class ThreadStack:
 
 
 def parse_children(text: str) -> tuple[tuple[ThreadStack, ...], ...]:
-    """The threads of each of the rank's children that were asked."""
+    """The threads of each of the rank's children that were dumped."""
     return tuple(stacks for part in text.split(CHILD_MARK)[1:] if (stacks := parse_dump(part)))
 
 

@@ -1,4 +1,4 @@
-"""What a stand-still looks like while the test still has its time: announced as soon as a rule fits, and when that changes."""
+"""Suspicions: what the rules make of a stall while the test runs, announced as soon as one fits, and when that changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_nsa.wire.protocols import Limits
 
 
 class Suspicions:
-    """Called by the host at a stand-still; keeps what was suspected in ``suspicions.jsonl`` of the test's folder."""
+    """Called by the host at a stall. Keeps what was suspected in ``suspicions.jsonl`` of the test's folder."""
 
     def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
         self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
@@ -49,7 +49,7 @@ class Suspicions:
         if found.certain:
             what = "that cannot mend itself: the test is ended"
         elif self.limits.hang_after:
-            what = f"a suspicion; the test is ended if it stands for {self.limits.hang_after:g} s"
+            what = f"a suspicion; the test is ended if it lasts for {self.limits.hang_after:g} s"
         else:
             what = f"a suspicion; the test has {self.job.timeout:g} s in all"
         at = f" at {found.where}" if found.where else ""

@@ -10,7 +10,7 @@ LIMIT_S = 8.0  # symbols of a large library take seconds
 
 
 def dump_native(pid: int, path: Path) -> str:
-    """Write py-spy's dump of a process of this user to ``path``; returns '' or why there is none."""
+    """Write py-spy's dump of a process of this user to ``path``; returns '' or the reason for its absence."""
     tool = shutil.which("py-spy")
     if tool is None:
         return "py-spy is not installed"

@@ -25,7 +25,7 @@ class LiveOutput:
         self._rest = dict.fromkeys(self._paths, b"")
         self._begin = "\n"  # pytest has begun the line with the test's name
 
-    def attend(self) -> float:
+    def poll(self) -> float:
         """Show the whole lines that are new."""
         for rank, path in self._paths.items():
             try:
@@ -36,14 +36,14 @@ class LiveOutput:
                     self._read[rank] = file.tell()
             except OSError:
                 continue
-            # Where a flood is cut while it is read, zeros stand for what has gone.
+            # OutputLimit may punch a hole while this reads: drop the NUL bytes that it leaves.
             *lines, self._rest[rank] = (self._rest[rank] + data.replace(b"\0", b"")).split(b"\n")
             self._show(rank, lines)
         return 0.0
 
     def finish(self) -> None:
         """Show the rest, a last line without its end too."""
-        self.attend()
+        self.poll()
         for rank, rest in self._rest.items():
             if rest:
                 self._show(rank, [rest])
@@ -55,7 +55,7 @@ class LiveOutput:
 
 
 class OutputLimit:
-    """Keeps each rank's output.log to a limit: its head and its tail; what is cut is said in between.
+    """Keeps each rank's output.log to a limit: its head and its tail; a line in between reports what is cut.
 
     While the rank writes, the middle of its file is given back to the file system as a hole, which disturbs no writer;
     once it has ended, the file is rewritten without the hole.
@@ -68,8 +68,8 @@ class OutputLimit:
         self._paths = [job.rank_folder(rank) / "output.log" for rank in range(job.world_size)]
         self._cut: dict[Path, int] = {}  # where the hole of a file ends
 
-    def attend(self) -> float:
-        """Give back what has grown too long."""
+    def poll(self) -> float:
+        """Give back the middle of what has grown too long."""
         for path in self._paths:
             with contextlib.suppress(OSError):
                 status = path.stat()
@@ -78,15 +78,15 @@ class OutputLimit:
         return 0.0
 
     def finish(self) -> None:
-        """Head, a line that says what was left out, tail."""
-        self.attend()
+        """Rewrite each cut file: head, a line on what was left out, tail."""
+        self.poll()
         for path, end in self._cut.items():
             partial = path.with_name(".output.log.partial")
             with path.open("rb") as old, partial.open("wb") as new:
                 new.write(old.read(self._head).rstrip(b"\0"))
                 size = old.seek(0, os.SEEK_END)
                 start = max(end, size - self._limit // 2)
-                note = f"[nsa: {start - self._head} bytes left out here: ranks_output_limit keeps {self._limit} bytes a rank]"
+                note = f"[nsa: {start - self._head} bytes left out here: ranks_output_limit keeps {self._limit} bytes per rank]"
                 new.write(b"\n" + note.encode() + b"\n")
                 old.seek(start)
                 new.write(old.read().partition(b"\n")[2])

@@ -47,7 +47,7 @@ class ProgressWatch:
         """Read every board and note what moved."""
         now = time.monotonic()
         if now - self._last_look > 5.0:
-            self.last_move = now  # this process itself was suspended: that is not the ranks' stand-still
+            self.last_move = now  # this process itself was suspended: that is not a stall of the ranks
         self._last_look = now
         for rank, reader in self.readers.items():
             board = reader.read()
@@ -61,7 +61,7 @@ class ProgressWatch:
             self.running_since = now
 
     def pause(self, seconds: float) -> None:
-        """The ranks were held for so long: it counts neither as their time nor as standing still."""
+        """The ranks were held for so long: it counts neither as their time nor as a stall."""
         if seconds:
             self.last_move += seconds
             self._last_look += seconds
@@ -91,7 +91,7 @@ class ProgressWatch:
         return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.boards.items()}
 
     def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
-        """A stand-still as evidence: for how long, and who has moved within ``grace`` seconds."""
+        """A stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""
         return {
             "stood_still_s": self.stood_still, "waits_s": waited, "moved": self.stood_still < grace,
             "moved_ranks": self.moved_within(grace), "beat_age_s": self.beat_ages,

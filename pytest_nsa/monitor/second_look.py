@@ -1,4 +1,4 @@
-"""The second look, taken only when something stands still: first /proc, which disturbs nobody, last the stack dump."""
+"""The second look, taken only at a stall: first /proc, which disturbs no rank, last the stack dump."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-still while it lasts: when to look closer, what /proc says meanwhile, and how long it has truly lasted.
+"""A stall while it lasts: when to look closer, what /proc shows meanwhile, and how long it has truly lasted.
 
 A rank that waits stands still by the clock; one that computes, only by the processor's time that it got: on a busy
 machine it may get little. So no machine is too slow for a limit that is set in these seconds.
@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_nsa.system.procfs import ProcessState, difference, look_at
 
-BEGIN_S = 1.4  # of stand-still, before the first look at the processes
+BEGIN_S = 1.4  # of a stall, before the first look at the processes
 SAMPLE_S = 0.5
 FIRST_ASSESSMENTS_S, LATER_ASSESSMENTS_S = 1.0, 5.0
 OFTEN_S = 12.0
@@ -22,7 +22,7 @@ BUSY = 0.1  # of a core
 
 @dataclass
 class StandStill:
-    """Fed with the ranks' process ids at each look of the host. ``counted`` is the stand-still in seconds as said above."""
+    """Fed with the ranks' process ids at each look of the host. ``counted`` is the stall in seconds, as above."""
 
     counted: float = 0.0
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class StandStill:
             self.facts, self._states = {}, {}
 
     def look(self, pids: Mapping[int, int], stood_still: float) -> bool:
-        """Look at the processes (rank -> pid) if it is time to; whether the stand-still should now be assessed (anew)."""
+        """Look at the processes (rank -> pid) if it is time to; whether the stall should now be assessed (anew)."""
         now = time.monotonic()
         if stood_still < BEGIN_S or now - self._sampled < SAMPLE_S:
             return False

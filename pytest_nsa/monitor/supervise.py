@@ -16,10 +16,10 @@ from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
-from pytest_nsa.wire.protocols import Attendant, Launcher, Limits, Suspicion
+from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion
 
 POLL_S = 0.05
-GRACE_S = 1.0  # of stand-still, before what looks stuck is taken for stuck
+GRACE_S = 1.0  # of a stall, before what looks stuck is taken for stuck
 FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
 
@@ -31,7 +31,7 @@ class RanksRun:
     job: Job
     launcher: Launcher
     limits: Limits
-    attendants: Sequence[Attendant] = ()
+    monitors: Sequence[Monitor] = ()
     suspect: Callable[[], Suspicion | None] | None = None  # what is wrong, by the evidence so far
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
@@ -61,8 +61,8 @@ class RanksRun:
             raise
         finally:
             self._kill()
-            for attendant in self.attendants:
-                attendant.finish()
+            for monitor in self.monitors:
+                monitor.finish()
             self._note("ended", duration_s=time.monotonic() - started)
             with contextlib.suppress(OSError):
                 (self.folder / "store").unlink()
@@ -72,17 +72,17 @@ class RanksRun:
         failed_at = 0.0
         while len(self.statuses) < len(self.ranks):
             self._collect(POLL_S)
-            paused = sum(attendant.attend() for attendant in self.attendants)
+            paused = sum(monitor.poll() for monitor in self.monitors)
             started, failed_at = started + paused, failed_at + paused if failed_at else 0.0
             self.watch.pause(paused)
             if len(self.statuses) == len(self.ranks):
                 return ""
-            reason = next((attendant.stop_reason for attendant in self.attendants if attendant.stop_reason), "")
+            reason = next((monitor.stop_reason for monitor in self.monitors if monitor.stop_reason), "")
             if reason:
                 return reason
             self.watch.look()
             self._look_closer()
-            self.watch.look()  # that may have taken long: what moved meanwhile has not stood still
+            self.watch.look()  # that may have taken long: what moved meanwhile is not stalled
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
@@ -105,14 +105,14 @@ class RanksRun:
             return "deadline"
         if self.suspicion is None:
             return ""
-        if self.watch.stood_still < GRACE_S:  # somebody moves: slow, and no hang
+        if self.watch.stood_still < GRACE_S:  # a rank moves: slow, and not a hang
             return ""
         if self.suspicion.certain:
             return "certain"
         return "hang_after" if 0 < self.limits.hang_after <= self.standing.counted else ""
 
     def _look_closer(self) -> None:
-        """At a stand-still: what the processes do, written down, and what is to be made of it."""
+        """At a stall: record what the processes do, and let the rules make a suspicion of it."""
         waited = self.watch.longest_wait
         if self.suspect is None or not self.watch.running_since or waited < GRACE_S:
             self.standing.reset()
@@ -132,7 +132,7 @@ class RanksRun:
         return {rank: (b.numbers["gil_late"], b.numbers["beat"]) for rank, b in self.watch.boards.items()}
 
     def _gil_wait(self, rank: int) -> float:
-        """Milliseconds by which a heartbeat of this stand-still came late: its thread waited for the interpreter's lock."""
+        """Milliseconds by which a heartbeat of this stall came late: its thread waited for the interpreter's lock."""
         late, beats = self._beats.get(rank, (0.0, 0.0))
         now_late, now_beats = self._late_beats().get(rank, (late, beats))
         return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)
@@ -148,7 +148,7 @@ class RanksRun:
         return since_failure >= GRACE_S and self.watch.stood_still >= GRACE_S and self.watch.all_blocked(self.statuses)
 
     def _waits_for_the_finished(self) -> bool:
-        """Some ranks ended well while the others wait in a collective for them: nobody will come."""
+        """Some ranks ended well while the others wait in a collective for them, which will not complete."""
         if not self.statuses or self.watch.stood_still < GRACE_S:
             return False
         return self.watch.is_left_alone(self.statuses)

@@ -37,7 +37,7 @@ class Terminal:
 
 
 class DebuggerServer:
-    """Lends the terminal to the first rank of a job that asks for it: at a socket of this user's."""
+    """Lends the terminal to the first rank of a job that requests it: at a socket of this user's."""
 
     stop_reason = ""
 
@@ -48,11 +48,11 @@ class DebuggerServer:
         self._served = 0
 
     def begin(self, *, once: bool) -> None:
-        """Another test."""
+        """Reset for the next test."""
         self.once, self._served = once, 0
 
-    def attend(self) -> float:
-        """Serve a rank that asks; the others wait for it in their next collective."""
+    def poll(self) -> float:
+        """Serve a rank that connects; the others wait for it in their next collective."""
         if not select.select([self._listener], [], [], 0)[0]:
             return 0.0
         connection = unix_sockets.accept(self._listener)
@@ -69,7 +69,7 @@ class DebuggerServer:
             return time.monotonic() - began
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """No-op."""
 
     def _relay(self, connection: socket.socket) -> None:
         sources: list[socket.socket | int] = [connection, 0]

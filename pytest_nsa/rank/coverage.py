@@ -30,7 +30,7 @@ def settings_of_this_process() -> dict[str, Any] | None:
 
 
 def for_child() -> dict[str, str]:
-    """The environment variable that tells a child of ours."""
+    """The environment variable that hands it to a child of ours."""
     settings = settings_of_this_process()
     return {COVERAGE: json.dumps(settings)} if settings is not None else {}
 

@@ -1,4 +1,4 @@
-"""A debugger in a rank, at the host's terminal: post mortem under --pdb, and wherever a rank's code says breakpoint()."""
+"""A debugger in a rank, at the host's terminal: post mortem under --pdb, and wherever a rank's code calls breakpoint()."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _NotHere:
 
 
 def install() -> None:
-    """breakpoint(), pdb.set_trace() and pytest.set_trace() of this process ask the host for its terminal."""
+    """breakpoint(), pdb.set_trace() and pytest.set_trace() of this process borrow the host's terminal."""
     pytestPDB._init_pdb = classmethod(lambda cls, method, *args, **kwargs: _for_breakpoint())  # type: ignore[assignment]
 
 

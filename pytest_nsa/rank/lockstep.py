@@ -2,7 +2,7 @@
 
 Left alone, each rank would draw examples of its own, and a rank that fails would shrink while the others wait for it in
 a collective. Here the seed is the test's, nothing is replayed from a database, no clock decides, and after each example
-the ranks tell each other through the group's store how it went.
+the ranks exchange the outcome through the group's store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's process: joins its group, leaves evidence from its test's first moment, runs the test, says that it is done."""
+"""One rank's process: joins its group, leaves evidence from its test's first moment, runs the test, reports that it is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper
-from pytest_nsa.wire.messages import DUMP_SIGNAL, Channel, CrewSpec, Job
+from pytest_nsa.wire.messages import DUMP_SIGNAL, Channel, GroupSpec, Job
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,17 +30,17 @@ EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
 SETTLE_S = 0.2  # before ranks that stay are taken for uneven
-# torch's own time limit must not come before ours: its message names nobody. The host bounds every wait.
+# torch's own time limit must not come before ours: its message names no rank. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
 
 
 class RankProcess:
-    """A rank of a crew. It runs the job that it was forked for, or the jobs that it is told through ``control``."""
+    """A rank of a worker group. It runs the job that it was forked for, or the jobs that it receives through ``control``."""
 
     def __init__(
         self,
         number: int,
-        spec: CrewSpec,
+        spec: GroupSpec,
         store: Path,
         items: Mapping[str, pytest.Item],
         control: Channel | None = None,
@@ -129,7 +129,7 @@ class RankProcess:
         return 0 if passed else EXIT_FAILED
 
     def _set_environment(self) -> None:
-        """The launcher's variables, before anything reads them; and what would take a rank down is changed, and said."""
+        """The launcher's variables, before anything reads them; and change, and report, what would take a rank down."""
         n, number = str(self.spec.world_size), str(self.number)
         os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
         if self.spec.only < 0:  # else the outer launcher has set them
@@ -195,7 +195,7 @@ class RankProcess:
         return dist.FileStore(str(self.store), self.spec.world_size)
 
     def _arm_stack_dumps(self, folder: Path) -> None:
-        """faulthandler in C, so that it answers while C++ holds the GIL; one file a rank that stays open."""
+        """faulthandler in C, so that it answers while C++ holds the GIL; one file per rank that stays open."""
         stacks = (folder / "stacks.txt").open("a", encoding="utf-8")
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
         fatal = (folder / "fatal.txt").open("w", encoding="utf-8")
@@ -217,7 +217,7 @@ def _redirect_output(folder: Path) -> None:
 
 
 class TraceLog(logging.Handler):
-    """What the tracers say, through the logger ``nsa.trace``, goes to the output and to ``traces.log`` as it is said."""
+    """Send what the tracers log, through the logger ``nsa.trace``, to the output and to ``traces.log`` as it comes."""
 
     folder: Path
 

@@ -170,7 +170,7 @@ class RankRecorder:
             debugger.post_mortem(self.ctx, call.excinfo)
 
     def pytest_warning_recorded(self, warning_message: Any) -> None:
-        if not self._is_begun:  # pytest tells a new plugin of what was warned of at collection: the host has said that
+        if not self._is_begun:  # pytest replays warnings of the collection to a new plugin: the host has reported them
             return
         w = warning_message
         print(f"{w.filename}:{w.lineno}: {w.category.__name__}: {w.message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The store in which a crew's ranks find each other: kept by the zygote, reached through each rank's own socket pair.
+"""The store in which a worker group's ranks find each other: kept by the zygote, reached through each rank's own socket pair.
 
 torch's FileStore polls a file every 10 ms, which is half of what it costs to form a group of two; its TCPStore listens on a
 port that any user of the machine can reach. Nobody else holds a socket pair.
@@ -18,7 +18,7 @@ _FOREVER = timedelta(days=1)
 
 
 class ChannelStore(dist.Store):
-    """The rank's side, as torch's C++ calls it. One request at a time: right for gloo, whose main thread alone asks.
+    """The rank's side, as torch's C++ calls it. One request at a time: right for gloo, whose main thread alone sends requests.
 
     Raises DistStoreError when a key does not come in time or the zygote has gone.
     """

@@ -26,7 +26,7 @@ def curves(folder: Path) -> str:
 
 
 def _read(read: Callable[[Path], Series], folder: Path) -> Series:
-    """Curves of at least two points, all of them numbers; none of a file that is somebody else's, or torn."""
+    """Curves of at least two points, all of them numbers; none of a file that is foreign or torn."""
     try:
         found = read(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error):

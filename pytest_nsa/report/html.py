@@ -1,4 +1,4 @@
-"""report.html: one self-contained file: the sentence, the table, and for each scenario a lane a rank over time."""
+"""report.html: one self-contained file: the sentence, the table, and for each scenario one lane per rank over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LANE_WIDTH, LANE_HEIGHT, LEFT = 860, 26, 64
 TICKS = 60  # collectives that are drawn
 
 _STYLE = resources.files("pytest_nsa.report").joinpath("report.css")
-# Over a phase that stopped moving: the colour stays, the stripes say that nothing happened.
+# Over a phase that stopped moving: the colour stays, the stripes show that nothing happened.
 _HATCH = (
     '<defs><pattern id="still" width="8" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="4" height="8" fill="var(--paper)" fill-opacity="0.55"/></pattern></defs>'
@@ -33,7 +33,7 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
     """The whole page. Reads the folders of ``entries`` under ``run``."""
     key = "".join(f'<span><i style="background:var(--{p})"></i>{p}</span>' for p in PHASES[:-1])
     key += "<span>ticks: collectives, joined between ranks, red where ranks disagree</span>"
-    key += "<span>striped: stood still</span><span>◀ and red line: the culprit, when it last moved</span>"
+    key += "<span>striped: stalled</span><span>◀ and red line: the culprit, when it last moved</span>"
     body = "".join(_scenario(run, entry) for entry in entries)
     path = "".join(f"<li>{escape(step)}</li>" for step in decision.path)
     state = "<p><strong>INTERRUPTED</strong>: what follows is what had run until then.</p>" if interrupted else ""
@@ -89,7 +89,7 @@ def _scenario(run: Path, entry: Entry) -> str:
 
 
 def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
-    """A lane a rank: phases as bars, steps as ticks, a mark where it stood when it was stopped."""
+    """One lane per rank: phases as bars, steps as ticks, a mark at its location when it was stopped."""
     beats = [b["time"] for r in evidence.ranks for b in r.heartbeats]
     ends = [*beats, evidence.stop_time, *(r.exit_time for r in evidence.ranks)]
     begin = min(beats, default=evidence.started)
@@ -120,7 +120,7 @@ def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
             place = short_place(_place(rank))
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE_HEIGHT}" fill="url(#still)">'
-                f"<title>{escape(f'stood still for {evidence.stop_time - stood:.1f} s at {place}')}</title></rect>"
+                f"<title>{escape(f'stalled for {evidence.stop_time - stood:.1f} s at {place}')}</title></rect>"
             )
             if width > 300:
                 parts.append(f'<text x="{x + 24:.1f}" y="{y + 17}" class="place">{escape(place[:110])}</text>')
@@ -185,7 +185,7 @@ def _last_moved(rank: RankEvidence) -> float:
 
 
 def _place(rank: RankEvidence) -> str:
-    """The line where a rank stands, as well as it is known."""
+    """The rank's location, as well as it is known."""
     frame = rank.stack.user_frame if rank.stack is not None else None
     return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""
 

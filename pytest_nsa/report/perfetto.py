@@ -15,7 +15,7 @@ _PHASES, _COLLECTIVES = 0, 1
 
 
 def write_trace(folder: Path, evidence: Evidence) -> None:
-    """Write it. Times are microseconds since the test's ranks were started; a process a rank, tracks for both kinds."""
+    """Write it. Times are microseconds since the test's ranks were started; one process per rank, one track per kind."""
     events = [e for rank in evidence.ranks for e in _of(rank, evidence)]
     write_atomically(folder / NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 

@@ -1,4 +1,4 @@
-"""SUMMARY.md: one sentence that says what is wrong, the table, the path through the plan's tree, the verdicts."""
+"""SUMMARY.md: one sentence on what is wrong, the table, the path through the plan's tree, the verdicts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _verdict(entry: Entry) -> list[str]:
     out = [
         f"### {entry.name}: {v.outcome}",
         "",
-        f"- who: {v.culprits()} of {v.world_size} ({v.backend}, {v.parallel})",
+        f"- ranks: {v.culprits()} of {v.world_size} ({v.backend}, {v.parallel})",
     ]
     out.append(f"- cause: `{v.cause}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:
@@ -112,7 +112,7 @@ def _verdict(entry: Entry) -> list[str]:
             f"- gradients that never arrived, the next one first: {shown}" + (f" and {rest} more" if rest > 0 else "")
         )
     if v.stood_still_s:
-        out.append(f"- stood still for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
+        out.append(f"- stalled for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
     out.append(f"- do: {v.advice}")
     if v.reads_as:
         out.append(f"- the plan reads it as: {v.reads_as}")

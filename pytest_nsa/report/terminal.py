@@ -52,7 +52,7 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
         frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
     if verdict.stood_still_s:
-        out.append(f"  stood    still for {verdict.stood_still_s:.1f} s before it was stopped")
+        out.append(f"  stalled  for {verdict.stood_still_s:.1f} s before it was stopped")
     if verdict.advice:
         out.append(f"  do       {verdict.advice}")
     out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
@@ -104,7 +104,7 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
 
 def _error_lines(text: str) -> str:
-    """The lines of pytest's failure text that say what failed and where."""
+    """The lines of pytest's failure text that name what failed and where."""
     lines = text.splitlines()
     return "\n".join([line for line in lines if line.startswith(("E ", ">"))] + lines[-1:])
 

@@ -1,6 +1,6 @@
 """``--bisect-gc`` and ``--bisect-branch``: run a failed test again on narrower ranges of layers, or on each branch alone.
 
-A test takes part that takes the fixture `gc_range` or `branch`; the value that is tried is what the fixture says then.
+Only tests that use the fixture `gc_range` or `branch` are bisected; the fixture then returns the candidate value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Run = Callable[[dict[str, str]], Verdict]  # runs the test with other values of 
 
 
 def bisect(item: pytest.Item, run: Run) -> str:
-    """What narrows a failure down, in a sentence; '' where the options do not ask for it, or the test takes no part."""
+    """What narrows a failure down, in a sentence; '' where the options do not request it, or the test uses neither fixture."""
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marks.value(item, "gc_range")

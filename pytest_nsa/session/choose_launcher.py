@@ -46,15 +46,15 @@ class LaunchPlan:
 
 
 def plan(config: pytest.Config, settings: Settings) -> LaunchPlan:
-    """What ``--ranks-launch`` asks for; auto forks this process when that is safe. UsageError when fork is not."""
+    """Plan what ``--ranks-launch`` requests; auto forks this process when that is safe. UsageError when fork is not."""
     if settings.launch == "cold":
-        return LaunchPlan(kind="cold", description="cold: a new interpreter a rank")
+        return LaunchPlan(kind="cold", description="cold: a new interpreter per rank")
     of = f", rank {settings.outer.rank} of {settings.outer.world_size} here" if settings.outer is not None else ""
     reason = why_not_fork(config)
     if settings.launch == "fork" and reason:
         raise pytest.UsageError(f"--ranks-launch=fork: {reason}; use --ranks-launch=clean")
     if settings.launch == "clean" or reason:
-        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'asked for'}){of}")
+        return LaunchPlan(kind="clean", description=f"forked from a clean child pytest ({reason or 'requested'}){of}")
     return LaunchPlan(kind="fork", description=f"forked from this process after collection{of}")
 
 
@@ -136,7 +136,7 @@ def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
 
 
 class SharedZygote:
-    """The xdist controller's part in a zygote for all its workers: started once a worker has connected to ask for ranks."""
+    """The xdist controller's part in a zygote for all its workers: started once a worker has connected to request ranks."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None

@@ -1,4 +1,4 @@
-"""Folders: one a run, one a test in it, one a rank in that. Names from test ids are sanitised; nothing foreign is deleted."""
+"""Folders: one per run, in it one per test, in that one per rank. Names from test ids are sanitised; nothing foreign is deleted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunFolder:
     def _point_latest(self, path: Path) -> None:
         link = self.root / "latest"
         if link.exists() and not link.is_symlink():
-            return  # somebody's own folder
+            return  # a folder that is not ours
         partial = self.root / f".latest.{os.getpid()}"
         partial.unlink(missing_ok=True)
         partial.symlink_to(path.name)
@@ -94,7 +94,7 @@ class RunFolder:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def tell(self, text: str) -> None:
-        """Something that concerns the whole run: said in its closing lines, once, whichever worker says it."""
+        """Report something that concerns the whole run: in its closing lines, once, whichever worker reports it."""
         self.note(text)
         append_line(self.path / "notices.jsonl", {"text": text})
 
@@ -104,7 +104,7 @@ class RunFolder:
         append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:
-        """What `tell` was told, by any worker."""
+        """What `tell` reported, by any worker."""
         return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / "notices.jsonl")))
 
 

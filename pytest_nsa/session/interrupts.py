@@ -1,4 +1,4 @@
-"""How a session ends when it is told to: with its evidence and reports."""
+"""How a session ends on SIGTERM: with its evidence and reports."""
 
 from __future__ import annotations
 

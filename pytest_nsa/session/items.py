@@ -1,4 +1,4 @@
-"""The ranked test: a `pytest.Function` whose body runs on ranks, so skip, xfail, junit and reruns work unasked."""
+"""The ranked test: a `pytest.Function` whose body runs on ranks, so skip, xfail, junit and reruns work as for any test."""
 
 from __future__ import annotations
 

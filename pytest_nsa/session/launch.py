@@ -75,7 +75,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     yield run
     runner = request.config.stash[runner_key]
     if request.node.stash.get(failed_key, False):
-        # The planted fault of a test that passes is no failure of the run; of one that fails it is evidence.
+        # The planted fault of a test that passes is not a failure of the run; of one that fails it is evidence.
         for folder, verdict in zip(folders, verdicts, strict=False):
             runner.recorder.add(folder, verdict)
     elif not runner.settings.keep_passed:
@@ -98,7 +98,7 @@ def _check(
         )
     if "<locals>" in name or "<lambda>" in name or "." in name:
         raise ValueError(
-            f"launch({name}): the function must stand at the top level of its module, so that ranks find it by name"
+            f"launch({name}): the function must be at the top level of its module, so that ranks find it by name"
         )
     if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"launch({name}, world_size={world_size!r}): must be from 1 to {MAX_WORLD_SIZE}")

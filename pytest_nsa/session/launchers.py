@@ -1,4 +1,4 @@
-"""The host's two ways to ranks: ask a zygote at the other end of a socket, or start a cold interpreter a rank."""
+"""The host's two ways to ranks: request them from a zygote at the other end of a socket, or start a cold interpreter per rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import end_groups_of_the_dead
 from pytest_nsa.system.prctl import die_with, kill_group
 from pytest_nsa.wire.files import write_atomically
-from pytest_nsa.wire.messages import Channel, CrewSpec, Job
+from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 from pytest_nsa.wire.protocols import LaunchError, UnfitError
 
 READY_S = 300.0  # for the imports of torch on a busy machine
@@ -38,13 +38,13 @@ class ZygoteLauncher:
         self.channel, self.pid, self.log = channel, pid, log
         self._process = process
         self._ready = False
-        self._number = 0  # of the job: what a rank of an earlier one still says is not about this one
+        self._number = 0  # of the job: what a rank of an earlier one still sends is not about this one
         self._exits: dict[int, int] = {}
-        self._ahead: CrewSpec | None = None
+        self._ahead: GroupSpec | None = None
         self._pids: list[int] = []
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
 
-    def expect(self, spec: CrewSpec | None) -> None:
+    def expect(self, spec: GroupSpec | None) -> None:
         self._ahead = spec
 
     def start(self, job: Job) -> list[int]:
@@ -80,7 +80,7 @@ class ZygoteLauncher:
         if not self.pid:
             return
         if self._process is not None:
-            self._process.returncode = 0  # reaped below: nobody need warn that it runs still
+            self._process.returncode = 0  # reaped below: no warning that it still runs
         deadline = time.monotonic() + CLOSE_S
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
@@ -120,7 +120,7 @@ class ZygoteLauncher:
 
 
 class ColdLauncher:
-    """A new interpreter a rank, which collects the tests again: slow, and free of whatever this process has done."""
+    """A new interpreter per rank, which collects the tests again: slow, and free of whatever this process has done."""
 
     lost: Collection[int] = ()
 
@@ -130,7 +130,7 @@ class ColdLauncher:
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._reported: set[int] = set()
 
-    def expect(self, spec: CrewSpec | None) -> None:
+    def expect(self, spec: GroupSpec | None) -> None:
         pass  # nothing is started ahead: it would take the cores that the test needs
 
     def wait_until_ready(self) -> None:
@@ -144,7 +144,7 @@ class ColdLauncher:
             os.setpgid(0, 0)
             die_with(parent)
 
-        for rank in job.crew.local_ranks:
+        for rank in job.group_spec.local_ranks:
             folder = job.rank_folder(rank)
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"

@@ -37,7 +37,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
     gpu = item.get_closest_marker("gpu")
     gpus = 0 if gpu is None else gpu.kwargs.get("count") or min(world_size, settings.gpus)
     on_gpu = gpu is not None and not settings.fake_gpus
-    # Under an outer launcher the GPUs have been dealt out already, one a rank.
+    # Under an outer launcher the GPUs have been assigned already, one per rank.
     own_gpu = on_gpu and (gpus >= world_size or settings.outer is not None)
     cores = marks.value(item, "cores", 0)
     if settings.outer is not None:

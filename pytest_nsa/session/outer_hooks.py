@@ -47,7 +47,7 @@ class AttachedHooks:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config: pytest.Config) -> None:
-        """Everything has been said: torchrun ends all processes once one has failed."""
+        """Exit after all reports: torchrun ends all processes once one has failed."""
         attachment = config.stash[runner_key].attachment
         if attachment is not None:
             attachment.close()

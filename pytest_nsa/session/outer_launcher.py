@@ -1,7 +1,7 @@
 """Under an outer launcher (torchrun, SLURM) each pytest process hosts one rank of every test, and rank 0's process leads.
 
 All processes run the same tests in the same order. The leader watches all boards, decides, diagnoses and reports; the
-others send it what their rank leaves, and take over its verdict. They meet in the launcher's TCPStore; what they say is
+others send it what their rank leaves, and take over its verdict. They meet in the launcher's TCPStore; what they exchange is
 JSON and the bytes of evidence files.
 """
 
@@ -24,8 +24,8 @@ from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer_store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
-from pytest_nsa.wire.messages import CrewSpec, Job
-from pytest_nsa.wire.protocols import Attendant, Launcher, LaunchError, Limits
+from pytest_nsa.wire.messages import GroupSpec, Job
+from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
 PUSH_S = 0.25  # between two looks that a follower sends
 START_S = 120.0
@@ -87,13 +87,13 @@ class Attachment:
             rendezvous=f"{self.outer.address}:{self.outer.port}/pytest-nsa-group-{self._count}",
         )
 
-    def run(self, job: Job, launcher: Launcher, limits: Limits, attendants: Sequence[Attendant]) -> None:
+    def run(self, job: Job, launcher: Launcher, limits: Limits, monitors: Sequence[Monitor]) -> None:
         """Run this process's rank of ``job``, as leader or follower."""
         key = str(self._count)
         if self.leads:
             self.wire.put(f"{key}/go", {"nodeid": job.nodeid, "seed": job.seed})
             leading = LeaderLauncher(launcher, self.wire, key, job)
-            RanksRun(job, leading, limits, attendants, ranks=range(job.world_size)).run()
+            RanksRun(job, leading, limits, monitors, ranks=range(job.world_size)).run()
             leading.gather()
             return
         go = self.wire.wait(f"{key}/go", MEET_S, or_key="end")
@@ -105,7 +105,7 @@ class Attachment:
             pytest.exit(f"rank {self.outer.rank} is at {job.nodeid}, rank 0 at {go['nodeid']}", returncode=4)
         job = replace(job, seed=go["seed"])
         follower = Follower(self.wire, key, job, self.outer.rank, launcher)
-        follower.attend()  # the leader knows from now on that this process is there
+        follower.poll()  # the leader knows from now on that this process is there
         endless = Limits(start=NEVER_S, run=NEVER_S, hang_after=0)
         try:
             RanksRun(job, launcher, endless, (follower,), ranks=(self.outer.rank,)).run()
@@ -129,7 +129,7 @@ class Attachment:
         return Verdict.from_json(agreed["verdict"]), replace(evidence, ranks=tuple(ranks))
 
     def share(self, conclusion: dict[str, Any] | None) -> dict[str, Any]:
-        """The leader says what a test came to; the others are told."""
+        """Exchange the leader's conclusion on a test: the leader sends it, the others receive it."""
         key = f"{self._count}/verdict"
         if conclusion is not None:
             self.wire.put(key, conclusion)
@@ -167,7 +167,7 @@ class LeaderLauncher:
         self._gone: set[int] = set()
         self._beats: dict[int, tuple[Any, float]] = {}
 
-    def expect(self, spec: CrewSpec | None) -> None:
+    def expect(self, spec: GroupSpec | None) -> None:
         self.inner.expect(None)
 
     def wait_until_ready(self) -> None:
@@ -252,8 +252,8 @@ class Follower:
     _count: int = 0
     _last: float = 0.0
 
-    def attend(self) -> float:
-        """Now and then: send the board, ask whether to stop."""
+    def poll(self) -> float:
+        """Send the board from time to time, and query whether to stop."""
         now = time.monotonic()
         if now - self._last >= PUSH_S:
             self._last = now
@@ -265,7 +265,7 @@ class Follower:
         return 0.0
 
     def finish(self) -> None:
-        """The rank has ended: its exit is said at once by `send_everything`."""
+        """No-op: `send_everything` reports the exit of the rank."""
 
     def send_everything(self) -> None:
         """The exit status, then every file of evidence."""

@@ -33,15 +33,15 @@ class OuterStore:
         self._store = dist.PrefixStore("pytest-nsa", store)
 
     def put(self, key: str, value: Any) -> None:
-        """Say something: anything that JSON can hold."""
+        """Publish a value: anything that JSON can hold."""
         self._store.set(key, zlib.compress(json.dumps(value).encode()))
 
     def look(self, key: str) -> Any:
-        """What was said; None while nothing was."""
+        """The value of a key; None while there is none."""
         return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
 
     def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:
-        """What was said as ``key``, or first as ``or_key``. Raises TimeoutError."""
+        """Wait for the value of ``key``, or of ``or_key`` if that comes first. Raises TimeoutError."""
         deadline = time.monotonic() + seconds
         while True:
             for name in (key, or_key):
@@ -49,5 +49,5 @@ class OuterStore:
                 if value is not None:
                     return value
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"nothing was heard of {key!r} for {seconds:.0f} s")
+                raise TimeoutError(f"nothing was received for {key!r} for {seconds:.0f} s")
             time.sleep(0.01)

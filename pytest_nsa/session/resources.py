@@ -44,7 +44,7 @@ class Resources:
             if needs.cores:
                 self._leases["core"] = self._broker("core").lease(needs.cores, share=False, holder=test, say=self._say)
             if needs.gpus:
-                # Where nothing says how much memory a GPU has, a test has it alone.
+                # Where the memory of a GPU is not known, a test has it alone.
                 of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
                 parts = min(-(-needs.gpu_memory // PART), of)
                 self._leases["gpu"] = self._broker("gpu").lease(

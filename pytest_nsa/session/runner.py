@@ -28,8 +28,8 @@ from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings
 from pytest_nsa.wire.files import append_line, write_atomically
-from pytest_nsa.wire.messages import CrewSpec, Job, plain_nodeid
-from pytest_nsa.wire.protocols import Attendant, Launcher, LaunchError, Limits
+from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
+from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
 RESERVE_S = 2.0
@@ -64,7 +64,7 @@ class RankRunner:
         self.launcher.close()
         if self.folder.is_made:
             with contextlib.suppress(OSError):  # another worker's ranks are still there
-                (self.folder.path / ".crews").rmdir()
+                (self.folder.path / ".worker_groups").rmdir()
         self.resources.close()
 
     def run_item(
@@ -150,9 +150,9 @@ class RankRunner:
         suspicions = Suspicions(Path(job.folder), job, limits, self._announce)
         RanksRun(job, launcher, limits, self._monitors(job), suspicions).run()
 
-    def _monitors(self, job: Job) -> list[Attendant]:
+    def _monitors(self, job: Job) -> list[Monitor]:
         """What is polled while ``job`` runs."""
-        found: list[Attendant] = [OutputLimit(job, self.settings.output_limit)]
+        found: list[Monitor] = [OutputLimit(job, self.settings.output_limit)]
         if self.config.option.capture == "no":
             found.append(LiveOutput(job, self._terminal))
         if self._debugger is not None:
@@ -171,11 +171,11 @@ class RankRunner:
         item = self.next_item
         return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marks.is_ranked(item) else None
 
-    def _ranks_ahead(self, job: Job) -> CrewSpec | None:
+    def _ranks_ahead(self, job: Job) -> GroupSpec | None:
         """The ranks to make ready while ``job`` runs."""
         needs = self._next_needs()
         if not self.settings.ahead or job.stay or self.attachment is not None or needs is None:
             return None
         if not needs.may_be_forked_ahead:
             return None
-        return CrewSpec(world_size=needs.world_size, backend=needs.backend, device=needs.device)
+        return GroupSpec(world_size=needs.world_size, backend=needs.backend, device=needs.device)

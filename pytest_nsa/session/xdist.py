@@ -42,7 +42,7 @@ class XdistHooks:
         node.workerinput["nsa_arguments"] = [str(a) for a in node.config.invocation_params.args]
 
     def _tell(self, path: Path) -> None:
-        """Print what the workers announce, while they run: xdist itself calls nobody until a test has ended."""
+        """Print what the workers announce, while they run: xdist itself calls no hook until a test has ended."""
         shown = 0
         while not self._done.wait(TELL_S):
             texts = [entry["text"] for entry in read_lines(path)]
@@ -53,7 +53,7 @@ class XdistHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
-        """A worker that found tests on ranks has asked for a zygote by now."""
+        """A worker that found tests on ranks has requested a zygote by now."""
         if self._zygote is not None and self._zygote.is_wanted:
             self._zygote.start(node.config, node.config.stash[runner_key].folder.path / "zygote.log")
 

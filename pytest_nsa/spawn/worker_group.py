@@ -1,4 +1,4 @@
-"""A crew: the ranks of one group, forked together by the zygote. It runs one job; ahead of it or after it, it may wait."""
+"""A worker group: the ranks of one group, forked together by the zygote. It runs one job; ahead of it or after it, it may wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pytest_nsa.system.prctl import kill_group
-from pytest_nsa.wire.messages import Channel, CrewSpec, Job
+from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 
 # For ranks forked ahead to form their group, once they are wanted; fresh ones leave evidence of what is wrong.
 JOIN_S = 10.0
@@ -30,7 +30,7 @@ class Member:
 
 
 class KeyValues:
-    """The zygote's side of a crew's store (`rendezvous.ChannelStore`): values by key, and who waits for which keys."""
+    """The zygote's side of a worker group's store (`rank.store`): values by key, and which ranks wait for which keys."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -74,11 +74,11 @@ class KeyValues:
 
 
 @dataclass
-class Crew:
+class WorkerGroup:
     """Its members by pid. ``number`` is that of the job it runs, or is to run once its members have joined their group."""
 
-    spec: CrewSpec
-    store: Path  # where torch's own store lies, for a backend that asks it from threads of its own
+    spec: GroupSpec
+    store: Path  # where torch's own store lies, for a backend that queries it from threads of its own
     members: dict[int, Member] = field(default_factory=dict)
     number: int | None = None
     pending: Job | None = None
@@ -126,7 +126,7 @@ class Crew:
 
     def fits(self, job: Job) -> bool:
         """Whether ``job`` may run here: ranks that stayed serve only their own class or module."""
-        return self.is_whole and self.spec == job.crew and self.reuse in ("", job.reuse)
+        return self.is_whole and self.spec == job.group_spec and self.reuse in ("", job.reuse)
 
     def assign(self, number: int, job: Job) -> None:
         """Tell every rank its job."""
@@ -149,7 +149,7 @@ class Crew:
                 kill_group(member.pid)
 
     def clean_up(self) -> None:
-        """Once nobody is left: sockets and the store's file."""
+        """Close sockets and remove the store's file, once no rank is left."""
         for member in self.members.values():
             member.control.shut_down()
         with contextlib.suppress(OSError):

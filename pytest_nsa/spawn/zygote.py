@@ -27,12 +27,12 @@ import pytest
 
 from pytest_nsa.rank.process import LATE, RankProcess, listen_to_traces
 from pytest_nsa.rank.replay import make_ranks_config, prepare
-from pytest_nsa.spawn.worker_group import Crew, Member
+from pytest_nsa.spawn.worker_group import Member, WorkerGroup
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.children import children, end_orphans
 from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group
 from pytest_nsa.system.procfs import restless_threads
-from pytest_nsa.wire.messages import Channel, CrewSpec, Job, plain_nodeid
+from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
 PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.rank.store")
 # The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
@@ -42,12 +42,12 @@ PENDING_S = 0.5
 
 @dataclass(eq=False)
 class Host:
-    """A pytest process that asks for ranks: its job's crew, and the crew that was forked ahead for its next test."""
+    """A pytest process that requests ranks: the worker groups of its job and, forked ahead, of its next test."""
 
     channel: Channel
-    current: Crew | None = None
-    ahead: Crew | None = None
-    crews: list[Crew] = field(default_factory=list)
+    current: WorkerGroup | None = None
+    ahead: WorkerGroup | None = None
+    groups: list[WorkerGroup] = field(default_factory=list)
 
 
 class Zygote:
@@ -65,13 +65,13 @@ class Zygote:
         self._is_ended = False
 
     def serve(self) -> None:
-        """Preload, say that we are ready, and fork ranks until the first host has closed its end."""
+        """Preload, report that we are ready, and fork ranks until the first host has closed its end."""
         began = time.monotonic()
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         become_subreaper()
-        # Not SIGKILL: what the ranks have started does not die with them, and somebody must end it.
+        # Not SIGKILL: what the ranks have started does not die with them, and must be ended here.
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_ended", True))
         die_with(os.getppid(), signal.SIGTERM)
         refusal = self._preload()
@@ -79,7 +79,7 @@ class Zygote:
             make_ranks_config(config)
         gc.freeze()  # pages that no garbage collection touches stay shared with the ranks
         self._random = random.getstate()
-        self._own = set(children())  # what collecting the tests has started is nobody's orphan
+        self._own = set(children())  # what collecting the tests has started is not an orphan
         self._greeting: dict[str, Any] = {"op": "unfit", "reason": refusal} if refusal else {"op": "ready"}
         rest = time.monotonic() - began - self._importing_s
         print(f"zygote: imports {self._importing_s:.3f} s, everything else {rest:.3f} s", flush=True)  # to its log
@@ -97,25 +97,25 @@ class Zygote:
                 elif self.listener is not None:
                     self._accept(self.listener)
             for host in self.hosts:
-                for crew in list(host.crews):
-                    if crew.pending is not None:
-                        self._settle(host, crew)
+                for group in list(host.groups):
+                    if group.pending is not None:
+                        self._settle(host, group)
         for host in list(self.hosts):
             self._drop(host)
 
     def _wait(self, wake: int) -> list[Any]:
-        """Who has something to say: hosts, members with their host and crew, and descriptors of this process itself."""
+        """What can be read now: hosts, members with their host and worker group, and descriptors of this process itself."""
         sources: dict[int, Any] = {wake: wake}
         if self.listener is not None:
             sources[self.listener.fileno()] = self.listener.fileno()
         is_pending = False
         for host in self.hosts:
             sources[host.channel.fileno()] = host
-            for crew in host.crews:
-                is_pending = is_pending or crew.pending is not None
-                for member in crew.members.values():
+            for group in host.groups:
+                is_pending = is_pending or group.pending is not None
+                for member in group.members.values():
                     if not member.control.closed:
-                        sources[member.control.fileno()] = (host, crew, member)
+                        sources[member.control.fileno()] = (host, group, member)
         poll = select.poll()
         for fd in sources:
             poll.register(fd, select.POLLIN)
@@ -165,18 +165,18 @@ class Zygote:
         if host.channel.closed and host is not self.first:
             self._drop(host)
 
-    def _hear_member(self, host: Host, crew: Crew, member: Member) -> None:
-        if member.control.closed:  # by what was heard just before
+    def _hear_member(self, host: Host, group: WorkerGroup, member: Member) -> None:
+        if member.control.closed:  # by what was received just before
             return
         for message in member.control.receive(0):
             if message["op"] == "store":
-                crew.values.answer(member.control, message)
+                group.values.answer(member.control, message)
             elif message["op"] == "joined":
                 member.state = "waiting"
-            elif message["op"] == "finished" and crew.number is not None:
+            elif message["op"] == "finished" and group.number is not None:
                 member.state = "waiting"
                 self._late.update(message["late"])
-                host.channel.send(op="finished", number=crew.number, rank=member.rank, code=message["code"])
+                host.channel.send(op="finished", number=group.number, rank=member.rank, code=message["code"])
 
     def _handle(self, host: Host, message: dict[str, Any]) -> None:
         if message["op"] == "run":
@@ -188,9 +188,9 @@ class Zygote:
                 host.channel.send(op="refused", number=message["number"], reason=reason)
                 return
             if message["ahead"] is not None and host.ahead is None:
-                with contextlib.suppress(OSError):  # the test itself will say what is wrong
+                with contextlib.suppress(OSError):  # the test itself will report what is wrong
                     run = Path(message["job"]["folder"]).parent
-                    host.ahead = self._fork(host, CrewSpec.from_json(message["ahead"]), run)
+                    host.ahead = self._fork(host, GroupSpec.from_json(message["ahead"]), run)
         elif host.current is not None and host.current.number == message["number"]:
             if message["op"] == "kill":
                 host.current.pending = None
@@ -225,45 +225,45 @@ class Zygote:
             ahead.kill()
         self._start_fresh(host, number, job)
 
-    def _settle(self, host: Host, crew: Crew) -> None:
-        """A crew forked ahead is wanted: give it its job once it is ready; one that comes to nothing is replaced."""
-        job, number = crew.pending, crew.number
+    def _settle(self, host: Host, group: WorkerGroup) -> None:
+        """A worker group forked ahead is wanted: give it its job once it is ready; one that comes to nothing is replaced."""
+        job, number = group.pending, group.number
         assert job is not None
         assert number is not None
-        if crew.is_waiting:
-            self._assign(host, crew, number, job)
-        elif not crew.is_whole or crew.is_late:
-            crew.pending = crew.number = None
-            crew.kill()
+        if group.is_waiting:
+            self._assign(host, group, number, job)
+        elif not group.is_whole or group.is_late:
+            group.pending = group.number = None
+            group.kill()
             self._start_fresh(host, number, job)
 
-    def _assign(self, host: Host, crew: Crew, number: int, job: Job) -> None:
-        crew.assign(number, job)
-        host.current = crew
-        host.channel.send(op="started", number=number, pids=crew.pids)
+    def _assign(self, host: Host, group: WorkerGroup, number: int, job: Job) -> None:
+        group.assign(number, job)
+        host.current = group
+        host.channel.send(op="started", number=number, pids=group.pids)
 
     def _start_fresh(self, host: Host, number: int, job: Job) -> None:
-        crew = self._fork(host, job.crew, Path(job.folder).parent, job)
-        crew.number, crew.reuse = number, job.reuse
-        host.current = crew
-        host.channel.send(op="started", number=number, pids=crew.pids)
+        group = self._fork(host, job.group_spec, Path(job.folder).parent, job)
+        group.number, group.reuse = number, job.reuse
+        host.current = group
+        host.channel.send(op="started", number=number, pids=group.pids)
 
-    def _fork(self, host: Host, spec: CrewSpec, run: Path, job: Job | None = None) -> Crew:
-        """Fork a crew: for ``job``, or for a job that it will be told."""
+    def _fork(self, host: Host, spec: GroupSpec, run: Path, job: Job | None = None) -> WorkerGroup:
+        """Fork a worker group: for ``job``, or for a job that it will receive."""
         self._count += 1
-        folder = run / ".crews" / f"{os.getpid()}-{self._count}"
+        folder = run / ".worker_groups" / f"{os.getpid()}-{self._count}"
         folder.mkdir(parents=True)
-        crew = Crew(spec, folder / "store")
+        group = WorkerGroup(spec, folder / "store")
         parent = os.getpid()
-        host.crews.append(crew)
+        host.groups.append(group)
         try:
-            crew.fork(lambda rank, control: self._become_rank(parent, rank, crew, control, job), job)
+            group.fork(lambda rank, control: self._become_rank(parent, rank, group, control, job), job)
         except OSError:
-            crew.kill()
+            group.kill()
             raise
-        return crew
+        return group
 
-    def _become_rank(self, parent: int, rank: int, crew: Crew, control: Channel, job: Job | None) -> None:
+    def _become_rank(self, parent: int, rank: int, group: WorkerGroup, control: Channel, job: Job | None) -> None:
         """Never returns: whatever happens, the child must not go on as a zygote."""
         code = 70
         try:
@@ -275,12 +275,12 @@ class Zygote:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for host in self.hosts:
                 host.channel.socket.close()
-                for other in host.crews:
+                for other in host.groups:
                     for member in other.members.values():
                         member.control.socket.close()
             if self.listener is not None:
                 self.listener.close()
-            code = RankProcess(rank, crew.spec, crew.store, self.items, control).run(job)
+            code = RankProcess(rank, group.spec, group.store, self.items, control).run(job)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -292,8 +292,8 @@ class Zygote:
     def _reap(self) -> None:
         """Report each rank that has ended, and end what it left running."""
         for host in self.hosts:
-            for crew in list(host.crews):
-                for pid, member in crew.members.items():
+            for group in list(host.groups):
+                for pid, member in group.members.items():
                     if member.state == "gone":
                         continue
                     # Looked at before it is reaped: until then neither its pid nor its group can be anybody else's.
@@ -303,27 +303,27 @@ class Zygote:
                     _, status = os.waitpid(pid, 0)
                     member.state = "gone"
                     member.control.shut_down()
-                    if crew.number is not None and crew.pending is None:
-                        host.channel.send(op="exited", number=crew.number, rank=member.rank, status=status)
-                if crew.pending is not None:
-                    self._settle(host, crew)
-                if all(m.state == "gone" for m in crew.members.values()):
-                    crew.clean_up()
-                    host.crews.remove(crew)
+                    if group.number is not None and group.pending is None:
+                        host.channel.send(op="exited", number=group.number, rank=member.rank, status=status)
+                if group.pending is not None:
+                    self._settle(host, group)
+                if all(m.state == "gone" for m in group.members.values()):
+                    group.clean_up()
+                    host.groups.remove(group)
         self._end_orphans()
 
     def _end_orphans(self) -> None:
-        end_orphans(self._own | {pid for host in self.hosts for crew in host.crews for pid in crew.members})
+        end_orphans(self._own | {pid for host in self.hosts for group in host.groups for pid in group.members})
 
     def _drop(self, host: Host) -> None:
         """A host has gone: its ranks go too."""
-        for crew in host.crews:
-            crew.kill()
-            for pid, member in crew.members.items():
+        for group in host.groups:
+            group.kill()
+            for pid, member in group.members.items():
                 if member.state != "gone":
                     os.waitpid(pid, 0)
-            crew.clean_up()
-        host.crews.clear()
+            group.clean_up()
+        host.groups.clear()
         self._end_orphans()
         host.channel.shut_down()  # and closed: a socket that is only forgotten becomes a warning in the next rank
         self.hosts.remove(host)

@@ -1,4 +1,4 @@
-"""What a rank leaves running: found, told and ended. Orphans come to the rank itself, or to the zygote when it has died."""
+"""What a rank leaves running: found, reported and ended. Orphans come to the rank itself, or to the zygote when it has died."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def end_leftovers() -> list[str]:
-    """In a rank whose test is over: end its children and theirs; returns the command lines of those nobody else looks after.
+    """In a rank whose test is over: end its children and theirs; returns the command lines of those without another keeper.
 
     Daemonic children of multiprocessing and its servers (data loaders have them) end with their parent by design.
     """

@@ -1,4 +1,4 @@
-"""What nvidia-smi says of the GPUs at a stand-still: whether they compute, and how full they are."""
+"""What nvidia-smi reports of the GPUs at a stall: whether they compute, and how full they are."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ def _runtime_folder() -> Path | None:
 
 
 def default_folder() -> Path:
-    """Where this user's lock files lie. Raises PermissionError when somebody else has made the folder."""
+    """Where this user's lock files lie. Raises PermissionError when another user has made the folder."""
     base = _runtime_folder()
     folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()  # not what a link of somebody else's leads to
+    status = folder.lstat()  # not what another user's link leads to
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder}: belongs to another user; remove it, or set XDG_RUNTIME_DIR")
     return folder
@@ -92,14 +92,14 @@ class Broker:
                 time.sleep(POLL_S)
 
     def clean_up(self) -> None:
-        """Remove the files that nobody holds, whoever left them."""
+        """Remove the files that no process holds."""
         deadline = time.monotonic() + LAST_RANKS_S
         while not all(_Lock.is_free(path) for path in self._lent) and time.monotonic() < deadline:
             time.sleep(0.01)  # our own last ranks are on their way out
         for path in self.folder.glob(f"{self.kind}-*"):
             _Lock.is_free(path)
         with contextlib.suppress(OSError):
-            self.folder.rmdir()  # empty: nobody else is at it
+            self.folder.rmdir()  # empty: no other process uses it
 
     def _take(self, count: int, share: bool, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
         """All or nothing, without waiting."""
@@ -149,7 +149,7 @@ class Broker:
         return None
 
     def _held(self) -> str:
-        """Who has them, for the one who waits."""
+        """The holders, for the test that waits."""
         holders = {}
         for name in self.names:
             with contextlib.suppress(OSError):
@@ -170,7 +170,7 @@ class Broker:
         """A place in the queue, for as long as this process waits."""
         path = self.folder / f"{self.kind}-ticket-{time.time_ns():020d}-{os.getpid()}"
         lock = _Lock(path)
-        while not lock.try_lock(share=False):  # somebody looks whether it is free
+        while not lock.try_lock(share=False):  # another process is checking whether it is free
             time.sleep(0.001)
         try:
             yield path
@@ -187,7 +187,7 @@ class Broker:
 
 
 class _Lock:
-    """A lock file that is there only while somebody holds it."""
+    """A lock file that exists only while a process holds it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -215,12 +215,12 @@ class _Lock:
             os.close(fd)
 
     def write(self, text: str) -> None:
-        """Say who holds it."""
+        """Write the holder into it."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(errors="replace"), 0)
 
     def release(self) -> None:
-        """Remove the file and free the lock. Shared ones are removed by who finds them free."""
+        """Remove the file and free the lock. Shared ones are removed by the process that finds them free."""
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ class _Lock:
 
     @staticmethod
     def is_free(path: Path) -> bool:
-        """Whether nobody holds it; what a dead process left is removed."""
+        """Whether no process holds it; what a dead process left is removed."""
         lock = _Lock(path)
         if not path.exists():
             return True
@@ -246,6 +246,6 @@ def hold_while_alive(paths: Sequence[str]) -> list[_Lock]:
     """In a rank: mark resources as in use for as long as this process lives and keeps what is returned."""
     held = [_Lock(Path(path)) for path in paths]
     for lock in held:
-        while not lock.try_lock(share=True):  # somebody looks whether it is free
+        while not lock.try_lock(share=True):  # another process is checking whether it is free
             time.sleep(0.001)
     return held

@@ -1,4 +1,4 @@
-"""What /proc says of a process: reading it disturbs nobody. What a sandboxed kernel does not show stays empty."""
+"""What /proc reports of a process: reading it disturbs no process. What a sandboxed kernel does not show stays empty."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for a signal; False where the kernel does not say."""
+    """Whether a process has a handler of its own for a signal; False where the kernel does not show it."""
     status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
     caught = status.get("SigCgt", "").strip()
     return bool(caught) and bool(int(caught, 16) >> (number - 1) & 1)

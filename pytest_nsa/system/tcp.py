@@ -1,4 +1,4 @@
-"""Bytes that wait in a process's TCP sockets: received and not read, written and not acknowledged. Reading disturbs nobody."""
+"""Bytes that wait in a process's TCP sockets: received and not read, written and not acknowledged. Reading disturbs no process."""
 
 from __future__ import annotations
 

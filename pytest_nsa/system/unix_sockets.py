@@ -1,6 +1,6 @@
 """Sockets between this user's processes: no file and no port, only a name in the kernel's abstract namespace.
 
-Any process of the machine can reach such a name, so both ends ask the kernel whose process is at the other.
+Any process of the machine can reach such a name, so both ends query the kernel for the user at the other end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect to what `listen` made. Raises OSError when nobody listens, PermissionError when it is another user."""
+    """Connect to what `listen` made. Raises OSError when no process listens, PermissionError when it is another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect("\0" + name)
@@ -45,6 +45,6 @@ def connect(name: str) -> socket.socket:
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """The user id of the process at the other end, as the kernel says."""
+    """The user id of the process at the other end, by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]

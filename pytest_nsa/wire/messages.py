@@ -1,4 +1,4 @@
-"""What host, zygote and ranks say to each other: JSON lines over a socket pair. Nothing is pickled."""
+"""What host, zygote and ranks send each other: JSON lines over a socket pair. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrewSpec:
+class GroupSpec:
     """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
 
-    ``gpus`` is what CUDA_VISIBLE_DEVICES will say ('' leaves it alone), ``cores`` what they are pinned to ('': nothing).
+    ``gpus`` is the value of CUDA_VISIBLE_DEVICES ('' leaves it alone), ``cores`` what they are pinned to ('': nothing).
     Under an outer launcher ``only`` is the one rank that is started here, and ``rendezvous`` ('host:port/prefix') where all meet.
     """
 
@@ -38,7 +38,7 @@ class CrewSpec:
         return tuple(range(self.world_size)) if self.only < 0 else (self.only,)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> CrewSpec:
+    def from_json(cls, data: dict[str, Any]) -> GroupSpec:
         """The inverse of ``dataclasses.asdict``."""
         return cls(**data)
 
@@ -88,9 +88,9 @@ class Job:
     stay: bool = False
 
     @property
-    def crew(self) -> CrewSpec:
+    def group_spec(self) -> GroupSpec:
         """The ranks that this job needs."""
-        return CrewSpec(
+        return GroupSpec(
             world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus, cores=self.cores,
             only=self.only, rendezvous=self.rendezvous,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the session and the monitor ask of each other: launchers, monitors, limits, and how a launch fails."""
+"""What the session and the monitor require of each other: launchers, monitors, limits, and how a launch fails."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from pytest_nsa.wire.messages import CrewSpec, Job
+from pytest_nsa.wire.messages import GroupSpec, Job
 
 
 class LaunchError(Exception):
-    """The ranks could not be started; the message says why and what to do."""
+    """The ranks could not be started; the message has the reason and what to do."""
 
 
 class UnfitError(LaunchError):
-    """Ranks must not be forked from the process that collected the tests; the message says why."""
+    """Ranks must not be forked from the process that collected the tests; the message has the reason."""
 
 
-class Attendant(Protocol):
-    """Something else that the host does while the ranks run (`pytest_nsa.attend`). ``stop_reason`` ends the run."""
+class Monitor(Protocol):
+    """Something that is polled while the ranks run (`pytest_nsa.monitor`). ``stop_reason`` ends the run."""
 
     stop_reason: str
 
-    def attend(self) -> float:
+    def poll(self) -> float:
         """Called at each look at the ranks; returns the seconds that shall not count as theirs."""
         ...
 
@@ -32,14 +32,14 @@ class Attendant(Protocol):
 
 
 class Launcher(Protocol):
-    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter a rank (`ColdLauncher`).
+    """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter per rank (`ColdLauncher`).
 
-    ``lost`` are ranks whose whole node has gone: whatever their status says, we did not end them.
+    ``lost`` are ranks whose whole node has gone: whatever their status shows, the host did not end them.
     """
 
     lost: Collection[int]
 
-    def expect(self, spec: CrewSpec | None) -> None:
+    def expect(self, spec: GroupSpec | None) -> None:
         """What ranks the test after the next job will need (None: unknown): they may be made ready meanwhile."""
         ...
 
@@ -69,7 +69,7 @@ class Launcher(Protocol):
 
 
 class Suspicion(Protocol):
-    """What is made of a stand-still. One that is certain cannot mend itself."""
+    """What the rules make of a stall. One that is certain cannot resolve itself."""
 
     @property
     def certain(self) -> bool:
@@ -79,7 +79,7 @@ class Suspicion(Protocol):
 
 @dataclass(kw_only=True)
 class Limits:
-    """Seconds: to form the group, for the body, and of a suspicious stand-still after which to give up (0: never)."""
+    """Seconds: to form the group, for the body, and of a suspected stall after which to give up (0: never)."""
 
     start: float
     run: float

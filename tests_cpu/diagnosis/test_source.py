@@ -95,4 +95,4 @@ def test_spins(group):
         )  # fmt: skip
         again = json.loads(done.stdout)
         assert (again["cause"], again["ranks"], again["reason"]) == (verdict.cause, [1], verdict.reason)
-        assert again["rule"] == "stalls.standing"
+        assert again["rule"] == "stalls.blocked"

@@ -199,7 +199,7 @@ def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> Non
     result = run_example(pytester, source, f"--ranks-launch={launch}", "--junitxml=r.xml", "--strict-config")
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert result.verdicts["test_b"].ranks == (1,)
-    word = {"fork": "forked from this process", "clean": "a clean child pytest", "cold": "a new interpreter a rank"}[
+    word = {"fork": "forked from this process", "clean": "a clean child pytest", "cold": "a new interpreter per rank"}[
         launch
     ]
     assert f"ranks are {word}" in result.stdout or word in result.stdout

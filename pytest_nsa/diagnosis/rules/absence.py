@@ -1,4 +1,4 @@
-"""Ranks that never came to what the others wait in: they ended their test, or stand where nothing more is known of them."""
+"""Ranks that never reached what the others wait in: they ended their test, or nothing more is known of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
     if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
         return None
     if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
-        return None  # who left may have left for that
+        return None  # the rank that left may have left because of it
     if any(is_victim_text(evidence.ranks[rank].left.get("after", "")) for rank in left):
         return None
     how = "expected to fail" if any(evidence.ranks[rank].xfailed is not None for rank in left) else "skipped"
@@ -97,7 +97,7 @@ def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankE
 
 
 def not_entered(evidence: Evidence) -> Finding | None:
-    """Others wait in a collective that a rank never entered, and nothing more is known of where it stands."""
+    """Others wait in a collective that a rank never entered, and nothing more is known of its location."""
     if evidence.stop not in STOPS or not evidence.stood:
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]

@@ -38,7 +38,7 @@ def oddity(evidence: Evidence) -> Oddity | None:
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
-    """Whether what ended a forward is what another rank's end looks like, or ended the test: nobody swallowed it."""
+    """Whether what ended a forward is what another rank's end looks like, or ended the test: no handler swallowed it."""
     error = str(event.get("error", ""))
     told = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
     return told or is_victim_text(error)

@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
 
-# What a rank says when another one has gone: a consequence, whatever rank it stands on.
+# What torch raises on a rank when another rank has gone: a consequence, on whichever rank it appears.
 VICTIM_TEXTS = (
     "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
     "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
@@ -49,7 +49,7 @@ def _is_of_memory(error: RaisedException) -> bool:
 
 
 def _told(error: RaisedException) -> tuple[str, str]:
-    """What an exception says in a line, and where: one that a data loader's worker raised carries its traceback as its text."""
+    """An exception's message in a line, and its location; one of a data loader's worker carries its traceback as its text."""
     caught = _CAUGHT.match(error.headline)
     if caught is None:
         before = next(((kind, text.strip()) for text, _, kind in error.chain), None)
@@ -63,7 +63,7 @@ def _told(error: RaisedException) -> tuple[str, str]:
 
 
 def is_victim_text(message: str) -> bool:
-    """Whether a text is what torch says when another rank has gone."""
+    """Whether a text is what torch raises when another rank has gone."""
     return any(phrase in message.lower() for phrase in VICTIM_TEXTS)
 
 
@@ -116,12 +116,12 @@ def rank_died(evidence: Evidence) -> Finding | None:
 
 
 def _deaths(evidence: Evidence) -> list[RankEvidence]:
-    """Ranks that a signal of somebody else's ended, the first first."""
+    """Ranks ended by a signal that the host did not send, the first one first."""
     return sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
 
 
 def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
-    """Each rank's first exception that is no victim's, earliest first."""
+    """Each rank's first exception that is not a victim's, earliest first."""
     found = []
     for rank in evidence.ranks:
         own = [e for e in rank.exceptions if not is_victim(e)]
@@ -131,7 +131,7 @@ def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedExce
 
 
 def rank_raised(evidence: Evidence) -> Finding | None:
-    """The first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where nobody waited."""
+    """The first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited."""
     found = _first_exceptions(evidence)
     if not found:
         return None
@@ -168,7 +168,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
 
 
 def rank_gone(evidence: Evidence) -> Finding | None:
-    """A rank of a training that is only watched has gone without a word: nobody saw how."""
+    """A rank of a training that is only watched has gone, and how it ended was not observed."""
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
     if not gone:
         return None
@@ -205,7 +205,7 @@ def rank_exited(evidence: Evidence) -> Finding | None:
 def only_victims(evidence: Evidence) -> Finding | None:
     """All that is known are torch's complaints of lost connections; the earliest is the nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    if not errors or evidence.stop == "host_died":  # there, whoever killed the host may have killed a rank as well
+    if not errors or evidence.stop == "host_died":  # there, what killed the host may have killed a rank as well
         return None
     rank, error = min(errors, key=lambda pair: pair[1].time)
     return Finding(

@@ -1,4 +1,4 @@
-"""Where two ranks stand to each other in the program, by their stacks: in which function their ways part, and at which lines."""
+"""The relative location of two ranks in the program, by their stacks: the function in which they diverge, and the lines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pytest_nsa.evidence.stacks import Frame
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two ranks stand in the innermost function that both are in; and whether the source of that is here.
+    """The locations of two ranks in the innermost function that both are in, and its source where it was kept.
 
-    ``in_loop``: what called that function stands in a loop; ``below`` and ``other_below``: what it calls on the one and on the
+    ``in_loop``: the call of that function is in a loop; ``below`` and ``other_below``: what it calls on the one and on the
     other rank does.
     """
 
@@ -38,7 +38,7 @@ class Parting:
 
     @property
     def goes_round(self) -> bool:
-        """Whether a loop may bring both to the same lines again, or nobody knows."""
+        """Whether a loop may bring both to the same lines again, or it is not known."""
         return (
             self.in_loop or share_a_loop(self.sources, self.here, self.there) or not is_here(self.sources, self.there)
         )
@@ -101,5 +101,5 @@ def _parts(place: str) -> tuple[str, int, str]:
 
 
 def recomputes(rank: RankEvidence) -> bool:
-    """Whether a rank runs a part of its forward a second time, for gradient checkpointing: that is no round of a loop."""
+    """Whether a rank runs a part of its forward a second time, for gradient checkpointing: that is not a round of a loop."""
     return rank.stack is not None and any("torch/utils/checkpoint.py" in f.file for f in rank.stack.frames)

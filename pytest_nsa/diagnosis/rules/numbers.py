@@ -1,4 +1,4 @@
-"""Numbers that are wrong: a loss that is none, gradients and parameters that ought to be equal on all ranks and are not."""
+"""Numbers that are wrong: a loss that is not finite, gradients and parameters that ought to be equal on all ranks and are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHAT = {
 
 
 def nan_loss(evidence: Evidence) -> Finding | None:
-    """A test that failed by an assertion or an exception, after a loss that is no finite number."""
+    """A test that failed by an assertion or an exception, after a loss that is not finite."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     odd = [(r, e) for r in evidence.ranks for e in r.oddities if _is_not_finite(e, r)]
     if not errors:
@@ -51,7 +51,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
 
 
 def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
-    """A loss that is no number; or an output, in the step in which the test ended without a backward."""
+    """A loss that is not a number; or an output, in the step in which the test ended without a backward."""
     ended_there = rank.board is not None and rank.board.numbers["step"] == event["step"]
     return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
 

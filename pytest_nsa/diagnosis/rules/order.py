@@ -124,7 +124,7 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     odd = oddity(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
-        told = why.replace(f" ({OUT_OF_DATA})", "")  # where the step itself says why
+        told = why.replace(f" ({OUT_OF_DATA})", "")  # where the step itself has the reason
         return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
     # Who was aborted may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
@@ -195,7 +195,7 @@ def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
 
 
 def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
-    """Whether two ranks stand in the two branches of one ``if``: nobody has gone on past the others."""
+    """Whether two ranks are in the two branches of one ``if``: neither has gone past the other."""
     places = {r: _places(evidence.ranks[r], c) for r, c in found.items()}
     return any(
         are_alternatives(evidence.sources, a, b)
@@ -224,7 +224,7 @@ def _is_for_a_later_rank(evidence: Evidence, rank: int, collective: Collective) 
 
 
 def _places(rank: RankEvidence, collective: Collective) -> set[str]:
-    """The lines that a rank stands in, from its test down to a call."""
+    """The lines that a rank is in, from its test down to a call."""
     return {collective.site, *(frame.describe() for frame in user_frames(rank))}
 
 
@@ -266,7 +266,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
 def _kind(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:
     """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
 
-    ``parted`` is where the two stand in the function in which their ways part.
+    ``parted`` is their location in the function in which they diverge.
     """
     if _same_line(mine, other) or are_alternatives(parted.sources, mine.site, other.site):
         return "collective_mismatch", ""
@@ -329,7 +329,7 @@ def _expected(shapes: list[Shape]) -> tuple[object, ...] | None:
 def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
     """Ranks that made fewer steps and have gone on to something else, while the others are in a further step's backward.
 
-    Uneven batches look so. Where the same place of earlier rounds saw both calls, nobody can say who is right: all are
+    Uneven batches look so. Where the same place of earlier rounds saw both calls, it is not known which rank is right: all are
     named then. None when this is not the picture.
     """
     steps = {rank: c.step for rank, c in entered.items()}

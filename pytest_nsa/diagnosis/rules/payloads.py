@@ -17,7 +17,7 @@ _EVEN = ("allreduce", "broadcast", "reduce")
 
 def aborted(evidence: Evidence) -> Finding | None:
     """Gloo aborted a rank inside an exchange in which each may give as much as it likes: something else was expected."""
-    if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog ends who waits in the same way
+    if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog ends the ranks that wait in the same way
         return None
     for rank in evidence.ranks:
         at = rank.board.waits_in if rank.board is not None else None

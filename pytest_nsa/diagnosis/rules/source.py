@@ -1,4 +1,4 @@
-"""What the source says of a line: the loop that it is in, and the condition on the rank that it stands under."""
+"""The context of a line in its source: the loop that it is in, and the condition on the rank that it is under."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def calls_nothing(sources: Sources, place: str) -> bool:
 
 
 def _may_be_long(node: ast.AST) -> bool:
-    """A call, or an operator that a tensor may give a meaning of its own; arithmetic with a literal is none."""
+    """A call, or an operator that a tensor may give a meaning of its own; arithmetic with a literal is not one."""
     if isinstance(node, ast.Call):
         return True
     return isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant)
@@ -45,12 +45,12 @@ def is_past_the_loop(sources: Sources, place: str, other: str) -> bool:
 
 
 def is_in_while(sources: Sources, place: str) -> bool:
-    """Whether a line stands in a ``while``, or is its condition."""
+    """Whether a line is in a ``while``, or is its condition."""
     return any(isinstance(loop, ast.While) for loop in _loops(sources, place))
 
 
 def is_in_loop(sources: Sources, place: str) -> bool:
-    """Whether a line stands in a ``for`` or a ``while``."""
+    """Whether a line is in a ``for`` or a ``while``."""
     return bool(_loops(sources, place))
 
 
@@ -67,7 +67,7 @@ def share_a_loop(sources: Sources, place: str, other: str) -> bool:
 
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
-    """Whether one line stands in the branch of an ``if`` whose other branch has the other line."""
+    """Whether one line is in the branch of an ``if`` whose other branch has the other line."""
     a, b = sources.around(place), sources.around(other)
     for statement in (n for n in a if isinstance(n, ast.If) and n in b):
         first = next((s for s in statement.body if s in a or s in b), None)
@@ -78,7 +78,7 @@ def are_alternatives(sources: Sources, place: str, other: str) -> bool:
 
 
 def is_for_a_later_rank(sources: Sources, place: str) -> bool:
-    """Whether the line stands under a condition that is true on one rank other than the first: ``if rank == 1:``.
+    """Whether the line is under a condition that is true on one rank other than the first: ``if rank == 1:``.
 
     What rank 0 alone does may be all that there is to do, and a call that it makes, one that the others skip.
     """

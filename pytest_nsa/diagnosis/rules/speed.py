@@ -1,4 +1,4 @@
-"""It moves, and not fast enough: how fast, who is waited for, and whether the autograd graph explains it."""
+"""Progress that is too slow: how fast, which rank is waited for, and whether the autograd graph explains it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def _is_between_steps(evidence: Evidence) -> bool:
-    """Whether the stand-still at the end is no longer than those before it were: with slow steps nothing moves for a while."""
+    """Whether the stall at the end is no longer than those before it were: with slow steps nothing moves for a while."""
     times = sorted(
         b["time"]
         for r in evidence.ranks
@@ -119,7 +119,7 @@ def _now_waits_itself(evidence: Evidence, culprit: int) -> bool:
 
 
 def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
-    """The others stand in a collective, and one that moves has not come to it."""
+    """The others are blocked in a collective, and one that makes progress has not reached it."""
     waiting = [r for r in evidence.ranks if not r.finished and not r.moved_at_stop and r.is_waiting]
     moving = tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop)
     if not waiting or not moving or evidence.waits_s < 1.5:

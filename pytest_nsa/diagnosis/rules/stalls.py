@@ -1,4 +1,4 @@
-"""Where a rank stands when nothing moves: which rank is not where the others wait, and why it stands there."""
+"""What a rank is blocked in when nothing moves: which rank is not where the others wait, and why."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pytest_nsa.evidence.load import SILENT_S, Evidence, RankEvidence
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.1  # of a core, on a busy machine
-FAULTS = 1000  # a second: who gets new memory is in the kernel as well
-IN_KERNEL = 0.15  # of the time on the processor: what asks again and again for a file or a socket is often there
+FAULTS = 1000  # per second: a process that gets new memory is in the kernel as well
+IN_KERNEL = 0.15  # of the time on the processor: a loop that polls a file or a socket is often there
 MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
@@ -46,8 +46,8 @@ class Why:
     where: str = ""
 
 
-def standing(evidence: Evidence) -> Finding | None:
-    """The rank that is not where the others wait; with one rank, or none waiting, every rank that stands somewhere."""
+def blocked(evidence: Evidence) -> Finding | None:
+    """The rank that is not where the others wait; with one rank, or none waiting, every rank that has a location."""
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.stood:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
@@ -81,7 +81,7 @@ def standing(evidence: Evidence) -> Finding | None:
 
 
 def _why(rank: RankEvidence) -> Why | None:
-    """Why a rank stands where it stands; None when nothing says so. Each rule is on one kind of evidence, the surest first."""
+    """Why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest first."""
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
         _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _stopped(rank: RankEvidence) -> Why | None:
 
 def _compiling(rank: RankEvidence) -> Why | None:
     in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
-    # A compiled function's own frames run below dynamo's evaluation of it, and are no compile.
+    # A compiled function's own frames run below dynamo's evaluation of it, and are not a compile.
     running = (
         any(f.function in ("_fn", "compile_wrapper") for f in rank.stack.frames) if rank.stack is not None else False
     )
@@ -142,7 +142,7 @@ def _loader(rank: RankEvidence) -> Why | None:
         main = next((t for t in stacks if t.is_main), None)
         if main is not None and main.user_frame is not None:
             where = main.user_frame.describe()
-            return Why("dataloader_stuck", f"waits for its data loader, whose worker stands at {where}", 0.9, where)
+            return Why("dataloader_stuck", f"waits for its data loader, whose worker is blocked at {where}", 0.9, where)
     return Why("dataloader_stuck", "waits for its data loader", 0.85)
 
 
@@ -174,7 +174,7 @@ def _busy(rank: RankEvidence) -> Why | None:
 
 
 def _starved(rank: RankEvidence) -> Why | None:
-    """It computes, on a machine that is too busy to let it: who waits uses next to nothing."""
+    """It computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
     return _what_computes(rank) if rank.process.get("cpu_share", 0.0) >= STARVED else None
 
 
@@ -186,10 +186,10 @@ def _what_computes(rank: RankEvidence) -> Why:
     fights = rank.process.get("gil_wait_ms", 0.0) > limit
     looks = n.get("still_looks", 0.0)
     in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
-    # A loop that asks the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
+    # A loop that polls the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
     if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
-        return Why("infinite_loop", "asks again and again, without a pause, for what does not come", 0.8)
+        return Why("infinite_loop", "polls without a pause for what does not arrive", 0.8)
     if (
         stack is not None
         and frame is not None
@@ -197,7 +197,9 @@ def _what_computes(rank: RankEvidence) -> Why:
         and calls_nothing(rank.sources, frame.describe())
     ):
         in_python = True
-    if not looks and stack is not None and frame is not None:  # only the stack can tell; a tracer's frame is none
+    if (
+        not looks and stack is not None and frame is not None
+    ):  # only the stack can show it; a tracer's frame does not count
         in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
     if in_python:
         return Why("infinite_loop", "runs in Python without making progress", 0.8)
@@ -251,7 +253,7 @@ def _backward(rank: RankEvidence) -> Why | None:
     board = rank.board
     if board is None or board.phase != "backward" or board.numbers["gradients"]:
         return None
-    return Why("backward_deadlock", "stands in backward before any gradient", 0.6)
+    return Why("backward_deadlock", "is blocked in backward before any gradient", 0.6)
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:

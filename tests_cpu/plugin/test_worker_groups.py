@@ -63,7 +63,7 @@ def test_after(group): dist.barrier()
     result = run_example(pytester, source, *arguments)
     assert result.outcomes == {"passed": 7, "failed": 1}
     assert result.verdicts["test_dies"].cause == "rank_died"
-    assert not (result.run / ".crews").exists()  # type: ignore[operator]
+    assert not (result.run / ".worker_groups").exists()  # type: ignore[operator]
 
 
 def test_a_class_shares_its_ranks_until_one_fails(pytester: pytest.Pytester) -> None:
