@@ -131,7 +131,7 @@ class TraceConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """``every`` steps (0: never) all that a run needs to go on is written, and the newest ``keep`` stay. ``asynchronous``:
-    written while the next steps run. ``on_error``: what a full disk, say, means for the run.
+    written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
     """
 
     every: int = 0
@@ -239,7 +239,7 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
 
 
 def environment_help() -> str:
-    """The variables, one a line, for ``--help``."""
+    """The variables, one per line, for ``--help``."""
     width = max(len(f"{name}={v.form}") for name, v in VARIABLES.items())
     return "\n".join(f"  {f'{name}={v.form}':<{width}}  {v.effect}" for name, v in VARIABLES.items())
 
@@ -250,7 +250,7 @@ def config_path_from_environment() -> str | None:
 
 
 def unknown_variables() -> list[str]:
-    """A warning for each ``NSA_*`` variable that nobody reads: usually a typing error."""
+    """A warning for each ``NSA_*`` variable that is not read: usually a typing error."""
     unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES)
     return [f"{name} is not a variable of this program{did_you_mean(name, VARIABLES)}" for name in unknown]
 

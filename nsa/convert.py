@@ -1,4 +1,4 @@
-"""Values from YAML, variables and options as the types of a dataclass's fields, or one line that says what is wrong."""
+"""Values from YAML, variables and options as the types of a dataclass's fields, or one line on what is wrong."""
 
 from __future__ import annotations
 

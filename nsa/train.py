@@ -1,6 +1,6 @@
 """``python -m nsa.train``: train a configuration, alone or under torchrun.
 
-Exit codes: 0 done, 2 a setting or file that cannot be used (one line says which), 75 stopped by SIGTERM with a checkpoint
+Exit codes: 0 done, 2 a setting or file that cannot be used (one line names it), 75 stopped by SIGTERM with a checkpoint
 (start it again with --resume auto), 130 interrupted.
 """
 

@@ -1,4 +1,4 @@
-"""Token batches for training: where documents come from, how they become samples, and who gets which.
+"""Token batches for training: where documents come from, how they become samples, and which rank gets which.
 
 `documents` yields texts from parquet files or from the hub, `tokens` turns them into numbers, `packing` cuts the stream of
 tokens into numbered samples, `loader` reads them ahead in processes of its own.

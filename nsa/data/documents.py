@@ -89,7 +89,7 @@ class HubDocuments:
 
 
 def _checked(texts: list[bytes | None]) -> list[bytes | None]:
-    """None in place of what is no UTF-8."""
+    """None in place of what is not UTF-8."""
     return [text if text is None or text.isascii() or _is_utf8(text) else None for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""A stream of tokens cut into samples that are numbered for ever, so that who trains on what follows from arithmetic.
+"""A stream of tokens cut into samples that are numbered for ever, so that which rank trains on what follows from arithmetic.
 
 Documents follow each other, a separator behind each; sample i is the tokens i * S to i * S + S (S inputs and as many
 targets: each token is predicted once). With N ranks and batches of B, rank r takes in its m-th micro-batch the samples
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``tokens`` int64 [B, S + 1]: inputs are [:, :-1], targets [:, 1:]. ``position`` is where the run stands when all ranks
+    """``tokens`` int64 [B, S + 1]: inputs are [:, :-1], targets [:, 1:]. ``position`` is the run's position when all ranks
     have taken theirs. ``cu_seqlens`` int32 [n + 1]: where documents begin in the B * S inputs, row after row, and their end.
     """
 

@@ -33,7 +33,7 @@ def counting(length: int, vocab: int) -> Callable[[np.random.Generator], Tokens]
 
 
 def copying(length: int, vocab: int) -> Callable[[np.random.Generator], Tokens]:
-    """Random tokens, and then the same again: the second half can be known by who sees half the sequence back, and else not."""
+    """Random tokens, and then the same again: the second half can be predicted only by seeing half the sequence back."""
 
     def make(random: np.random.Generator) -> Tokens:
         half = random.integers(vocab, size=-(-length // 2))

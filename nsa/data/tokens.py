@@ -37,7 +37,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A ``tokenizer.json`` as the ``tokenizers`` library writes it. ConfigError for a file that is none."""
+    """A ``tokenizer.json`` as the ``tokenizers`` library writes it. ConfigError for a file that is not one."""
 
     def __init__(self, path: str) -> None:
         try:

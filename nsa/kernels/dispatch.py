@@ -14,12 +14,12 @@ from nsa.kernels import blocks, flash, reference
 from nsa.kernels.backends import BACKENDS, Backend, Listener
 from nsa.kernels.sizes import KV, Sizes
 
-# (asked for, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
+# (requested, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
 counters: Counter[tuple[str, str, str]] = Counter()
 
 
 def check_backend(backend: str) -> None:
-    """Raises ValueError for a name that is no backend's."""
+    """Raise ValueError for a name that is not a backend's."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of auto, {', '.join(BACKENDS)}")
 
@@ -27,9 +27,9 @@ def check_backend(backend: str) -> None:
 def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
     """The backend that would serve a call, and why.
 
-    ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, as that is asked
-    for to check against the equations. Raises ValueError for an unknown name, and for a backend that was asked for by name and
-    cannot serve; the message says why.
+    ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, which serves to check
+    against the equations. Raises ValueError for an unknown name, and for a backend that was requested by name and cannot
+    serve; the message has the reason.
     """
     check_backend(backend)
     if backend != "auto":
@@ -172,7 +172,7 @@ def nsa_attention(
         scale: of the scores; 1/sqrt(Dk) when None.
         cu_seqlens: int [n + 1], for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
             sum over the sequences.
-        backend: ``auto``, or one of `BACKENDS` by name; `explain` says which one would serve, and why.
+        backend: ``auto``, or one of `BACKENDS` by name; `explain` names the one that would serve, and the reason.
 
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """
@@ -214,7 +214,7 @@ def spans(ends: Sequence[int], l: int, d: int) -> list[tuple[int, int, int, int]
 
 
 def pack_ends(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:
-    """``cu_seqlens`` as numbers. Raises ValueError where they are no packing of ``tokens`` tokens."""
+    """``cu_seqlens`` as numbers. Raises ValueError where they are not a packing of ``tokens`` tokens."""
     ends = [int(v) for v in cu_seqlens.tolist()]
     if batch != 1:
         raise ValueError(f"cu_seqlens needs batch 1, got {batch}")

@@ -1,6 +1,6 @@
 """The branches as operators of torch.library: opaque to torch.compile, and each one node in the autograd graph.
 
-An operator takes the name of its backend, so that a graph says what it was traced with. Every operator has a fake kernel (shapes
+An operator takes the name of its backend, so that a graph shows what it was traced with. Every operator has a fake kernel (shapes
 and dtypes alone) and a registered backward, which is an operator too. The log-sum-exp and the importance have no gradient.
 """
 

@@ -50,7 +50,7 @@ def compressed(
     l_sel: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The compressed branch and what it says of selection blocks.
+    """The compressed branch and the importance that it gives to selection blocks.
 
     q [B, S, H, Dk], k [B, Nc, G, Dk], v [B, Nc, G, Dv] -> output [B, S, H, Dv] and importance
     [B, S, G, Ns] (Eq. 8 to 10), the latter without gradient.

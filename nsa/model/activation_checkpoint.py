@@ -32,7 +32,7 @@ class CheckpointRange:
 
     @classmethod
     def from_config(cls, config: Config) -> CheckpointRange | None:
-        """The layers that ``config`` asks for; None when checkpointing is off. ConfigError for what cannot be kept."""
+        """The layers that ``config`` requests; None when checkpointing is off. ConfigError for what cannot be kept."""
         train = config.train
         if not train.gradient_checkpointing:
             return None

@@ -34,7 +34,7 @@ Table = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding (arXiv 2104.09864), angles computed for the positions asked for."""
+    """Rotary position embedding (arXiv 2104.09864), angles computed for the positions requested."""
 
     def __init__(self, d: int, theta: float) -> None:
         super().__init__()
@@ -123,12 +123,13 @@ def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[tor
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """A product with its weight and nothing else, which nobody watches or changes."""
+    """A product with its weight and nothing else, without hooks or changes of the user's."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return (
         type(linear) is nn.Linear
         and linear.bias is None
-        and type(linear.weight) in (nn.Parameter, torch.Tensor)  # a quantised weight, say, may not be joined to others
+        and type(linear.weight)
+        in (nn.Parameter, torch.Tensor)  # a quantised weight, for example, may not be joined to others
         and "forward" not in linear.__dict__
         and not any(getattr(linear, name) for name in hooks)
     )
@@ -178,7 +179,7 @@ class NSAAttention(nn.Module):
         self.force_branch = force_branch
         check_backend(backend)
         self.backend = backend
-        # Told of each selection, bool [B, S, G, Ns], by who wants statistics (nsa.training.statistics).
+        # Receives each selection, bool [B, S, G, Ns]; set by nsa.training.statistics.
         self.selection_listener: Callable[[torch.Tensor], None] | None = None
         self.w_q = nn.Linear(dim, n_heads * d_k, bias=False)
         self.k_sel = nn.Linear(dim, n_kv_heads * d_k, bias=False)
@@ -231,7 +232,7 @@ class NSAAttention(nn.Module):
         q = by_head(self.w_q(flat), self.n_heads)
         table = self.rotary.table(torch.arange(start, start + S, device=x.device), q.dtype)
         linears = (self.k_sel, self.k_win, self.k_cmp, self.v_sel, self.v_win, self.v_cmp)
-        # One token is no product that pays for joining the weights.
+        # For one token, joining the weights costs more than it saves.
         found = _side_by_side(flat, linears) if cache is None else [one(flat) for one in linears]
         k_sel, k_win, k_cmp, v_sel, v_win, v_cmp = (by_head(one, self.n_kv_heads) for one in found)
         # Kept for the backward as they are, and views would keep all six.

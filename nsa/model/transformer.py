@@ -60,7 +60,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, cache: KVCache | None = None
     ) -> torch.Tensor:
-        # Only what is there is handed on: DenseAttention, say, knows neither.
+        # Only what is there is handed on: DenseAttention, for example, has neither.
         given = {"cu_seqlens": cu_seqlens, "cache": cache}
         x = x + self.attn(self.norm1(x), **{name: value for name, value in given.items() if value is not None})
         return x + self.mlp(self.norm2(x))
@@ -102,7 +102,7 @@ class NSATransformer(nn.Module):
         caches: Sequence[KVCache] | None = None,
         cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """With ``caches``, one a layer, tokens are those after what the caches have seen; for inference.
+        """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 
         With ``cu_seqlens`` (int32 [n + 1], B = 1) tokens are packed documents, of which none sees another.
         """
@@ -129,7 +129,7 @@ class NSATransformer(nn.Module):
 
 
 def build_model(config: Config, device: torch.device | None = None) -> nn.Module:
-    """The model of ``config`` in float32, its layers recomputing as the configuration says.
+    """The model of ``config`` in float32, its layers recomputing as the configuration requests.
 
     tokens int64 [B, S] -> logits [B, S, V]. The production configuration has exactly 195 parameter tensors. ``device``: where its
     parameters are made and drawn, the CPU by default; a GPU draws other numbers from the same seed, and 125M of them in no time.

@@ -6,7 +6,7 @@
 - `gradients`, `module_backward`, `ddp_buckets`, `memory`, `statistics`: the traces a user asks for
 - `session`: starts the always-on ones together
 
-What they print goes through the stdlib logger ``nsa.trace``, so nobody has to import this to listen.
+What they print goes through the stdlib logger ``nsa.trace``, so a listener need not import this.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ _DONE = "_NSA_TRACED"
 
 
 def autostart() -> None:
-    """Follow this process where the environment says so and it is a rank of something; else return at once.
+    """Follow this process where the environment requests it and it is a rank; else return at once.
 
-    A rank's own children (data loaders' workers, compilers) inherit both variables, and are no ranks.
+    A rank's own children (data loaders' workers, compilers) inherit both variables, and are not ranks.
     """
     folder, rank = os.environ.get(VARIABLE), os.environ.get("RANK")
     if not folder or rank is None or os.environ.get(_DONE) == rank or "PYTEST_CURRENT_TEST" in os.environ:

@@ -1,7 +1,7 @@
-"""The board: one small file a rank, mapped shared, that says where the rank stands.
+"""The board: one small file per rank, mapped shared, with the rank's location.
 
 A write is a store into mapped memory: no system call, no flush. The page outlives the rank whatever became of it
-(SIGKILL, SIGSTOP, the GIL held for ever), and reading it disturbs nobody. The file describes itself: its first
+(SIGKILL, SIGSTOP, the GIL held for ever), and reading it disturbs no process. The file describes itself: its first
 ``HEADER`` bytes are JSON with the offset and format of every field, so a reader needs no code of this package.
 """
 
@@ -57,9 +57,9 @@ def _layout() -> tuple[dict[str, Any], int]:
     arrived = [
         offset,
         MAX_PARAMETERS,
-    ]  # a byte a parameter, in the model's order: 1 when its gradient has arrived
+    ]  # a byte per parameter, in the model's order: 1 when its gradient has arrived
     offset += MAX_PARAMETERS
-    path = [offset, MAX_PATH]  # two bytes a call: the module's place in `named_modules`, of the current forward
+    path = [offset, MAX_PATH]  # two bytes per call: the module's place in `named_modules`, of the current forward
     offset += 2 * MAX_PATH
     ring = {
         "offset": offset,
@@ -101,7 +101,7 @@ class Board:
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
-        """Begin anew in the file ``path`` (None: in memory that nobody else sees). Raises OSError, on a full disk too."""
+        """Begin anew in the file ``path`` (None: in memory that no other process sees). Raises OSError, on a full disk too."""
         if path is None:
             self._map = mmap.mmap(-1, self._size)
         else:
@@ -158,7 +158,7 @@ class Board:
         self._counters[self._gradients] += 1
 
     def begin_backward(self) -> None:
-        """No gradient has arrived, and what is called from now on is no part of the forward's path."""
+        """No gradient has arrived, and what is called from now on is not part of the forward's path."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)
         self.reset("gradients")
         if self.count("path_length") < 0:
@@ -182,7 +182,7 @@ class Board:
         self._map[self._module] = name
 
     def padded(self, name: str, field: str = "module") -> bytes:
-        """A text as `called` and `put` want it, cut from its front: the end of a path or of a module's name says more."""
+        """A text as `called` and `put` want it, cut from its front: the end of a path or of a module's name tells it apart."""
         size = _TEXTS[field]
         return name.encode(errors="replace")[-size:].ljust(size, b"\0")
 

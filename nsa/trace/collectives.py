@@ -98,7 +98,7 @@ class CollectiveRecorder:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args else None
-            group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not say its group
+            group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not name its group
             label = op if op == NEW_GROUP else f"ddp:{_label(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
@@ -156,7 +156,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def _blocked(self, index: int) -> Iterator[None]:
-        """The main thread waits in collective ``index``; an exception leaves the mark, as it says where it was raised."""
+        """The main thread waits in collective ``index``; an exception leaves the mark, as it has its own location."""
         on_main = threading.current_thread() is threading.main_thread()
         if on_main:
             self.board.number("blocked_in", index + 1)
@@ -226,7 +226,7 @@ def _ignore(name: str, ranks: list[int]) -> None:
 
 
 def _group(value: Any) -> Any:
-    """The process group that an argument of a functional collective means; None where it is none."""
+    """The process group that an argument of a functional collective means; None where it is not one."""
     if isinstance(value, dist.ProcessGroup):
         return value
     try:
@@ -238,9 +238,9 @@ def _group(value: Any) -> Any:
 
 
 def _succeeded(work: Any) -> bool:
-    """A collective that failed was never left: its rank still stands in it, as far as the others are concerned."""
+    """A collective that failed was never left: its rank is still in it, as far as the others are concerned."""
     try:
-        future = work.get_future()  # asking the work itself is deprecated, and torch says so in every rank
+        future = work.get_future()  # querying the work itself is deprecated, and torch warns of it in every rank
     except RuntimeError:  # sends and receives have none on some backends
         return True
     try:

@@ -17,7 +17,7 @@ Listener = Callable[[dist.GradBucket], None]
 
 @dataclass
 class BucketHook:
-    """State of the hook: the group, who wants to hear of buckets, and a hook of the user's that came after ours."""
+    """State of the hook: the group, the listeners of buckets, and a hook of the user's that came after ours."""
 
     group: dist.ProcessGroup
     listeners: list[Listener] = field(default_factory=list)
@@ -38,7 +38,7 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
     if state.user_hook is not None:
         return state.user_hook(state.user_state, bucket)
     # To the bit what DDP does without a hook: it multiplies a gradient by 1/n as it copies it into the bucket, but
-    # divides one that lives in the bucket already. These round differently when n is no power of two.
+    # divides one that lives in the bucket already. These round differently when n is not a power of two.
     buffer, n = bucket.buffer(), state.group.size()
     if n > 1:
         buffer = buffer.div_(n) if state.kept_views else buffer.mul_(1.0 / n)
@@ -48,7 +48,7 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def ensure_hook(ddp: DistributedDataParallel) -> BucketHook | None:
-    """The hook of ``ddp``, registered on first use; None where a hook of somebody else's is there already."""
+    """The hook of ``ddp``, registered on first use; None where another hook is there already."""
     state = getattr(ddp, "_nsa_bucket_hook", None)
     if state is None and not getattr(ddp, "_comm_hooks", None) and getattr(ddp, "mixed_precision", None) is None:
         state = BucketHook(ddp.process_group)
@@ -95,9 +95,9 @@ def note_kept_gradients(root: torch.nn.Module) -> None:
 
 
 def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What DDP says of itself: bucket sizes in bytes, and of its last backward the nanoseconds of computing and of reducing.
+    """DDP's own figures: bucket sizes in bytes, and of its last backward the nanoseconds of computing and of reducing.
 
-    To be asked between steps: in a backward that stands still it waits for the reducer, and holds the interpreter's lock.
+    To be read between steps: in a backward that is stalled it waits for the reducer, and holds the interpreter's lock.
     """
     told = ddp._get_ddp_logging_data()
     sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
@@ -117,7 +117,7 @@ class BucketTrace:
         self.buckets: list[tuple[int, str]] = []
 
     def attach(self, ddp: DistributedDataParallel) -> bool:
-        """Listen to ``ddp``'s buckets; False, and a line that says so, when its hook is somebody else's."""
+        """Listen to ``ddp``'s buckets; False, and a line in the log, when it has another hook."""
         state = ensure_hook(ddp)
         if state is None:
             logger.warning("[DDP] rank=%d buckets are not traced: another communication hook is registered", self.rank)

@@ -2,7 +2,7 @@
 
 A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
 the first one of a model has the names too. Compared is what DDP answers for: steps whose gradients it reduced, and those of a model
-that is called past its wrapper, so that nobody reduced them.
+that is called past its wrapper, so that DDP did not reduce them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
 
 
 class Checksums:
-    """Writes the checksums of a rank. Costs a norm a tensor and, on a GPU, a synchronisation: only where it is asked for."""
+    """Writes the checksums of a rank. Costs one norm per tensor and, on a GPU, a synchronisation: only on request."""
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -102,7 +102,7 @@ def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Modu
 
 
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:
-    """Not where it was told not to reduce, nor under torch's hook for local SGD, which reduces in subgroups."""
+    """Not under no_sync, nor under torch's hook for local SGD, which reduces in subgroups."""
     hook = getattr(getattr(ddp, "_nsa_bucket_hook", None), "user_hook", None)
     reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
     return reduces and getattr(hook, "__name__", "") != "post_localSGD_hook"

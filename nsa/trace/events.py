@@ -31,7 +31,7 @@ def record(folder: Path, **event: Any) -> None:
 
 
 def cut(text: str) -> str:
-    """``text`` up to a limit that reports can carry; what is left out is said."""
+    """``text`` up to a limit that reports can carry; what is left out is counted in its place."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2
@@ -39,7 +39,7 @@ def cut(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """``str(error)``, cut; also of an error that cannot say what it is."""
+    """``str(error)``, cut; also of an error whose __str__ fails."""
     try:
         return cut(str(error))
     except Exception as failure:
@@ -81,7 +81,7 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
         line=place.lineno if place else 0,
         function=place.name if place else "",
         raised_in=frames[-1].filename if frames else "",
-        # A worker that dies while it hands over a batch is known first by whatever its socket says.
+        # A worker that dies while it hands over a batch is known first by its socket's error.
         in_loader=any(
             f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
         ),

@@ -1,4 +1,4 @@
-"""Where the user's code stands: the innermost frame that belongs neither to torch, nor to Python, nor to us."""
+"""The location in the user's code: the innermost frame that belongs neither to torch, nor to Python, nor to us."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How many autograd nodes each module's forward makes, without walking the graph.
 
 Autograd numbers the nodes of a thread as it makes them; the difference between two moments is what was made between them.
-A module that makes many is met often at its work: so only every `STRIDE` nodes somebody is asked whose they are.
+A module that makes many is met often at its work: so only every `STRIDE` nodes their owner is looked up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEVER = 1 << 62
 class NodeCount:
     """Nodes of the current forward by module, each module's own: those of its children are theirs.
 
-    Whoever calls modules asks `next_number` as a call begins and ends, and tells `made` where it has passed ``due``.
+    The caller of modules reads `next_number` as a call begins and ends, and calls `made` where it has passed ``due``.
     """
 
     def __init__(self, board: Board) -> None:
@@ -36,7 +36,7 @@ class NodeCount:
         self.board.number("nodes_owned", 0)
 
     def made(self, number: int, name: str) -> None:
-        """The nodes since this was last told are of the module ``name``, which is being called; ``number`` is the next one."""
+        """Count the nodes since the last call to the module ``name``, which is being called; ``number`` is the next one."""
         own = self._own[name] = self._own.get(name, 0) + number - self._last
         self._last, self.due = number, number + STRIDE
         if own > self._most:

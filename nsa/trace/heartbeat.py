@@ -32,7 +32,7 @@ class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
     that follow each other within 50 ms at the last one, after the first 2,000.
 
-    Where the main thread stands still, the stacks of all threads go to ``standing`` (a path; None: nowhere): nobody has to
+    Where the main thread is stalled, the stacks of all threads go to ``standing`` (a path; None: nowhere): nobody has to
     disturb the rank for them.
     """
 
@@ -53,7 +53,7 @@ class Heartbeat:
         self._place = (
             0,
             0,
-        )  # code and instruction of the main thread: who stays at one is in one call into native code
+        )  # code and instruction of the main thread: a thread that stays at one is in one call into native code
         self._looks = self._moves = 0
         self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
@@ -96,7 +96,7 @@ class Heartbeat:
             f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}'
         )
         extra = f", {json.dumps(more)[1:-1]}" if more else ""
-        with contextlib.suppress(OSError):  # a full disk, say: the program that is traced goes on
+        with contextlib.suppress(OSError):  # a full disk, for example: the program that is traced goes on
             os.write(self._file, f"{line}{extra}}}\n".encode())
 
     def _run(self) -> None:
@@ -109,7 +109,7 @@ class Heartbeat:
             self._late += max(0.0, after - before - INTERVAL)
             try:
                 self.beat()
-            except Exception:  # its silence would be taken for a lock that somebody holds
+            except Exception:  # its silence would be taken for a lock that is held
                 traceback.print_exc()
             if after - last_record >= RECORD_EVERY:
                 last_record = after

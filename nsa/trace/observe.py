@@ -81,7 +81,7 @@ class Known:
     """A module that has been called: by ``id``, as a hook of every call can afford no more.
 
     ``of`` is the number of modules of the root that it was named in; ``is_leaf``: one of torch's own, which calls no other
-    and makes a few autograd nodes, so that nobody needs to know when it returns.
+    and makes a few autograd nodes, so that its return need not be known.
     """
 
     module: weakref.ref[nn.Module]
@@ -103,7 +103,7 @@ _BACKWARD = Known(weakref.ref(nn.Identity()), "backward", b"", UNKNOWN)
 class Observer:
     """Installs the hooks in this process.
 
-    ``on_change()`` is told of each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind)`` of
+    ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind)`` of
     how it is shared (ddp, fsdp or none), ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_oddity(kind, step,
     **facts)`` of a step that did not go its usual way: "forward_failed", "no_backward", "not_synchronised", "not_finite".
     """
@@ -192,7 +192,7 @@ class Observer:
         loss = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         step = self.board.count("step")
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.device.type == "cpu":
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, say
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, for example
                 if not math.isfinite(loss.item()):
                     self.on_oddity("not_finite", step, value=str(loss.item()))
         shared = [root for root in self._models if isinstance(root, DistributedDataParallel)]
@@ -225,7 +225,7 @@ class Observer:
 
     def _wrap_calls(self) -> None:
         call, is_compiling, get_ident = nn.Module.__call__, torch.compiler.is_dynamo_compiling, threading.get_ident
-        # What torch's __call__ does is done here at once, as each frame of Python costs; not what somebody has put in its place.
+        # What torch's __call__ does is done here at once, as each frame of Python costs; not what a user has put in its place.
         is_torch_s = call is getattr(nn.Module, "_wrapped_call_impl", None)
         main = threading.main_thread().ident  # a fork of the main thread keeps it
         board, nodes, calls, known_modules = self.board, self._nodes, self._calls, self._known
@@ -235,9 +235,9 @@ class Observer:
             __tracebackhide__ = True
             if (
                 is_compiling()
-            ):  # what is traced into a graph would be recorded once, for ever; nor can it ask what follows
+            ):  # what is traced into a graph would be recorded once, for ever; nor can it call what follows
                 return call(module, *args, **kwargs)
-            # Other threads' calls are none of the main thread's, but for autograd's, while it is in a backward.
+            # Other threads' calls are not the main thread's, but for autograd's, while it is in a backward.
             if get_ident() != main and not (calls and calls[0] is _BACKWARD):
                 return call(module, *args, **kwargs)
             run = (module._compiled_call_impl or module._call_impl) if is_torch_s else functools.partial(call, module)
@@ -338,7 +338,7 @@ class Observer:
         if isinstance(root, DistributedDataParallel):
             ensure_hook(root)
         self.on_model(_parallel_kind(root))
-        # Lazy parameters have no shape yet, and those of a functional call are no leaves.
+        # Lazy parameters have no shape yet, and those of a functional call are not leaves.
         trained = [
             (plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad and p.is_leaf and not is_lazy(p)
         ]

@@ -17,7 +17,7 @@ _current: TraceSession | None = None
 
 
 class TraceSession:
-    """The tracers, installed once a process. Until `begin` they write into memory that nobody sees."""
+    """The tracers, installed once per process. Until `begin` they write into private memory."""
 
     heartbeat: Heartbeat
 
@@ -30,7 +30,7 @@ class TraceSession:
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:
-        """A fork, such as a data loader's worker, writes on nobody's board; a rank begins on one of its own."""
+        """A fork, such as a data loader's worker, writes on no board; a rank begins on one of its own."""
         self.observer.forget()
         self.board.open(None, 0, 1)
 
@@ -61,7 +61,7 @@ class TraceSession:
     def end(self, settle_s: float = 0.0) -> None:
         """The last heartbeat; what comes after is not recorded as a phase.
 
-        Collectives that nobody waits for get ``settle_s`` seconds to be seen to complete.
+        Collectives without a wait get ``settle_s`` seconds to be seen to complete.
         """
         self.observer.end()
         if self.observer.checksums is not None:
@@ -76,7 +76,7 @@ class TraceSession:
 
 
 def installed() -> TraceSession:
-    """This process's tracers, installed when first asked for. A fork inherits them."""
+    """This process's tracers, installed on first use. A fork inherits them."""
     global _current
     if _current is None:
         _current = TraceSession()

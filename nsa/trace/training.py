@@ -1,6 +1,6 @@
 """Evidence of a training that no test started, in the layout of a test's folder: for ``pytest-nsa watch`` and ``diagnose``.
 
-A program says ``nsa.trace.training.trace_training("DIR")`` on each rank; or it says nothing, and the variable
+A program calls ``nsa.trace.training.trace_training("DIR")`` on each rank; or it calls nothing, and the variable
 NSA_TRACE_DIR names the folder: then importing torch is enough (`autostart`, an entry point that torch loads).
 """
 

@@ -1,4 +1,4 @@
-"""Dumps every thread's stack when a training run stands still; works while C++ holds the GIL."""
+"""Dumps every thread's stack when a training run is stalled; works while C++ holds the GIL."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Watchdog:
                 return
             if not self._fed.wait(self.seconds) and self._file is not None:
                 self._file.write(
-                    f"[watchdog] rank {self.rank} has stood still for {self.seconds:.0f} s{self._what()}\n"
+                    f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}\n"
                 )
                 self._fed.wait()
 

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on, by torch.distributed.checkpoint: each rank writes its share.
 
 ``checkpoints/step_00000003/`` is written as ``step_00000003.partial`` and renamed when whole, then ``latest`` is made to name
-it: whoever is killed at whatever moment leaves a whole one behind. Its ``checkpoint.json`` says what is in it, with the size
+it: a rank that is killed at any moment leaves a whole one behind. Its ``checkpoint.json`` lists what is in it, with the size
 and CRC-32 of each file. It can be loaded by another number of ranks, and under another way to share the model.
 """
 
@@ -37,7 +37,7 @@ _CHUNK = 1 << 24  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """What ``checkpoint.json`` says. ``files`` has (bytes, CRC-32) by name."""
+    """The contents of ``checkpoint.json``. ``files`` has (bytes, CRC-32) by name."""
 
     step: int
     position: Position
@@ -52,7 +52,7 @@ class Description:
 class Checkpointer:
     """Saves into ``folder``; made by all ranks together, and each call is a collective of theirs.
 
-    ``asynchronous``: `save` returns once the state is copied to host memory; when `is_written` says so on all ranks, they
+    ``asynchronous``: `save` returns once the state is copied to host memory; when `is_written` is true on all ranks, they
     call `finish`. ``on_saved(path)`` is called on rank 0, ``on_failed(reason)`` on every rank, with the same reason; a save
     that failed leaves those before it as they were.
     """
@@ -106,7 +106,7 @@ class Checkpointer:
         return self._running is not None and self._running[0].done()
 
     def finish(self) -> None:
-        """Wait for a save that runs, and name it, or tell its failure."""
+        """Wait for a save that runs, and name it, or report its failure."""
         if self._running is None:
             return
         running, partial, description = self._running
@@ -118,7 +118,7 @@ class Checkpointer:
         self._end(partial, description, reason)
 
     def _end(self, partial: Path, description: Description, reason: str) -> None:
-        """All ranks have written, or know that one could not; rank 0 names what is whole, and all hear what became of it."""
+        """All ranks have written, or know that one could not; rank 0 names what is whole, and all ranks receive the outcome."""
         target = partial.with_suffix("")
         if self.rank == 0 and not reason:
             try:
@@ -204,7 +204,7 @@ def damage(path: Path) -> str:
 
 
 def describe(path: Path) -> Description:
-    """What is in a checkpoint. ConfigError for a folder that is none."""
+    """What is in a checkpoint. ConfigError for a folder that is not one."""
     try:
         fields = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
         if fields.pop("schema") != SCHEMA:
@@ -214,7 +214,7 @@ def describe(path: Path) -> Description:
         return Description(**fields, position=position, files=files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(
-            f"checkpoint {str(path)!r}: is no checkpoint of this program; give a step_* folder that --save-every wrote"
+            f"checkpoint {str(path)!r}: is not a checkpoint of this program; give a step_* folder that --save-every wrote"
         ) from None
 
 
@@ -243,7 +243,7 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
     described = describe(path)
     _refuse_another_model(path, described, config)
     weights, moments = get_state_dict(model, optimizer)
-    # How it computes is this trainer's, whatever wrote the checkpoint: fused on a GPU, say.
+    # How it computes is this trainer's, whatever wrote the checkpoint: fused on a GPU, for example.
     ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     saved = SafeReader(path).read_metadata().state_dict_metadata

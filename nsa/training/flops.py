@@ -31,7 +31,7 @@ def flops_per_token(module: nn.Module, m: ModelConfig, seq_len: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of one device in bf16; None where nobody has stated it."""
+    """Of one device in bf16; None where it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What a training says of its steps: a line a step in ``metrics.jsonl``, on the terminal, and on TensorBoard if asked."""
+"""The figures of a training's steps: one line per step in ``metrics.jsonl``, on the terminal, and on TensorBoard on request."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def join_group(backend: str, timeout_s: float = 1800.0) -> None:
 
 
 def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
-    """``module`` on all ranks as ``options.mode`` says; every rank calls this. bf16: FSDP's mixed precision."""
+    """``module`` on all ranks as ``options.mode`` requests; every rank calls this. bf16: FSDP's mixed precision."""
     if options.mode == "ddp":
         return wrap_ddp(module, options, device)
     if options.mode == "fsdp":
@@ -131,7 +131,7 @@ def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) ->
 
 
 def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
-    """Shard ``model``: each block a unit, and the rest one. FSDP2 in place, FSDP1 as a wrapper when asked for."""
+    """Shard ``model``: each block a unit, and the rest one. FSDP2 in place, FSDP1 as a wrapper on request."""
     if options.fsdp_version == 1:
         return _wrap_fsdp1(model, device, bf16)
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,4 +1,4 @@
-"""The steps of a training run, one after the other: data, step, figures, checkpoint, until it is done or told to stop."""
+"""The steps of a training run, one after the other: data, step, figures, checkpoint, until it is done or stopped."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Run:
         return DONE
 
     def _report(self) -> tuple[int, int]:
-        """Read and tell what the last steps came to; returns how many ranks want to stop, and have written their checkpoint."""
+        """Read and report the figures of the last steps; returns how many ranks want to stop, and have written their checkpoint."""
         results = self.trainer.read()
         if self.metrics is not None:
             for result in results:

@@ -34,7 +34,7 @@ class SafeReader(FileSystemReader):
     """Reads ``.metadata`` by an unpickler that knows what metadata consists of, name by name, and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises pickle.UnpicklingError for what is no plain metadata."""
+        """Raise pickle.UnpicklingError for what is not plain metadata."""
         with self.fs.create_stream(self.path / ".metadata", "rb") as file:
             metadata: Metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
         if getattr(metadata, "storage_meta", None) is None:
@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads what is no tensor, an optimizer's numbers, as ``torch.load(weights_only=True)`` does."""
+    """Loads what is not a tensor, an optimizer's numbers, as ``torch.load(weights_only=True)`` does."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raises pickle.UnpicklingError for any other object."""

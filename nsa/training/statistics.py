@@ -89,7 +89,7 @@ def _figures(gates: torch.Tensor) -> torch.Tensor:
 
 
 class SelectionStatistics:
-    """Statistics of the selected blocks, a row a layer, for the forward in which it listens; written, and synced, later."""
+    """Statistics of the selected blocks, one row per layer, for the forward in which it listens; written, and synced, later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [(plain_name(n), m) for n, m in model.named_modules() if isinstance(m, NSAAttention)]
@@ -134,7 +134,7 @@ class SelectionStatistics:
 
 
 def write_fallbacks(path: Path) -> None:
-    """``fallback_counters.csv``: which backend was asked for, which served, why, how often."""
+    """``fallback_counters.csv``: which backend was requested, which served, why, how often."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("asked", "used", "reason", "calls"))

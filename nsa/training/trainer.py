@@ -1,4 +1,4 @@
-"""One training step and all it needs: model, parallelism, optimizer, schedule and the traces a run asked for."""
+"""One training step and all it needs: model, parallelism, optimizer, schedule and the traces that a run requests."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Trainer:
         return results
 
     def start_clock(self) -> None:
-        """What took time until now is no step's."""
+        """Time until now belongs to no step."""
         self._began = time.monotonic()
 
     def loss(self, batch: Batch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Files that are replaced are written beside and renamed: who reads sees the old one or the new one, and never a part."""
+"""Files that are replaced are written beside and renamed: a reader sees the old one or the new one, and never a part."""
 
 from __future__ import annotations
 

@@ -371,4 +371,4 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(torch.equal(weights[name], parameter) for name, parameter in trainer.module.named_parameters())
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
-    assert "is no checkpoint of this program" in capsys.readouterr().err
+    assert "is not a checkpoint of this program" in capsys.readouterr().err

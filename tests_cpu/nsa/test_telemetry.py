@@ -190,7 +190,7 @@ def test_the_watchdog_says_what_stood_still(tmp_path: Path) -> None:
         time.sleep(0.02)
     watchdog.close()
     assert (
-        "rank 3 has stood still for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients"
+        "rank 3 has been stalled for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients"
         in watchdog.path.read_text()
     )
 

@@ -43,7 +43,7 @@ class Chunk:
     """The entries of queries first ... end - 1 of one group, and where their parts lie.
 
     query int64 [n]: whose an entry is, counted from ``first``; starts: the first entry of each block, and n. Part i < n is that of
-    entry i, part n + t that of query t's own block; parts int64 [queries, m] are a query's, filled up with one that is nobody's.
+    entry i, part n + t that of query t's own block; parts int64 [queries, m] are a query's, filled up with one of no query.
     """
 
     b: int

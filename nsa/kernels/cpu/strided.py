@@ -1,4 +1,4 @@
-"""The window and the compressed branch on a CPU, forward and backward; `nsa.kernels.cpu.tiles` says how.
+"""The window and the compressed branch on a CPU, forward and backward; `nsa.kernels.cpu.tiles` has the design.
 
 Shapes: B batch, S tokens, H query heads, G KV groups, D head dim, Nc compressed and Ns selection blocks; q [B, S, H, Dk],
 k [B, S, G, Dk], v [B, S, G, Dv]. The log-sum-exp is [B, S, H], float32, or float64 for float64.

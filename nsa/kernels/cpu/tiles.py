@@ -106,7 +106,7 @@ def row_sums(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 class Backward:
     """What a backward reads and writes.
 
-    Of queries: q, grad, and gate [B, G, S, h, 1], which the gradient is times, or None; dq, which is added to where ``add`` says
+    Of queries: q, grad, and gate [B, G, S, h, 1], which the gradient is times, or None; dq, which is added to where ``add`` is set
     so. Of keys: k and v as in `Forward`, plain_k, k times the scale alone, and dk and dv, which are added to. Of rows: the
     log-sum-exp to base 2, and delta, the sum of grad * gate * out.
     """

@@ -1,4 +1,5 @@
-"""NSA on a GPU: one file a kernel family, `calls` launches them, `support` says whether they can serve (no import of Triton).
+"""NSA on a GPU: one file per kernel family; `branches` and `selecting` launch them; `support` decides, without
+importing Triton, whether they can serve.
 
 Read `rows` first (what a program's rows are), then `strided`, `importance`, `select`, `lists`, `selected`, `gates`; then `whole`.
 docs/kernels.md draws what a program of each reads and writes.

@@ -15,7 +15,7 @@ MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
 
 
 def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-    """Run a kernel on the device of ``like``; a grid without programs is no run. ValueError for more than a GPU can number."""
+    """Run a kernel on the device of ``like``; a grid without programs is not run. ValueError for more than a GPU can number."""
     if 0 in grid:
         return
     if any(n > MOST_PROGRAMS for n in grid[1:]):
@@ -28,7 +28,7 @@ def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: A
 
 
 def head_dims(d_k: int, d_v: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What every kernel that multiplies asks for."""
+    """What every kernel that multiplies requires."""
     k, v = widths(d_k), widths(d_v)
     return {
         "DK": d_k, "D0": k.d0, "D1": k.d1, "DV": d_v, "E0": v.d0, "E1": v.d1,
@@ -52,7 +52,7 @@ def rows_for(tile: Tile, h: int) -> int:
 
 
 def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
-    """Whether TMA reads keys and values: where the tile says so, no part is padded and addresses are as it wants them."""
+    """Whether TMA reads keys and values: where the tile has it, no part is padded and addresses are as it wants them."""
     return tile.tma and all(
         widths(x.shape[-1]).is_exact and x.numel() > 0 and x.data_ptr() % 16 == 0 and x[0].nbytes % 16 == 0
         for x in tensors

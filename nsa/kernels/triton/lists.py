@@ -1,9 +1,9 @@
 """Which queries picked each block, and how that is cut into items of work: a counting sort of the picks, without atomics.
 
 A sequence and group has a run of the list, which holds an entry t * n + slot a pick, ordered by block and then by query; so
-an entry says which query and which of its picks. The picks of CH queries (a chunk) are counted by block; a scan over the
-chunks says where each chunk writes. Blocks' lists are cut into items of at most PIECE entries: int32 [items, 4], (sequence *
-G + group, block, first, end in the list), ordered by block, -1 behind the last. Their number is bounded on the host, so that
+an entry names the query and which of its picks. The picks of CH queries (a chunk) are counted by block; a scan over the
+chunks gives the place where each chunk writes. Blocks' lists are cut into items of at most PIECE entries: int32 [items, 4],
+(sequence * G + group, block, first, end in the list), ordered by block, -1 behind the last. Their number is bounded on the host, so that
 nothing waits for the device.
 """
 

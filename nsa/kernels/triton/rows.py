@@ -5,7 +5,7 @@ Rows. All heads of a group attend to the same keys, so a program's rows are (que
 over the heads of a group lies in one program.
 
 Head dims. D columns are loaded as D0 + D1, both powers of two (192 = 128 + 64; D1 is 0 where D is a power of two), as
-products need; only what is no sum of two powers is padded with zeros. A product over D is two chained products.
+products need; only what is not a sum of two powers is padded with zeros. A product over D is two chained products.
 
 Sequences. Tensors are flat over tokens: q [T, H, D]; k, v [T, G, D] or, compressed, [Nc, G, D]. A batch has its sequences at
 multiples of S; a pack (PACKED) has a table, int32 [sequences, 8]: first token, tokens, first compressed key, compressed keys,

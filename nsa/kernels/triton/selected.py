@@ -61,7 +61,7 @@ def selected_forward(
             row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
             q0, q1 = load_two(at_q, row * DK, there, DK, D0, D1, True, "evict_last")
             s = product(q0, q1, k0, k1, D1, PRECISION)
-            # A list ascends: a block's own queries, who do not see all of it, come first.
+            # A list ascends: a block's own queries, which do not see all of it, come first.
             if tl.min(tl.where(there, t, length), 0) < (j + 1) * L_SEL:
                 s = tl.where(inside[None, :] & (n[None, :] <= t[:, None]), s, float("-inf"))
             elif SUB * BN > L_SEL:

@@ -1,4 +1,4 @@
-"""Calls of the kernels of the selected branch, a function a step: which blocks, the lists of who picked them, attention.
+"""Calls of the kernels of the selected branch, a function per step: blocks, lists of the queries that picked them, attention.
 
 Layouts as in `branches`; picks int32 [T, G, n_sel], -1 where a query has no more.
 """

@@ -22,7 +22,7 @@ PARTS = 3 << 30  # bytes of parts of the selected branch that exist at once; mor
 class Range:
     """Queries that the selected branch works on at once: tokens first ... end - 1 of all, lo ... hi - 1 of a batch's sequences.
 
-    Of a pack, ``table`` (rows.py has its columns) says which of each sequence, and hi - lo is the most of any. ``chunks`` are a
+    Of a pack, ``table`` (rows.py has its columns) has which of each sequence, and hi - lo is the most of any. ``chunks`` are a
     sequence's at most, ``all_chunks`` those of all sequences; ``rooms`` are the selection blocks of all, and one more each.
     """
 
@@ -111,7 +111,7 @@ def pack(
     return _pack(tuple(ends), l, d, l_sel, tuple(ranges_of(ends[-1], bytes_of_parts)), device)
 
 
-# All layers of a step ask for the same tables; and a captured step, which must not read what the host holds, finds those of
+# All layers of a step need the same tables; and a captured step, which must not read what the host holds, finds those of
 # its warm-up.
 @functools.lru_cache(maxsize=8)
 def _pack(

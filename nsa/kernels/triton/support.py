@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can serve a call; no import of Triton, so that a machine without it can ask."""
+"""Whether the Triton kernels can serve a call; no import of Triton, so that a machine without it can query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARED = 160 << 10  # bytes a block, less than an A100 has and more than the wid
 
 @functools.cache
 def is_installed(package: str) -> bool:
-    """Whether it can be imported; looked for once, as this is asked at each call of the attention."""
+    """Whether it can be imported; looked for once, as each call of the attention needs it."""
     return importlib.util.find_spec(package) is not None
 
 

@@ -88,7 +88,7 @@ def name_of(kernel: str, d_k: int, d_v: int, itemsize: int) -> str:
 
 
 def capability(device: torch.device) -> str:
-    """As tiles.json names a GPU: 'sm_90'; '' for what is no GPU."""
+    """As tiles.json names a GPU: 'sm_90'; '' for what is not a GPU."""
     if device.type != "cuda":
         return ""
     return _capability(device.index if device.index is not None else torch.cuda.current_device())
@@ -100,7 +100,7 @@ def _capability(index: int) -> str:
 
 
 def cache_of(device: torch.device) -> int:
-    """Bytes of a GPU's L2 cache; an H100's for what is no GPU."""
+    """Bytes of a GPU's L2 cache; an H100's for what is not a GPU."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
 
 

@@ -5,8 +5,8 @@ than those picked, reads keys and values a fraction as often, and leaves no part
 up to U times too much; so `unite` counts, `choose` decides for each sequence and group, on the device, and the programs of
 the form that was not chosen (here or in `selected`) end at once.
 
-A tile's blocks are sorted; a bit per query says who picked which. An online softmax over them (arXiv 2307.08691), in which
-the rows (query, head of the group: `rows`) without the bit stay as they were: exact, as by block.
+A tile's blocks are sorted; a bit per query marks the queries that picked it. An online softmax over them (arXiv 2307.08691), in
+which the rows (query, head of the group: `rows`) without the bit stay as they were: exact, as by block.
 
 Flat layouts (`rows`). BLOCKS, BITS int32 [queries * G * n] for the queries from token FIRST on: a tile has the room of its
 queries' picks, group after group.
@@ -37,7 +37,7 @@ def unite(
     PICKS, BLOCKS, BITS, EXCESS, SEQUENCES, S, G, LO, HI, FIRST, tiles, most_work,
     n_sel: tl.constexpr, U: tl.constexpr, NS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A program: the distinct blocks of a tile, ascending, `NO_BLOCK` behind the last, and who picked each.
+    """A program: the distinct blocks of a tile, ascending, `NO_BLOCK` behind the last, and the queries that picked each.
 
     EXCESS [queries * G], at a tile's first query: products that the union makes, less ``most_work`` times those of the picks
     alone, in (query, block) pairs. Grid (tiles * sequences * G,).
@@ -64,7 +64,7 @@ def unite(
         base = (s0 + first - FIRST) * G * n_sel + g * room
         tl.store(BLOCKS + base + place, block, mask=is_first)
         tl.store(BLOCKS + base + e, tl.full([U * NS], NO_BLOCK, tl.int32), mask=(e >= count) & (e < room))
-        # Sums of bits up to the last query of each block: their differences are who picked it.
+        # Sums of bits up to the last query of each block: their differences are the queries that picked it.
         bits = tl.cumsum(tl.where(is_pick, 1 << (key % U), 0), 0)
         tl.store(BITS + base + place, bits, mask=is_last)
         work = count * U - most_work * tl.sum(is_pick.to(tl.int32), 0)

@@ -24,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-MOST_BLOCKS = 1 << 15  # of a sequence: a pick and who picked it are one sortable number of 30 bits
+MOST_BLOCKS = 1 << 15  # of a sequence: a pick and its query are one sortable number of 30 bits
 MOST_HEADS = 128  # of a group: sums of their probabilities are float16's
 
 
@@ -82,7 +82,7 @@ def sequences_of(q: torch.Tensor, G: int, d_v: int, cu_seqlens: torch.Tensor | N
 
 
 def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Kept:
-    """Room for what is kept; its shapes follow from those of the arguments alone, as a traced graph asks."""
+    """Room for what is kept; its shapes follow from those of the arguments alone, as a traced graph requires."""
     B, S, H, _ = q.shape
     tokens, G, d_v = B * S, v.shape[2], v.shape[3]
     selection = Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v)
