@@ -27,9 +27,9 @@ def check_backend(backend: str) -> None:
 def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
     """The backend that would serve a call, and why.
 
-    ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, which serves to check
-    against the equations. Raises ValueError for an unknown name, and for a backend that was requested by name and cannot
-    serve; the message has the reason.
+    ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, which
+    serves to check against the equations. Raises ValueError for an unknown name, and for a backend that was requested by
+    name and cannot serve; the message has the reason.
     """
     check_backend(backend)
     if backend != "auto":

@@ -3,8 +3,8 @@
 A sequence and group has a run of the list, which holds an entry t * n + slot a pick, ordered by block and then by query; so
 an entry names the query and which of its picks. The picks of CH queries (a chunk) are counted by block; a scan over the
 chunks gives the place where each chunk writes. Blocks' lists are cut into items of at most PIECE entries: int32 [items, 4],
-(sequence * G + group, block, first, end in the list), ordered by block, -1 behind the last. Their number is bounded on the host, so that
-nothing waits for the device.
+(sequence * G + group, block, first, end in the list), ordered by block, -1 behind the last. Their number is bounded on the
+host, so that nothing waits for the device.
 """
 
 from __future__ import annotations
