@@ -228,56 +228,63 @@ class Observer:
         # What torch's __call__ does is done here at once, as each frame of Python costs; not what a user has put in its place.
         is_torch_s = call is getattr(nn.Module, "_wrapped_call_impl", None)
         main = threading.main_thread().ident  # a fork of the main thread keeps it
-        board, nodes, calls, known_modules = self.board, self._nodes, self._calls, self._known
+        board, calls, known_modules, observe_tree = self.board, self._calls, self._known, self._call_with_children
 
         @functools.wraps(call)
         def observed_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            if (
-                is_compiling()
-            ):  # what is traced into a graph would be recorded once, for ever; nor can it call what follows
+            # What is traced into a graph would be recorded once, for ever; nor can it call what follows.
+            if is_compiling():
                 return call(module, *args, **kwargs)
             # Other threads' calls are not the main thread's, but for autograd's, while it is in a backward.
             if get_ident() != main and not (calls and calls[0] is _BACKWARD):
                 return call(module, *args, **kwargs)
             run = (module._compiled_call_impl or module._call_impl) if is_torch_s else functools.partial(call, module)
             known = known_modules.get(id(module))
-            if known is not None and known.is_leaf and calls:
-                board.called(known.place, known.padded)
-                try:
-                    return run(*args, **kwargs)
-                except BaseException as error:
-                    self._failed(error, known.name)
-                    raise
-            is_root = not calls
-            if is_root:
-                self._before_root(module)
-                known = known_modules.get(id(module))
-            known = known or self._learn(module, type(module).__name__, UNKNOWN)
-            number = next_number()
-            if number >= nodes.due and calls:
-                nodes.made(number, calls[-1].name)
-            calls.append(known)
+            if known is None or not known.is_leaf or not calls:
+                return observe_tree(module, known, run, args, kwargs)
             board.called(known.place, known.padded)
             try:
-                output = run(*args, **kwargs)
+                return run(*args, **kwargs)
             except BaseException as error:
                 self._failed(error, known.name)
-                if calls:  # a test that ended in here has emptied them
-                    calls.pop()
-                if is_root:
-                    self._after_root(module, None, error)
                 raise
-            number = next_number()
-            if number >= nodes.due:
-                nodes.made(number, known.name)
-            if calls:
-                calls.pop()
-            if is_root:
-                self._after_root(module, output, None)
-            return output
 
         nn.Module.__call__ = observed_call
+
+    def _call_with_children(
+        self, module: nn.Module, known: Known | None, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a module that calls others, or the outermost one of all; count its autograd nodes."""
+        __tracebackhide__ = True
+        calls, nodes = self._calls, self._nodes
+        is_root = not calls
+        if is_root:
+            self._before_root(module)
+            known = self._known.get(id(module))
+        known = known or self._learn(module, type(module).__name__, UNKNOWN)
+        number = next_number()
+        if number >= nodes.due and calls:
+            nodes.made(number, calls[-1].name)
+        calls.append(known)
+        self.board.called(known.place, known.padded)
+        try:
+            output = run(*args, **kwargs)
+        except BaseException as error:
+            self._failed(error, known.name)
+            if calls:  # a test that ended in here has emptied them
+                calls.pop()
+            if is_root:
+                self._after_root(module, None, error)
+            raise
+        number = next_number()
+        if number >= nodes.due:
+            nodes.made(number, known.name)
+        if calls:
+            calls.pop()
+        if is_root:
+            self._after_root(module, output, None)
+        return output
 
     def _before_root(self, module: nn.Module) -> None:
         if module not in self._roots:

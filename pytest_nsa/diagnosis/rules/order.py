@@ -7,10 +7,9 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import oddity, other_path
+from pytest_nsa.diagnosis.rules.departures import OUT_OF_DATA, expected_next, kind_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import (
-    Parting,
-    comes_first,
     lines_where_paths_part,
     recomputes,
     user_frames,
@@ -18,12 +17,11 @@ from pytest_nsa.diagnosis.rules.locations import (
 )
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective, Shape
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure
 from pytest_nsa.evidence.load import Evidence, RankEvidence
 
 NEW_GROUP = "new_group"
-OUT_OF_DATA = "ran out of data: it has left the loop that the others are in"
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 
@@ -211,7 +209,7 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
     for rank, collective in found.items():
         board = evidence.ranks[rank].board
         shapes = [c.shape for c in (board.collectives if board else ()) if c.index < collective.index and c.peer == -1]
-        expected = _expected(shapes)
+        expected = expected_next(shapes)
         if expected is None or collective.shape not in shapes:
             return ()
         if expected != collective.shape and expected[0] != collective.shape[0]:
@@ -253,7 +251,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     parted = where_they_part(
         evidence.sources, evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site
     )
-    cause, why = _kind(_before(evidence, culprits[0], mine), mine, other, parted)
+    cause, why = kind_of(_before(evidence, culprits[0], mine), mine, other, parted)
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
@@ -263,67 +261,10 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     return culprits, cause, f"{told} ({why})"
 
 
-def _kind(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:
-    """(cause, why) of ``mine`` in place of ``other``, by the source and by what the rank did in earlier rounds.
-
-    ``parted`` is their location in the function in which they diverge.
-    """
-    if _same_line(mine, other) or are_alternatives(parted.sources, mine.site, other.site):
-        return "collective_mismatch", ""
-    here, there = parted.here, parted.there
-    if parted.has_left:
-        return "skipped_collective", OUT_OF_DATA
-    if parted.turned.has_left:
-        return "extra_collective", "makes another round of the loop that the others have left"
-    is_new = _is_new(before, mine)
-    if comes_first(here, there) and not parted.goes_round:
-        return "extra_collective", "which the others have gone past" if is_new else "once more than the others"
-    shapes = [c.shape for c in before]
-    if _expected(shapes) is not None:
-        usual = {c.site for c in before if c.shape == mine.shape}
-        if _expected([*shapes, other.shape]) == mine.shape:
-            swapped = mine.site not in usual
-            return ("collective_mismatch", ", in another order") if swapped else ("skipped_collective", "call skipped")
-        if not usual and _is_new(before, other):
-            # Nobody expects either: the one that comes first in the program is left out.
-            return ("extra_collective", "") if comes_first(here, there) else ("skipped_collective", "call skipped")
-        if not usual:
-            function, others_function = (c.site.rpartition(" in ")[2] for c in (mine, other))
-            if (mine.op, mine.phase, function) == (other.op, other.phase, others_function):
-                return "collective_mismatch", ""
-            if not comes_first(there, here) or parted.goes_round:
-                return "extra_collective", ""
-            return "skipped_collective", "ran out of data" if mine.step < other.step else "call skipped"
-    if is_new and comes_first(here, there):
-        return "extra_collective", ""
-    return "skipped_collective", "call skipped"
-
-
-def _is_new(before: list[Collective], collective: Collective) -> bool:
-    """Whether a line has entered nothing like this before."""
-    return all(c.shape != collective.shape or not _same_line(c, collective) for c in before)
-
-
-def _same_line(a: Collective, b: Collective) -> bool:
-    return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
-
-
 def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """What a rank entered in the same group before ``at``, as far as its ring goes back."""
     board = evidence.ranks[rank].board
     return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
-
-
-def _expected(shapes: list[Shape]) -> tuple[object, ...] | None:
-    """The shape that should come next: what followed the longest earlier run that equals the latest one."""
-    best: tuple[int, tuple[object, ...]] | None = None
-    for end in range(len(shapes) - 1, 0, -1):
-        length = 0
-        while length < end and shapes[end - 1 - length] == shapes[-1 - length]:
-            length += 1
-        if length and (best is None or length > best[0]):
-            best = (length, shapes[end])
-    return best[1] if best is not None else None
 
 
 def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
@@ -363,7 +304,7 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
     """The ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
     departing = []
     for rank, collective in entered.items():
-        expected = _expected([c.shape for c in _before(evidence, rank, collective)])
+        expected = expected_next([c.shape for c in _before(evidence, rank, collective)])
         if expected is None:
             return ()
         if expected != collective.shape:
