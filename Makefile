@@ -37,7 +37,7 @@ quick: lint
 	$(BIN)/python -m pytest $(QUICK) -n 2 -q $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile --durations=25 $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist worksteal $(ARGS)

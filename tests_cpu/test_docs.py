@@ -10,12 +10,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
-rooms = __import__("rooms")
+rooms, api = __import__("rooms"), __import__("api")
 
 
 def test_the_drawing_of_rooms_follows_from_the_imports() -> None:
     text = rooms.PAGE.read_text(encoding="utf-8")
     assert rooms.page_with(text) == text, "python docs/rooms.py draws it anew"
+
+
+def test_the_page_of_public_names_is_made_from_their_docstrings() -> None:
+    text = api.PAGE.read_text(encoding="utf-8")
+    assert text == api.page(), "python docs/api.py writes it anew"
+    assert "No docstring." not in text
 
 
 def test_a_circle_is_refused() -> None:

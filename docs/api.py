@@ -1,0 +1,93 @@
+"""Writes docs/api.md, the public names, from their docstrings. `python docs/api.py` writes it anew."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("api.md")
+
+
+def page() -> str:
+    """The whole page."""
+    import nsa
+    import pytest_nsa
+    from pytest_nsa import fixtures, hookspecs, plugin
+    from pytest_nsa.marks import RULES
+    from pytest_nsa.rank import handles
+    from pytest_nsa.session import launch
+
+    out = ["# Public names", "", "Made from their docstrings by `python docs/api.py`.", ""]
+    out += [
+        "## Marks",
+        "",
+        "From `pytest_nsa`, as decorators, or as `@pytest.mark.NAME`. `pytest --markers` lists them.",
+        "",
+    ]
+    out += [line for name, rule in sorted(RULES.items()) for line in entry(f"{name}{rule.form}", rule.text)]
+    out += ["## Fixtures", "", "`pytest --fixtures` lists them.", ""]
+    for name in sorted(plugin.__all__):
+        fixture = getattr(fixtures, name, None) or getattr(launch, name)
+        out += entry(name, inspect.getdoc(_function_of(fixture)) or "")
+    out += entry("host_fixture" + signature(pytest_nsa.host_fixture), inspect.getdoc(pytest_nsa.host_fixture) or "")
+    out += ["## What they return", ""]
+    for name in ("Group", "DDP", "FSDP", "Trace"):
+        out += members(getattr(handles, name))
+    for kind in (pytest_nsa.Verdict, pytest_nsa.Outcome, pytest_nsa.LayerRange):
+        out += members(kind)
+    out += ["## Hooks", ""]
+    out += functions(hookspecs, lambda name: name.startswith("pytest_nsa"))
+    out += ["## `nsa`", ""]
+    for name in sorted(nsa.__all__):
+        value = getattr(nsa, name)
+        if inspect.isclass(value):
+            out += members(value)
+        elif callable(value):
+            out += entry(name + signature(value), inspect.getdoc(value) or "")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def entry(title: str, text: str) -> list[str]:
+    """A title and its text."""
+    return [f"### `{title}`", "", text.strip() or "No docstring.", ""]
+
+
+def members(kind: type) -> list[str]:
+    """A class and its public methods and properties."""
+    own = {
+        n: v
+        for n, v in vars(kind).items()
+        if not n.startswith("_") and (inspect.isfunction(v) or isinstance(v, property))
+    }
+    out = entry(kind.__name__, inspect.getdoc(kind) or "")
+    for name, value in own.items():
+        text = inspect.getdoc(value)
+        if text and name != "forward":
+            shown = name if isinstance(value, property) else name + signature(value)
+            out += [f"- `{shown}`: {' '.join(text.split())}"]
+    return [*out, ""] if out[-1] else out
+
+
+def functions(module: Any, wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Functions of a module, by name."""
+    for name, value in sorted(vars(module).items()):
+        if inspect.isfunction(value) and wanted(name):
+            yield from entry(name + signature(value), inspect.getdoc(value) or "")
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """Without annotations, which the docstrings say better."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if p.name != "self"]
+    return re.sub(r" -> .*$", "", str(inspect.Signature(plain)))
+
+
+def _function_of(fixture: Any) -> Any:
+    return getattr(fixture, "_get_wrapped_function", lambda: fixture)()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
