@@ -48,7 +48,7 @@ def test_the_documentation_lists_the_registry() -> None:
         assert (DOCS / f"{name}.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
 
 
-def test_every_rule_of_the_registry_is_one_that_is_asked() -> None:
+def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
     asked = {engine.name_of(rule) for rule in (*engine.RULES, *engine.SUSPICIONS, *engine.OF_THE_PASSED)}
     named = {rule for cause in CAUSES.values() for rule in cause.rules}
     assert asked <= named
@@ -65,7 +65,7 @@ def test_every_cause_is_planted() -> None:
     assert planted == set(CAUSES) - NOT_IN_THE_CORPUS
 
 
-def test_a_rule_that_raises_is_a_fact_and_the_next_one_is_asked(
+def test_a_rule_that_raises_is_a_fact_and_the_next_one_is_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(evidence: Evidence) -> Finding | None:

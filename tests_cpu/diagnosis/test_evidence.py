@@ -81,7 +81,7 @@ def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
     assert "SIGSEGV" in verdict.reason
 
 
-def test_the_thread_that_runs_backward_tells(tmp_path: Path) -> None:
+def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
     threads = parse_dump(DUMP)
     assert [t.is_ours for t in threads] == [True, False, False]
     telling = telling_thread(threads)
@@ -96,7 +96,7 @@ def test_a_broken_dump_is_no_stack(text: str) -> None:
     assert telling_thread(parse_dump(text)) is None
 
 
-def test_diagnose_without_evidence_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagnose_without_evidence_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path)]) == 2
     assert "no evidence here (no job.json)" in capsys.readouterr().err
 
@@ -107,7 +107,7 @@ def test_diagnose_reads_a_moved_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["cause"] == "unknown"
 
 
-def test_gpus_are_asked_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_read_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho '0, 97, 1024, 81920, 55, P0'\necho 'a warning'\n")
     tool.chmod(0o755)
@@ -132,7 +132,7 @@ def test_the_innermost_native_symbol_is_the_main_thread_s() -> None:
         ("/home/me/train.py", True),
     ],
 )
-def test_what_a_compiler_wrote_is_nobody_s_line(file: str, is_user: bool) -> None:
+def test_what_a_compiler_wrote_is_not_the_user_s_line(file: str, is_user: bool) -> None:
     assert Frame(file, 1, "call").is_user is is_user
     assert is_user_file(file) is is_user
 

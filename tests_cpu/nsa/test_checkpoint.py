@@ -328,7 +328,7 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     )
 
 
-def test_sigterm_to_the_whole_group_saves_and_says_so_by_the_exit_code(tmp_path: Path) -> None:
+def test_sigterm_to_the_whole_group_saves_and_exits_with_75(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(SMALL.replace("workers: 0", "workers: 1"))  # a process that must not die of it
     command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -148,7 +148,7 @@ def test_an_exception_that_cannot_be_printed_stays_what_it_is(session: TraceSess
         Raises()()
 
 
-def test_ddp_is_asked_for_its_numbers_between_steps(session: TraceSession, alone: None) -> None:
+def test_ddp_s_figures_are_read_between_steps(session: TraceSession, alone: None) -> None:
     told: dict[int, dict[str, Any]] = {}
     session.observer.on_ddp = told.__setitem__
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 1)))

@@ -176,7 +176,7 @@ def test_a_gate_that_dies_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCa
     assert line["collapsed"] == []
 
 
-def test_the_watchdog_says_what_stood_still(tmp_path: Path) -> None:
+def test_the_watchdog_reports_what_is_stalled(tmp_path: Path) -> None:
     from nsa.trace.board import Board
 
     board = Board(None)

@@ -68,7 +68,7 @@ def test_the_sentence_names_scenario_rank_line_and_cause() -> None:
     )
 
 
-def test_nothing_wrong_is_said() -> None:
+def test_a_run_without_failures_is_reported_as_such() -> None:
     assert decide(plan()).sentence == "Nothing is wrong: of 9 scenarios, 9 passed."
     expected = {"a": Verdict(nodeid="a", outcome="FAIL", expected=True), "b": Verdict(nodeid="b", outcome="SKIP")}
     assert decide(expected).sentence == "Nothing is wrong: of 2 tests, 1 failed as expected, 1 skipped."

@@ -270,7 +270,7 @@ def test_a_host_fixture_is_made_once_for_all_ranks_and_tests(pytester: pytest.Py
     assert len({path.read_text() for path in result.run.glob("*/seen*")}) == 1
 
 
-def test_a_host_fixture_with_an_unfit_value_says_what_would_do(pytester: pytest.Pytester) -> None:
+def test_a_host_fixture_with_an_unfit_value_names_what_would_fit(pytester: pytest.Pytester) -> None:
     source = """
 @host_fixture()
 def model(): return torch.nn.Linear(1, 1)

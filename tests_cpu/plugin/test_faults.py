@@ -309,7 +309,7 @@ def test_missing_parameters_are_those_of_the_interrupted_backward(faults: tuple[
     assert faults[0].verdicts["test_raises"].parameters_missing == ()
 
 
-def test_diagnose_tells_the_same_from_the_folder(faults: tuple[ExampleResult, Path]) -> None:
+def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Path]) -> None:
     assert faults[0].run is not None
     done = subprocess.run(
         [sys.executable, "-m", "pytest_nsa", "diagnose", str(faults[0].run)], text=True, capture_output=True, timeout=60
@@ -322,7 +322,7 @@ def test_diagnose_tells_the_same_from_the_folder(faults: tuple[ExampleResult, Pa
         assert all(str(rank) in block for rank in ranks)
 
 
-def test_hang_after_ends_a_stand_still_early(pytester: pytest.Pytester) -> None:
+def test_hang_after_ends_a_stall_early(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
 @pytest.mark.timeout(100)

@@ -20,7 +20,7 @@ def test_passes(group):
 """
 
 
-def test_a_repository_decides_what_a_run_says(pytester: pytest.Pytester) -> None:
+def test_a_repository_decides_over_a_run(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
 from pytest_nsa.diagnosis.decision import Decision

@@ -156,7 +156,7 @@ time.sleep(1000)
 """
 
 
-def test_who_waits_says_for_what_and_a_dead_holder_frees_it(pytester: pytest.Pytester, lease_folder: Path) -> None:
+def test_a_test_that_waits_names_the_holder_whose_death_frees_it(pytester: pytest.Pytester, lease_folder: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lease_folder)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"

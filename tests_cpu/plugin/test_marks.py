@@ -53,7 +53,7 @@ def test_a_wrong_mark_is_refused_with_file_and_line(
     assert not (pytester.path / "artifacts").exists()
 
 
-def test_all_wrong_marks_are_told_at_once(pytester: pytest.Pytester) -> None:
+def test_all_wrong_marks_are_reported_at_once(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import pytest\n@pytest.mark.world_size(0)\ndef test_a(): pass\n@pytest.mark.branch('x')\ndef test_b(branch): pass\n"
     )

@@ -62,14 +62,14 @@ def rank1_never_sends(rank: int) -> None:
         dist.recv(torch.ones(1), src=1)  # the receive
 
 
-def test_fewer_batches_are_told_as_such(launch: Launch) -> None:
+def test_fewer_batches_are_reported_as_such(launch: Launch) -> None:
     verdict = launch(rank0_has_a_batch_less, timeout=30).verdict
     assert (verdict.cause, verdict.ranks) == ("skipped_collective", (0,))
     assert "rank 0 made 3 steps" in verdict.reason
     assert "uneven batches" in verdict.reason
 
 
-def test_where_both_calls_were_right_before_nobody_is_singled_out(launch: Launch) -> None:
+def test_where_both_calls_were_right_before_no_rank_is_singled_out(launch: Launch) -> None:
     verdict = launch(rank0_has_a_batch_less_in_the_second_epoch, timeout=30).verdict
     assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (0, 1))
     assert "rank 0 made 5 steps" in verdict.reason

@@ -231,7 +231,7 @@ def test_a(group): dist.barrier()
     assert "forked from this process" in result.stdout
 
 
-def test_threads_of_the_tests_modules_mean_cold_ranks_and_it_is_said(pytester: pytest.Pytester) -> None:
+def test_threads_of_the_tests_modules_mean_cold_ranks_and_a_notice(pytester: pytest.Pytester) -> None:
     source = """
 def run(rest=threading.Event()):
     while not rest.wait(0.001): pass
@@ -262,7 +262,7 @@ def test_a(group, n):
     assert len(list((pytester.path / "artifacts").glob("test_engineer_*"))) == 1
 
 
-def test_wrong_marks_are_told_under_xdist(pytester: pytest.Pytester) -> None:
+def test_wrong_marks_are_reported_under_xdist(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, "@world_size(0)\ndef test_a(group): pass\n", "-n2")
     assert result.returncode == 1
     assert "world_size(0): must be from 1 to 64 ranks" in result.stdout
@@ -374,7 +374,7 @@ def test_ranks_are_bounded_without_pytest_timeout(pytester: pytest.Pytester) -> 
     assert result.verdicts["test_a"].cause == "sleeping"
 
 
-def test_ranked_fixtures_outside_ranks_say_what_to_do(pytester: pytest.Pytester) -> None:
+def test_ranked_fixtures_outside_ranks_name_what_to_do(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, "def test_a(trace): pass\n")
     assert result.outcomes == {"errors": 1}
     assert "the fixture 'trace' is for tests on ranks" in result.stdout

@@ -166,7 +166,7 @@ def test_the_flight_recorder_is_dumped_where_it_records(
     assert recorded["entries"][-1]["profiling_name"] == "gloo:barrier"
 
 
-def test_who_works_through_small_modules_stands_nowhere(pytester: pytest.Pytester) -> None:
+def test_a_rank_that_works_through_small_modules_is_not_stalled(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
 @pytest.mark.timeout(60)

@@ -83,7 +83,7 @@ def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     assert "1 passed" in text
 
 
-def test_breakpoint_on_a_worker_says_why_not(pytester: pytest.Pytester) -> None:
+def test_breakpoint_on_a_worker_is_refused_with_the_reason(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, BREAKS, "-n1", "-p", "xdist")
     assert result.outcomes == {"failed": 1}
     assert "this rank has no terminal, as its host is an xdist worker; run without -n" in result.stdout
@@ -118,7 +118,7 @@ def test_it(group):
     assert "1 passed" in rest
 
 
-def test_a_flood_of_output_is_cut_and_it_is_said(pytester: pytest.Pytester) -> None:
+def test_a_flood_of_output_is_cut_and_that_is_reported(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
 def test_floods(group):

@@ -158,7 +158,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Pa
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_fault_is_told(session: tuple[ExampleResult, Path, set[str]], name: str) -> None:
+def test_the_fault_is_reported(session: tuple[ExampleResult, Path, set[str]], name: str) -> None:
     verdict = session[0].verdicts[name]
     assert verdict.failed
     if EXPECTED[name] is not None:
@@ -266,7 +266,7 @@ def test_after(group): dist.barrier()
     assert "INTERNALERROR" not in result.stdout
 
 
-def test_a_host_without_descriptors_says_so_and_recovers(pytester: pytest.Pytester) -> None:
+def test_a_host_without_descriptors_reports_it_and_recovers(pytester: pytest.Pytester) -> None:
     source = """
 import resource
 kept = []

@@ -90,7 +90,7 @@ def wait_for_steps(folder: Path, steps: int) -> None:
     raise AssertionError("the training did not come so far")
 
 
-def test_a_rank_that_stands_still_is_named_while_it_runs(folder: Path, start: object) -> None:
+def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) -> None:
     start("sleeps")  # type: ignore[operator]
     wait_for_steps(folder, 20)
     done = run(folder, "watch", "--run", "run", "--once", "--json")
@@ -108,7 +108,7 @@ def test_a_rank_that_stands_still_is_named_while_it_runs(folder: Path, start: ob
 
 
 @pytest.mark.parametrize(("fault", "cause"), [("raises", "rank_exception"), ("dies", "rank_died")])
-def test_what_ended_a_training_is_told_from_its_folder(folder: Path, start: object, fault: str, cause: str) -> None:
+def test_what_ended_a_training_is_known_from_its_folder(folder: Path, start: object, fault: str, cause: str) -> None:
     process = start(fault)  # type: ignore[operator]
     watcher = run(folder, "watch", "--run", "run")
     process.wait()

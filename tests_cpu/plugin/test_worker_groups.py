@@ -205,7 +205,7 @@ def test_it(group, n):
     assert run_example(pytester, source).outcomes == {"passed": 2}
 
 
-def test_what_a_rank_leaves_running_is_ended_and_told(pytester: pytest.Pytester) -> None:
+def test_what_a_rank_leaves_running_is_ended_and_reported(pytester: pytest.Pytester) -> None:
     source = """
 import subprocess
 from torch.utils.data import DataLoader
@@ -231,7 +231,7 @@ def test_dies_and_leaves_a_child(group, artifacts):
     dist.barrier()
 
 @world_size(1)
-def test_data_loader_workers_are_nothing_to_tell(group):
+def test_data_loader_workers_are_not_reported(group):
     loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
     keep.append(iter(loader))
     next(keep[0])
