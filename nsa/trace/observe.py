@@ -104,11 +104,11 @@ class Observer:
     """Installs the hooks in this process.
 
     ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind)`` of
-    how it is shared (ddp, fsdp or none), ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_oddity(kind, step,
+    how it is shared (ddp, fsdp or none), ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_anomaly(kind, step,
     **facts)`` of a step that did not go its usual way: "forward_failed", "no_backward", "not_synchronised", "not_finite".
     """
 
-    on_oddity: Callable[..., None]
+    on_anomaly: Callable[..., None]
     checksums: Checksums | None
     _known: dict[int, Known]
     _calls: list[Known]
@@ -130,7 +130,7 @@ class Observer:
 
     def forget(self) -> None:
         """Another test or training begins in this process: its models are not those seen so far."""
-        self.on_change = self.on_model = self.on_names = self.on_oddity = self.on_ddp = _ignore
+        self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_ddp = _ignore
         self.checksums = None
         self._known.clear()
         self._calls.clear()
@@ -194,19 +194,19 @@ class Observer:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.device.type == "cpu":
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, for example
                 if not math.isfinite(loss.item()):
-                    self.on_oddity("not_finite", step, value=str(loss.item()))
+                    self.on_anomaly("not_finite", step, value=str(loss.item()))
         shared = [root for root in self._models if isinstance(root, DistributedDataParallel)]
         if shared and not any(root.require_backward_grad_sync for root in shared):
-            self.on_oddity("not_synchronised", step)
+            self.on_anomaly("not_synchronised", step)
 
     def _end_step(self) -> None:
         """Another forward begins, or the test is over: what became of the last step?"""
         step = self.board.count("step")
         if self._forward == "failed":
             _, text, module = self._failure
-            self.on_oddity("forward_failed", step, error=text, module=module)
+            self.on_anomaly("forward_failed", step, error=text, module=module)
         elif self._forward == "done":
-            self.on_oddity("no_backward", step, finite=self._is_finite)
+            self.on_anomaly("no_backward", step, finite=self._is_finite)
         self._forward, self._failure = "", (0, "", "")
 
     def _phase(self, name: str) -> None:
@@ -220,7 +220,7 @@ class Observer:
         self.on_change()
 
     def end(self) -> None:
-        """The last step's oddities."""
+        """The last step's anomalies."""
         self._end_step()
 
     def _wrap_calls(self) -> None:

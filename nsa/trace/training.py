@@ -19,7 +19,7 @@ from typing import Any
 from nsa.trace.events import SCHEMA, record, record_exception
 from nsa.trace.session import installed
 
-MAX_ODDITIES = 2000  # of steps that did not go their usual way
+MAX_ANOMALIES = 2000  # of steps that did not go their usual way
 
 
 class TracedTraining:
@@ -73,18 +73,18 @@ def trace_training(
 
 def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
     """Into ``events.jsonl``: names and parallelism of the models that are called, and steps that went otherwise."""
-    oddities = itertools.count()
+    anomalies = itertools.count()
 
-    def saw_oddity(kind: str, step: int, **facts: Any) -> None:
-        if next(oddities) < MAX_ODDITIES:
-            record(folder, event="oddity", kind=kind, step=step, **facts)
+    def saw_anomaly(kind: str, step: int, **facts: Any) -> None:
+        if next(anomalies) < MAX_ANOMALIES:
+            record(folder, event="anomaly", kind=kind, step=step, **facts)
 
     def saw_model(kind: str) -> None:
         if kind != "none":
             heartbeat.label = kind.upper()
             record(folder, event="parallel", kind=kind)
 
-    observer.on_oddity = saw_oddity
+    observer.on_anomaly = saw_anomaly
     observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
     observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)

@@ -52,7 +52,7 @@ class RaisedException:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
-    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``oddities`` are steps
+    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
     that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
     own numbers, the last that were read; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
     fail, and after what; ``gone``: its process is no more, and how it ended was not observed; ``beat_age_s`` is how
@@ -87,7 +87,7 @@ class RankEvidence:
     left_running: tuple[str, ...]
     quit_debugger: bool
     gone: bool
-    oddities: tuple[dict[str, Any], ...]
+    anomalies: tuple[dict[str, Any], ...]
     modules: tuple[str, ...]
     checksums: Path
     parallel: str | None
@@ -269,7 +269,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
         gone=any(e["event"] == "gone" and e["rank"] == rank for e in host),
-        oddities=tuple(e for e in events if e["event"] == "oddity"),
+        anomalies=tuple(e for e in events if e["event"] == "anomaly"),
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
         checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),

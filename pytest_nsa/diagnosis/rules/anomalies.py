@@ -11,7 +11,7 @@ HABIT = 0.5  # of a rank's steps: what happens so often is how this program trai
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Oddity:
+class Anomaly:
     """What some ranks did in a step and the others did not; ``why`` is the reason of the plan's list, with what is known."""
 
     ranks: tuple[int, ...]
@@ -19,13 +19,13 @@ class Oddity:
     why: str
 
 
-def oddity(evidence: Evidence) -> Oddity | None:
+def anomaly(evidence: Evidence) -> Anomaly | None:
     """The last step that went otherwise on some ranks, but not on all."""
     by_step: dict[tuple[int, str], dict[int, dict[str, object]]] = {}
     for rank in evidence.ranks:
         steps = rank.board.numbers["step"] if rank.board is not None else 0.0
-        kinds = [e["kind"] for e in rank.oddities]
-        for event in rank.oddities:
+        kinds = [e["kind"] for e in rank.anomalies]
+        for event in rank.anomalies:
             if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
                 continue
             if kinds.count(event["kind"]) <= max(1.0, HABIT * steps):
@@ -33,7 +33,7 @@ def oddity(evidence: Evidence) -> Oddity | None:
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
-            return Oddity(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event))
+            return Anomaly(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event))
     return None
 
 

@@ -25,7 +25,7 @@ _WHAT = {
 def nan_loss(evidence: Evidence) -> Finding | None:
     """A test that failed by an assertion or an exception, after a loss that is not finite."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
-    odd = [(r, e) for r in evidence.ranks for e in r.oddities if _is_not_finite(e, r)]
+    odd = [(r, e) for r in evidence.ranks for e in r.anomalies if _is_not_finite(e, r)]
     if not errors:
         return None
     if not odd:

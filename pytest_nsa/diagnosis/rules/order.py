@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.anomalies import oddity, other_path
+from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.departures import OUT_OF_DATA, expected_next, kind_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import (
@@ -119,7 +119,7 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
 
 def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
-    odd = oddity(evidence)
+    odd = anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         told = why.replace(f" ({OUT_OF_DATA})", "")  # where the step itself has the reason
