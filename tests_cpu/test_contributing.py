@@ -52,6 +52,7 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     row, rule, _, fault, _ = steps("Add a cause")
     causes = copy / "pytest_nsa" / "diagnosis" / "causes.py"

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pytest_nsa import testing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,6 +90,7 @@ def test_a_skipped_all_reduce(tmp_path: Path) -> None:
         assert words in first
 
 
+@pytest.mark.slow
 def test_reentrant_checkpointing(tmp_path: Path) -> None:
     summary, verdicts = run_plan("gc_reentrant", tmp_path)
     assert failing(verdicts) == DDP - {"ddp_static_graph"}
@@ -101,6 +104,7 @@ def test_reentrant_checkpointing(tmp_path: Path) -> None:
     assert "**Enable static_graph in production" in summary
 
 
+@pytest.mark.slow
 def test_a_killed_rank(tmp_path: Path) -> None:
     summary, verdicts = run_plan("rank1_killed", tmp_path)
     assert failing(verdicts) == DDP

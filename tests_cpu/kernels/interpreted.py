@@ -142,9 +142,19 @@ def _start_of(ends: list[int], at: sequences.Range, b: int) -> int:
 
 @check
 def selected() -> None:
-    """By block, where items are shorter than lists; blocks of more keys than a program reads at once, and of no power of two."""
+    """By block, where items are shorter than lists; blocks of no power of two."""
+    _selected((45, 2, 1, 24, 3, 48))
+
+
+@check
+def selected_blocks() -> None:
+    """Blocks of more keys than a program reads at once; groups."""
+    _selected((70, 6, 2, 8, 4, 8), (170, 2, 1, 72, 3, 8))
+
+
+def _selected(*cases: tuple[int, int, int, int, int, int]) -> None:
     selecting.BACKWARD_PIECE = single.BACKWARD_PIECE = 7
-    for S, H, G, l_sel, n_sel, d_v in ((70, 6, 2, 8, 4, 8), (45, 2, 1, 24, 3, 48), (170, 2, 1, 72, 3, 8)):
+    for S, H, G, l_sel, n_sel, d_v in cases:
         inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
         chosen = blocks.select(torch.rand(1, S, G, blocks.num_selection(S, l_sel)), l_sel, n_sel)
         f_inputs = low(inputs, torch.float32)
@@ -253,8 +263,13 @@ def _whole(
 
 @check
 def whole() -> None:
-    """A pack with an empty sequence, twice; a batch; a scale below zero; float16."""
+    """A pack with an empty sequence, twice."""
     _whole([5, 0, 40], 1, 4, 2, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=3, w=12)
+
+
+@check
+def wholes() -> None:
+    """A batch; a scale below zero; float16; more picks than blocks."""
     _whole([50], 2, 3, 1, 48, 16, torch.float32, -0.1, l=8, d=8, l_sel=16, n_sel=3, w=100)
     _whole([60], 1, 4, 1, 16, 16, torch.float16, 0.25, l=8, d=4, l_sel=16, n_sel=9, w=20)
 

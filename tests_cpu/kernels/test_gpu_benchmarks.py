@@ -22,6 +22,7 @@ def run(*arguments: str, interpret: bool = True) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=150)
 
 
+@pytest.mark.slow
 def test_every_contender_is_measured_or_absent_for_a_reason() -> None:
     done = run("benchmarks/attention_gpu.py", "--dry-run", "--lengths", "70", "--rounds", "1")
     assert done.returncode == 0, done.stderr

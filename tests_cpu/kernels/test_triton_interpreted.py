@@ -21,7 +21,7 @@ QUICK = (
     ("whole", "decoding", "rotary"),
     ("union",),
 )
-SLOW = (("ranges",), ("tiles",), ("groups",), ("unions",), ("any_shape",) * 5)
+SLOW = (("ranges",), ("wholes",), ("selected_blocks",), ("tiles",), ("groups",), ("unions",), ("any_shape",) * 5)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,8 @@ def test_a_step_that_is_compiled_whole(
 @pytest.mark.skipif(
     not hasattr(torch.compiler, "nested_compile_region"), reason="this torch compiles blocks one by one"
 )
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_of_a_compiled_step_are_compiled_once(tmp_path: Path, checkpointing: bool) -> None:
     """Of two layers, one is handed to the compiler, and steps are those without it."""
     compiled: list[torch.fx.GraphModule] = []

@@ -83,7 +83,9 @@ def never():
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n1",), ("--ranks-launch=cold",)])
+@pytest.mark.parametrize(
+    "arguments", [(), *(pytest.param(some, marks=pytest.mark.slow) for some in (("-n1",), ("--ranks-launch=cold",)))]
+)
 def test_coverage_counts_what_ranks_run(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     (pytester.path / "covered.py").write_text(COVERED)
     source = "import covered\n@world_size(2)\ndef test_it(group): covered.on_ranks(group.rank)"

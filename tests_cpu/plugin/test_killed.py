@@ -119,7 +119,7 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
     session.wait(60)
     verdict = diagnosed(run)
     assert (verdict["outcome"], verdict["cause"]) == ("FAIL", "unknown")
-    assert "was killed while they moved; rank 0 at test_example.py:" in str(verdict["reason"])
+    assert "was killed while they made progress; rank 0 at test_example.py:" in str(verdict["reason"])
 
 
 def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ def test_breaks(group):
 """
 
 
-@pytest.mark.parametrize(("chosen", "seen", "total"), [((), 70, 99), (("--pdb-rank=1",), 71, 99)])
+@pytest.mark.parametrize(
+    ("chosen", "seen", "total"),
+    [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--pdb-rank=1",), 71, 99)],
+)
 def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int
 ) -> None:
@@ -137,6 +140,6 @@ def test_floods(group):
     text = output.read_text()
     assert text.startswith("this is the head\n")
     assert text.rstrip().endswith("this is the tail")
-    assert "bytes left out here: ranks_output_limit keeps 8388608 bytes a rank" in text
+    assert "bytes left out here: ranks_output_limit keeps 8388608 bytes per rank" in text
     assert "this is the tail" in result.stdout
     assert len(result.stdout) < 100_000

@@ -51,7 +51,9 @@ class TestScope:
 KEEPS_GROUPS = Version(pytest.__version__) < Version("9.2") or Version(xdist.__version__) > Version("3.8.0")
 
 
-@pytest.mark.parametrize("mode", ["load", "loadgroup", "worksteal"])
+@pytest.mark.parametrize(
+    "mode", ["load", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("loadgroup", "worksteal"))]
+)
 def test_every_way_to_distribute(pytester: pytest.Pytester, mode: str) -> None:
     result = run_example(pytester, SOURCE, "-n2", f"--dist={mode}", "-p", "xdist")
     assert result.outcomes == {"passed": 15, "failed": 1}
