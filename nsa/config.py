@@ -240,18 +240,18 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
 
 
 def environment_help() -> str:
-    """The variables, one per line, for ``--help``."""
+    """Return the variables, one per line, for ``--help``."""
     width = max(len(f"{name}={v.form}") for name, v in VARIABLES.items())
     return "\n".join(f"  {f'{name}={v.form}':<{width}}  {v.effect}" for name, v in VARIABLES.items())
 
 
 def config_path_from_environment() -> str | None:
-    """The value of ``CONFIG``, if set."""
+    """Return the value of ``CONFIG``, if set."""
     return os.environ.get("CONFIG") or None
 
 
 def unknown_variables() -> list[str]:
-    """A warning for each ``NSA_*`` variable that is not read: usually a typing error."""
+    """Return a warning for each ``NSA_*`` variable that is not read: usually a typing error."""
     unknown = sorted(k for k in os.environ if k.startswith("NSA_") and k not in VARIABLES)
     return [f"{name} is not a variable of this program{did_you_mean(name, VARIABLES)}" for name in unknown]
 

@@ -172,7 +172,7 @@ def _join(backend: str, world_size: int) -> None:
 
 
 def _folder(out: str | None, info: RankInfo) -> Path:
-    """The run's folder, the same on all ranks: rank 0's clock names it."""
+    """Return the run's folder, the same on all ranks: rank 0's clock names it."""
     if out:
         folder = Path(out)
     else:
@@ -206,7 +206,7 @@ def _boot_lines(config: Config, arguments: argparse.Namespace, rank: int) -> Non
 
 
 def checkpointing_text(config: Config) -> str:
-    """``off``, ``on`` or ``on range=0:6``, as the boot line has it."""
+    """Return ``off``, ``on`` or ``on range=0:6``, as the boot line has it."""
     if not config.train.gradient_checkpointing:
         return "off"
     return "on" if config.train.gc_range is None else f"on range={config.train.gc_range[0]}:{config.train.gc_range[1]}"

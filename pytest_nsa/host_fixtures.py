@@ -35,7 +35,7 @@ def host_fixture(*, scope: str = "session", name: str | None = None) -> Callable
 
 
 def _definitions(item: pytest.Function) -> dict[str, Any]:
-    """The host fixtures among those that a test uses, by name."""
+    """Return the host fixtures among those that a test uses, by name."""
     found = {name: definitions[-1] for name, definitions in item._fixtureinfo.name2fixturedefs.items() if definitions}
     return {name: d for name, d in found.items() if getattr(d.func, _MARK, False)}
 
@@ -69,7 +69,7 @@ def take_host_values(item: pytest.Item, values: dict[str, Any]) -> None:
 
 
 def _returning(value: Any) -> Callable[[], Any]:
-    """A fixture function that still counts as the host's: ranks that are reused take the next test's value."""
+    """Return a fixture function that still counts as the host's: ranks that are reused take the next test's value."""
 
     def taken() -> Any:
         return value
@@ -79,7 +79,7 @@ def _returning(value: Any) -> Callable[[], Any]:
 
 
 def _closure(item: pytest.Function) -> list[str]:
-    """The fixtures that are still needed, in pytest's order."""
+    """Return the fixtures that are still needed, in pytest's order."""
     info = item._fixtureinfo
     needed, todo = set(), [*info.initialnames]
     while todo:

@@ -138,7 +138,7 @@ def _needs_ranks(item: pytest.Item) -> bool:
 
 
 def _lacks_gpu(item: pytest.Item) -> str:
-    """Why ``item`` cannot have the GPUs that it requests; '' when it can."""
+    """Return why ``item`` cannot have the GPUs that it requests; '' when it can."""
     mark = item.get_closest_marker("gpu")
     there = item.config.stash[settings_key].gpus
     if mark is None:
@@ -245,6 +245,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _is_child(config: pytest.Config) -> bool:
-    """Whether this pytest is a zygote or a cold rank of ours."""
+    """Return whether this pytest is a zygote or a cold rank of ours."""
     resolved = config.stash[settings_key]
     return resolved.zygote_fd is not None or resolved.cold_job is not None

@@ -199,7 +199,7 @@ def _bytes(config: pytest.Config, name: str) -> int:
 
 
 def find_gpus() -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES may name, without importing torch: what it names now, else the NVIDIA device files.
+    """Return what CUDA_VISIBLE_DEVICES may name, without importing torch: what it names now, else the NVIDIA device files.
 
     Raises UsageError where NSA_FAKE_GPUS is not a number.
     """
@@ -217,7 +217,7 @@ def find_gpus() -> tuple[str, ...]:
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """The environment for a child pytest of ours, without what makes this process an xdist worker."""
+    """Return the environment for a child pytest of ours, without what makes this process an xdist worker."""
     mine = {
         k: v
         for k, v in os.environ.items()
@@ -228,13 +228,13 @@ def child_environment(**extra: str) -> dict[str, str]:
 
 
 def step_summary() -> Path | None:
-    """The file whose text GitHub shows with a CI step; None elsewhere."""
+    """Return the file whose text GitHub shows with a CI step; None elsewhere."""
     name = os.environ.get("GITHUB_STEP_SUMMARY")
     return Path(name) if name else None
 
 
 def coverage_of_child() -> str:
-    """What a child pytest of ours is to measure, as its parent requested; '' for nothing."""
+    """Return what a child pytest of ours is to measure, as its parent requested; '' for nothing."""
     return os.environ.get(COVERAGE, "")
 
 

@@ -39,7 +39,7 @@ class ExampleResult:
     verdicts: dict[str, Verdict]
 
     def folder(self, name: str) -> Path:
-        """The folder of the test whose id ends in ``name``."""
+        """Return the folder of the test whose id ends in ``name``."""
         assert self.run is not None
         entries = [json.loads(line) for line in (self.run / "verdicts.jsonl").read_text().splitlines()]
         return self.run / next(e["folder"] for e in entries if e["nodeid"].endswith(name) or e["scenario"] == name)
@@ -79,7 +79,7 @@ run_pytest: Callable[[Path, Sequence[str], float], pytest.RunResult] = start_pyt
 
 
 def read_result(folder: Path, result: pytest.RunResult) -> ExampleResult:
-    """The result of any run in ``folder``; verdicts by the test's name without its file."""
+    """Return the result of any run in ``folder``; verdicts by the test's name without its file."""
     latest = folder / "artifacts" / "latest"
     run = latest.resolve() if latest.exists() else None
     verdicts = {}

@@ -102,7 +102,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def parquet_files(path: str) -> list[Path]:
-    """The file, or the folder's ``*.parquet`` sorted by name. Raises ConfigError when there is none."""
+    """Return the file, or the folder's ``*.parquet`` sorted by name. Raises ConfigError when there is none."""
     root = Path(path)
     if root.is_dir():
         files = sorted(root.rglob("*.parquet"))
@@ -115,7 +115,7 @@ def parquet_files(path: str) -> list[Path]:
 
 
 def check_parquet(file: Path) -> int:
-    """Number of rows of a readable parquet file with a ``text`` column; ConfigError in one line otherwise."""
+    """Return number of rows of a readable parquet file with a ``text`` column; ConfigError in one line otherwise."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet

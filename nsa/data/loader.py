@@ -57,7 +57,7 @@ class Loader:
         self._batches = iter(self._loader)  # starts the processes
 
     def take(self) -> Batch:
-        """The next batch. Raises what reading raised: ConfigError for data that cannot be used."""
+        """Return the next batch. Raises what reading raised: ConfigError for data that cannot be used."""
         batch = next(self._batches)
         if isinstance(batch, ConfigError):
             raise batch

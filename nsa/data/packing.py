@@ -38,7 +38,7 @@ class Position:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Position:
-        """The inverse of `to_json`."""
+        """Build it from what `to_json` returned."""
         return cls(**{**fields, "place": Place(**fields["place"])})
 
 
@@ -99,7 +99,7 @@ class PackedSource:
         return Sample(number, np.concatenate(parts), starts, replace(held[0][2], samples=number))
 
     def _documents(self, position: Position) -> Iterator[tuple[int, Tokens, Position]]:
-        """Each document's tokens from ``position.place`` on, with the number of the first, pass after pass."""
+        """Yield each document's tokens from ``position.place`` on, with the number of the first, pass after pass."""
         at, bad, place = position.tokens, position.bad_rows, position.place
         while True:
             before = at
@@ -124,7 +124,9 @@ class PackedSource:
 def batches(
     source: Source, position: Position, size: int, rank: int, world_size: int, part: int = 0, parts: int = 1
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of ``size`` samples; of those the ``part``-th of every ``parts``, for one of several readers."""
+    """Yield this rank's micro-batches of ``size`` samples; of those the ``part``-th of every ``parts``, for one of several
+    readers.
+    """
     first, everybody = position.samples, size * world_size
 
     def is_ours(number: int) -> bool:

@@ -43,7 +43,7 @@ def copying(length: int, vocab: int) -> Callable[[np.random.Generator], Tokens]:
 
 
 def open_source(config: Config) -> Source:
-    """The source that ``config.data`` names. Raises ConfigError before any work starts."""
+    """Return the source that ``config.data`` names. Raises ConfigError before any work starts."""
     data, length = config.data, config.train.seq_len + 1
     made = {"synthetic": counting, "copy": copying}
     if data.dataset in made:

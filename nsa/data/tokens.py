@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of each text (UTF-8), its separator last."""
+        """Return the tokens of each text (UTF-8), its separator last."""
         ...
 
 
@@ -65,5 +65,5 @@ class FileTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """``byte``, or the path of a tokenizer.json."""
+    """Return ``byte``, or the path of a tokenizer.json."""
     return ByteTokenizer() if name == "byte" else FileTokenizer(name)

@@ -13,17 +13,17 @@ NUM_LOCAL = 2
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is summed in: float32 for the half types."""
+    """Return what is summed in: float32 for the half types."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def num_compressed(seq_len: int, l: int, d: int) -> int:
-    """How many whole compression blocks fit in ``seq_len`` tokens."""
+    """Return how many whole compression blocks fit in ``seq_len`` tokens."""
     return max(0, (seq_len - l) // d + 1)
 
 
 def num_selection(seq_len: int, l_sel: int) -> int:
-    """How many selection blocks, the last perhaps partial, cover ``seq_len`` tokens."""
+    """Return how many selection blocks, the last perhaps partial, cover ``seq_len`` tokens."""
     return -(-seq_len // l_sel)
 
 
@@ -37,7 +37,7 @@ def compressed_visible(seq_len: int, n_cmp: int, l: int, d: int, device: torch.d
 def overlap(
     n_cmp: int, n_blocks: int, l: int, d: int, l_sel: int, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[Nc, Ns]: the number of strides of d tokens that compression block i and selection block j share (Eq. 9).
+    """Return [Nc, Ns]: the number of strides of d tokens that compression block i and selection block j share (Eq. 9).
 
     Strides of i are i ... i + l/d - 1; of j they are j*r ... j*r + r - 1, with r = l_sel/d.
     """

@@ -25,7 +25,7 @@ def check_backend(backend: str) -> None:
 
 
 def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 64, d_v: int = 64) -> tuple[str, str]:
-    """The backend that would serve a call, and why.
+    """Return the backend that would serve a call, and why.
 
     ``auto`` takes what is fastest and can serve: on a GPU triton, else sdpa; on a CPU cpu; for float64 reference, which
     serves to check against the equations. Raises ValueError for an unknown name, and for a backend that was requested by
@@ -48,7 +48,7 @@ def explain(backend: str, dtype: torch.dtype, device: torch.device, d_k: int = 6
 
 
 def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> Backend:
-    """The backend; the choice is counted, in a compiled graph once, as it is traced."""
+    """Return the backend; the choice is counted, in a compiled graph once, as it is traced."""
     return BACKENDS[_counted(backend, dtype, device, d_k, d_v)]
 
 
@@ -112,7 +112,7 @@ def attend(
 
 
 def _part(span: tuple[int, int, int, int], q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor) -> Any:
-    """The arguments of `attend` for one sequence of a pack."""
+    """Return the arguments of `attend` for one sequence of a pack."""
     s0, s1, c0, c1 = span
     return q[:, s0:s1], cmp.between(c0, c1), sel.between(s0, s1), win.between(s0, s1), gates[:, s0:s1]
 
@@ -198,12 +198,12 @@ def reference_attention(
     gates: torch.Tensor,
     **settings: Any,
 ) -> torch.Tensor:
-    """`nsa_attention` by the equations (``nsa.kernels.reference``); same arguments and shapes, any float dtype."""
+    """Return `nsa_attention` by the equations (``nsa.kernels.reference``); same arguments and shapes, any float dtype."""
     return nsa_attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, **{**settings, "backend": "reference"})
 
 
 def spans(ends: Sequence[int], l: int, d: int) -> list[tuple[int, int, int, int]]:
-    """(first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
+    """Return (first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
     found, at = [], 0
     for start, end in pairwise(ends):
         count = blocks.num_compressed(end - start, l, d)
@@ -214,7 +214,7 @@ def spans(ends: Sequence[int], l: int, d: int) -> list[tuple[int, int, int, int]
 
 
 def pack_ends(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:
-    """``cu_seqlens`` as numbers. Raises ValueError where they are not a packing of ``tokens`` tokens."""
+    """Return ``cu_seqlens`` as numbers. Raises ValueError where they are not a packing of ``tokens`` tokens."""
     ends = [int(v) for v in cu_seqlens.tolist()]
     if batch != 1:
         raise ValueError(f"cu_seqlens needs batch 1, got {batch}")
@@ -256,7 +256,7 @@ def _check(
 
 
 def check_sizes(l: int, d: int, l_sel: int, n_sel: int, w: int) -> None:
-    """Raises ValueError for sizes of blocks and window that do not fit each other; the message names the one that does not."""
+    """Raise ValueError for sizes of blocks and window that do not fit each other; the message names the one that does not."""
     for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
         if value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")

@@ -30,7 +30,7 @@ def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str
 
 
 def is_there() -> bool:
-    """Whether flash-attn is installed."""
+    """Return whether flash-attn is installed."""
     return support.is_installed("flash_attn")
 
 

@@ -21,7 +21,7 @@ from nsa.kernels.cpu.whole import Pair
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator's body, without the caller's autocast: what is computed in float32 shall stay so, in the backward too."""
+    """Return an operator's body, without the caller's autocast: what is computed in float32 shall stay so, in the backward too."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -48,7 +48,7 @@ def _contiguous(*tensors: torch.Tensor) -> Any:
 
 
 def _backward_fake(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
-    """What a branch's backward returns."""
+    """Return what a branch's backward returns."""
     return _like(q, k, v)
 
 
@@ -110,7 +110,7 @@ compressed.register_autograd(_compressed_backward, setup_context=_compressed_set
 @torch.library.custom_op("nsa::select", mutates_args=())
 @plainly
 def select(importance: torch.Tensor, l_sel: int, n_sel: int, backend: str) -> torch.Tensor:
-    """`blocks.select`, on ``triton`` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape.
+    """Return `blocks.select`, on ``triton`` in one kernel, without sorting: bool [B, S, G, Ns] from importance of that shape.
 
     An operator on every backend, so that selective checkpointing can keep what it returns.
     """
@@ -288,7 +288,7 @@ whole.register_autograd(_whole_backward, setup_context=_whole_setup)
 
 
 def refuse(*_: Any) -> Any:
-    """The backward of a backward: RuntimeError."""
+    """Return the backward of a backward: RuntimeError."""
     raise RuntimeError("NSA's fast kernels have no second derivative: use backend='reference' or backend='sdpa' for it")
 
 
@@ -302,7 +302,7 @@ def attend_on_cpu(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, *, l: int, d: int, l_sel: int, n_sel: int, w: int,
     scale: float,
 ) -> Pair:  # fmt: skip
-    """`dispatch.attend` by the cpu backend: the three branches forward, one after another, and their backward in one."""
+    """Return `dispatch.attend` by the cpu backend: the three branches forward, one after another, and their backward in one."""
     n_sel, w = min(n_sel, blocks.num_selection(q.shape[1], l_sel)), min(w, q.shape[1])
     with torch.no_grad():  # `whole` has the gradients
         o_cmp, lse_cmp, importance = compressed(q, *cmp, l, d, l_sel, scale, "cpu")
@@ -356,7 +356,7 @@ class Operators:
 
 
 def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """The same scores by a scale above zero: the Triton kernels take the maximum of scores before they scale them."""
+    """Return the same scores by a scale above zero: the Triton kernels take the maximum of scores before they scale them."""
     if scale < 0:
         return -q, -scale
     return q, scale or 1e-30

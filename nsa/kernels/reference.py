@@ -34,7 +34,7 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale
 
 
 def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """[B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv], in v's dtype."""
+    """Return [B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv], in v's dtype."""
     with torch.autocast(v.device.type, enabled=False):
         out = torch.einsum("bghsn,bngd->bsghd", p, v.to(p.dtype))
     return out.flatten(2, 3).to(v.dtype)
@@ -50,7 +50,7 @@ def compressed(
     l_sel: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The compressed branch and the importance that it gives to selection blocks.
+    """Return the compressed branch and the importance that it gives to selection blocks.
 
     q [B, S, H, Dk], k [B, Nc, G, Dk], v [B, Nc, G, Dv] -> output [B, S, H, Dv] and importance
     [B, S, G, Ns] (Eq. 8 to 10), the latter without gradient.

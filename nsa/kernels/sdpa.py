@@ -17,7 +17,7 @@ __all__ = ["compressed", "select", "selected", "sliding"]
 
 
 def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """[B, N, G, D] -> [B, H, N, D], each group's K or V repeated for its query heads."""
+    """Return [B, N, G, D] -> [B, H, N, D], each group's K or V repeated for its query heads."""
     return x.transpose(1, 2).repeat_interleave(n_heads // x.shape[2], dim=1)
 
 

@@ -24,5 +24,5 @@ class KV(NamedTuple):
     v: torch.Tensor
 
     def between(self, first: int, end: int) -> KV:
-        """Those of tokens, or blocks, first ... end - 1."""
+        """Return those of tokens, or blocks, first ... end - 1."""
         return KV(self.k[:, first:end], self.v[:, first:end])

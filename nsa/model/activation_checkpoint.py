@@ -32,7 +32,7 @@ class CheckpointRange:
 
     @classmethod
     def from_config(cls, config: Config) -> CheckpointRange | None:
-        """The layers that ``config`` requests; None when checkpointing is off. ConfigError for what cannot be kept."""
+        """Return the layers that ``config`` requests; None when checkpointing is off. ConfigError for what cannot be kept."""
         train = config.train
         if not train.gradient_checkpointing:
             return None
@@ -43,7 +43,7 @@ class CheckpointRange:
 
 
 def run_block(block: Callable[..., torch.Tensor], *inputs: Any, recompute: CheckpointRange) -> torch.Tensor:
-    """``block(*inputs)``, its inner activations dropped and recomputed in backward; returns [B, S, dim]."""
+    """Call ``block(*inputs)``, its inner activations dropped and recomputed in backward; returns [B, S, dim]."""
     if recompute.keep_selection:
         keep = functools.partial(create_selective_checkpoint_contexts, _keep_selection)
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep)

@@ -41,7 +41,7 @@ class Rotary(nn.Module):
         self.d, self.theta = d, theta
 
     def table(self, positions: torch.Tensor, dtype: torch.dtype) -> Table:
-        """What turns x [B, N, heads, d] to ``positions`` [N]: two factors [1, N, 1, d], once for all tensors that share
+        """Return what turns x [B, N, heads, d] to ``positions`` [N]: two factors [1, N, 1, d], once for all tensors that share
         positions.
         """
         # No buffer: `model.bfloat16()` would round the frequencies, and with them every angle.
@@ -110,12 +110,14 @@ class MLPCompression(nn.Module):
 
 
 def _zero_times(*tensors: torch.Tensor) -> torch.Tensor:
-    """A zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
+    """Return a zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
     return torch.stack([(t * 0).sum() for t in tensors]).sum()
 
 
 def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """What each of several Linears makes of x [N, dim], in one product; one by one where one is another kind, or is hooked."""
+    """Return what each of several Linears makes of x [N, dim], in one product; one by one where one is another kind, or is
+    hooked.
+    """
     if not all(_is_plain(one) for one in linears):
         return [one(x) for one in linears]
     weights = [one.weight for one in linears]
@@ -123,7 +125,7 @@ def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[tor
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """A product with its weight and nothing else, without hooks or changes of the user's."""
+    """Return whether it is a product with its weight and nothing else, without hooks or changes of the user's."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return (
         type(linear) is nn.Linear
@@ -201,7 +203,7 @@ class NSAAttention(nn.Module):
 
     @classmethod
     def from_config(cls, m: ModelConfig) -> NSAAttention:
-        """The layer that a model configuration describes."""
+        """Return the layer that a model configuration describes."""
         return cls(
             m.dim, m.n_heads, m.n_kv_heads, m.d_k, m.d_v, m.l, m.d, m.l_sel, m.n_sel, m.w,
             compression=m.compression, gate_hidden=m.gate_hidden, force_branch=m.force_branch,
@@ -301,7 +303,7 @@ class NSAAttention(nn.Module):
 
 
 def _tokens_of_blocks(ends: Sequence[int], l: int, d: int, device: torch.device) -> torch.Tensor:
-    """The tokens of each compression block of a pack, int64 [Nc, l]; no block lies in two sequences."""
+    """Return the tokens of each compression block of a pack, int64 [Nc, l]; no block lies in two sequences."""
     firsts = [first for a, b in itertools.pairwise(ends) for first in range(a, b - l + 1, d)]
     return torch.tensor(firsts, dtype=torch.int64, device="cpu").to(device, non_blocking=True)[:, None] + torch.arange(
         l, device=device

@@ -29,7 +29,7 @@ class _Growing:
         self._used = 0
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        """All so far, ``new`` the last; a view."""
+        """Return all so far, ``new`` the last; a view."""
         end = self._used + new.shape[1]
         if self._buffer is None or self._buffer.shape[1] < end:
             with torch.inference_mode(
@@ -68,7 +68,7 @@ class KVCache:
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """A call inside that raises leaves the cache as it was."""
+        """Leave the cache as it was where the body raises."""
         growing = (*self._compressed, *self._selected)
         before = self.length, self._window, self._tail, [len(one) for one in growing]
         try:
@@ -80,7 +80,7 @@ class KVCache:
             raise
 
     def tail(self, new: KV) -> KV:
-        """The tokens of which further compressed blocks are made, ``new`` the last."""
+        """Return the tokens of which further compressed blocks are made, ``new`` the last."""
         return new if self._tail is None else _joined(self._tail, new)
 
     def add_compressed(self, blocks_made: KV, tail: KV, d: int) -> KV:
@@ -113,7 +113,7 @@ def attend_gated(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, start: int, sizes: Sizes, *, scale: float,
     backend: str, listener: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`attend` and the gated sum, [B, T, H, Dv]; by kernels of its own for a few tokens on a GPU, where triton serves.
+    """Return `attend` and the gated sum, [B, T, H, Dv]; by kernels of its own for a few tokens on a GPU, where triton serves.
 
     ``listener`` receives the selection, bool [B, T, G, Ns].
     """
@@ -179,7 +179,7 @@ def _one_by_one(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
     branches: tuple[Branch, ...],
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """`attend`, each token with what it sees of the cache."""
+    """Return `attend`, each token with what it sees of the cache."""
     l, d, l_sel, _, w = sizes
     total = start + q.shape[1]
     found: list[dict[Branch, torch.Tensor]] = []
@@ -200,7 +200,7 @@ def _attend_one(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, start: int, sizes: Sizes, scale: float,
     branches: tuple[Branch, ...],
 ) -> tuple[dict[Branch, torch.Tensor], torch.Tensor | None]:  # fmt: skip
-    """`attend` for one token on a CPU: all that the cache gave is visible to it, so nothing is masked."""
+    """Return `attend` for one token on a CPU: all that the cache gave is visible to it, so nothing is masked."""
     l, d, l_sel, n_sel, _ = sizes
     B, _, H, Dk = q.shape
     G, total = sel[0].shape[2], start + 1
@@ -245,7 +245,7 @@ def _selected(
     n_sel: int,
     scale: float,
 ) -> torch.Tensor:
-    """The chosen blocks' tokens, gathered a query: [B, T, H, Dv]. chosen bool [B, T, G, Ns]."""
+    """Return the chosen blocks' tokens, gathered a query: [B, T, H, Dv]. chosen bool [B, T, G, Ns]."""
     B, _, H, _ = q.shape
     G = k.shape[2]
     picked = chosen.to(torch.uint8).sort(dim=-1, descending=True, stable=True)

@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 def call_block(block: nn.Module, *inputs: Any) -> torch.Tensor:
-    """``block(*inputs)``: the region that `nsa.training.trainer` has compiled once for all blocks."""
+    """Return ``block(*inputs)``: the region that `nsa.training.trainer` has compiled once for all blocks."""
     y: torch.Tensor = block(*inputs)
     return y
 
@@ -129,7 +129,7 @@ class NSATransformer(nn.Module):
 
 
 def build_model(config: Config, device: torch.device | None = None) -> nn.Module:
-    """The model of ``config`` in float32, its layers recomputing as the configuration requests.
+    """Return the model of ``config`` in float32, its layers recomputing as the configuration requests.
 
     tokens int64 [B, S] -> logits [B, S, V]. The production configuration has exactly 195 parameter tensors. ``device``: where its
     parameters are made and drawn, the CPU by default; a GPU draws other numbers from the same seed, and 125M of them in no time.

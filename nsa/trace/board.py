@@ -138,7 +138,7 @@ class Board:
         self._counters[self._words[name]] = 0
 
     def count(self, name: str) -> int:
-        """The value that `add` has reached."""
+        """Return the value that `add` has reached."""
         return self._counters[self._words[name]]
 
     @property
@@ -182,7 +182,9 @@ class Board:
         self._map[self._module] = name
 
     def padded(self, name: str, field: str = "module") -> bytes:
-        """A text as `called` and `put` want it, cut from its front: the end of a path or of a module's name tells it apart."""
+        """Return a text as `called` and `put` want it, cut from its front: the end of a path or of a module's name tells it
+        apart.
+        """
         size = _TEXTS[field]
         return name.encode(errors="replace")[-size:].ljust(size, b"\0")
 
@@ -201,7 +203,7 @@ class Board:
         self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1,
         root: int = -1, reduction: str = "",
     ) -> int:  # fmt: skip
-        """The rank enters a collective of a group of ``size`` ranks; returns the index to `leave` with.
+        """Enter a collective of a group of ``size`` ranks; returns the index to `leave` with.
 
         ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...
         """

@@ -156,7 +156,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def _blocked(self, index: int) -> Iterator[None]:
-        """The main thread waits in collective ``index``; an exception leaves the mark, as it has its own location."""
+        """Mark that the main thread waits in collective ``index``; an exception leaves the mark, as it has its own location."""
         on_main = threading.current_thread() is threading.main_thread()
         if on_main:
             self.board.number("blocked_in", index + 1)
@@ -226,7 +226,7 @@ def _ignore(name: str, ranks: list[int]) -> None:
 
 
 def _group(value: Any) -> Any:
-    """The process group that an argument of a functional collective means; None where it is not one."""
+    """Return the process group that an argument of a functional collective means; None where it is not one."""
     if isinstance(value, dist.ProcessGroup):
         return value
     try:
@@ -238,7 +238,9 @@ def _group(value: Any) -> Any:
 
 
 def _succeeded(work: Any) -> bool:
-    """A collective that failed was never left: its rank is still in it, as far as the others are concerned."""
+    """Return whether a collective succeeded. One that failed was never left: its rank is still in it, as far as the others are
+    concerned.
+    """
     try:
         future = work.get_future()  # querying the work itself is deprecated, and torch warns of it in every rank
     except RuntimeError:  # sends and receives have none on some backends

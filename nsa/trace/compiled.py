@@ -12,7 +12,7 @@ import torch
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as one that compiled code calls as it is: traced into a graph it would be recorded once, for ever.
+    """Return ``function`` as one that compiled code calls as it is: traced into a graph it would be recorded once, for ever.
 
     Only torch.compiler.disable hides it from the compiler, and that imports the compiler, which most ranks do without.
     """

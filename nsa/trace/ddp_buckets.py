@@ -48,7 +48,7 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def ensure_hook(ddp: DistributedDataParallel) -> BucketHook | None:
-    """The hook of ``ddp``, registered on first use; None where another hook is there already."""
+    """Return the hook of ``ddp``, registered on first use; None where another hook is there already."""
     state = getattr(ddp, "_nsa_bucket_hook", None)
     if state is None and not getattr(ddp, "_comm_hooks", None) and getattr(ddp, "mixed_precision", None) is None:
         state = BucketHook(ddp.process_group)

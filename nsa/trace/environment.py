@@ -23,13 +23,13 @@ _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGN
 
 
 def variables(environ: dict[str, str]) -> dict[str, str]:
-    """Those that shape a run; the value of one whose name speaks of a secret is ``***``."""
+    """Return those that shape a run; the value of one whose name speaks of a secret is ``***``."""
     shown = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES) or name in _NAMES}
     return {name: "***" if _SECRET.search(name) else value for name, value in shown.items()}
 
 
 def revision() -> str:
-    """The git revision of the code that runs, with ``+`` where it was changed; '' where there is none."""
+    """Return the git revision of the code that runs, with ``+`` where it was changed; '' where there is none."""
     here = Path(__file__).parent
     try:
         asked = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
@@ -39,7 +39,7 @@ def revision() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a run's figures depend on."""
+    """Return what a run's figures depend on."""
     versions = {}
     for name in _PACKAGES:
         try:

@@ -31,7 +31,7 @@ def record(folder: Path, **event: Any) -> None:
 
 
 def cut(text: str) -> str:
-    """``text`` up to a limit that reports can carry; what is left out is counted in its place."""
+    """Return ``text`` up to a limit that reports can carry; what is left out is counted in its place."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2
@@ -39,7 +39,7 @@ def cut(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """``str(error)``, cut; also of an error whose __str__ fails."""
+    """Return ``str(error)``, cut; also of an error whose __str__ fails."""
     try:
         return cut(str(error))
     except Exception as failure:
@@ -51,7 +51,7 @@ def _user_line(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
 
 
 def origin(error: BaseException) -> dict[str, str]:
-    """The user's line that raised, and what the exception was raised after, '' where it was by itself."""
+    """Return the user's line that raised, and what the exception was raised after, '' where it was by itself."""
     place = _user_line(traceback.extract_tb(error.__traceback__))
     before = error.__cause__ or error.__context__
     return {

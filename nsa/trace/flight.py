@@ -14,7 +14,7 @@ BUFFER_VARIABLES = (
 
 
 def is_recording() -> bool:
-    """Whether the user has given the flight recorder a buffer."""
+    """Return whether the user has given the flight recorder a buffer."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in BUFFER_VARIABLES)
 
 

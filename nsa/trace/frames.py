@@ -25,7 +25,7 @@ _known: dict[str, bool] = {}
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a source file belongs to the program under test."""
+    """Return whether a source file belongs to the program under test."""
     known = _known.get(filename)
     if known is None:
         in_model = filename.startswith(_OURS) and not filename.startswith(_HERE)
@@ -36,19 +36,19 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost user frame at or above ``frame``; None when there is none."""
+    """Return the innermost user frame at or above ``frame``; None when there is none."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def describe(frame: FrameType | None) -> str:
-    """``file:line in function`` of a frame, '' for None."""
+    """Return ``file:line in function`` of a frame, '' for None."""
     if frame is None:
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def call_site(depth: int = 1) -> str:
-    """``file:line in function`` of the user's code that called."""
+    """Return ``file:line in function`` of the user's code that called."""
     return describe(user_frame(sys._getframe(depth + 1)))

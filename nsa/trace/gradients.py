@@ -29,7 +29,7 @@ class GradientTrace:
         return lambda _: self.arrived.add(name)
 
     def missing(self) -> list[str]:
-        """Names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
+        """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
         return [name for name in self.expected if name not in self.arrived]
 
     def report(self, step: int, missing_file: Path | None = None) -> list[str]:

@@ -162,7 +162,7 @@ class Heartbeat:
             dump_flight_recorder(self._standing.with_name("flight_recorder.json"))
 
     def _stacks(self, frames: dict[int, FrameType]) -> str:
-        """All threads but this one, as faulthandler writes them."""
+        """Return all threads but this one, as faulthandler writes them."""
         lines = []
         for thread, innermost in frames.items():
             if thread == threading.get_ident():

@@ -12,7 +12,7 @@ from nsa.trace.names import plain_name
 
 
 def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The items of every ModuleList and their direct children: blocks, and the attention and MLP inside them."""
+    """Return the items of every ModuleList and their direct children: blocks, and the attention and MLP inside them."""
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):

@@ -6,5 +6,5 @@ _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or module's name without the prefixes that DDP, FSDP and checkpoint wrappers add."""
+    """Return a parameter's or module's name without the prefixes that DDP, FSDP and checkpoint wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

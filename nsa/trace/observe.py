@@ -39,7 +39,7 @@ MAX_LOOK = 1 << 22  # numbers
 
 
 def _is_finite(output: Any) -> bool:
-    """Whether a model's output is of finite numbers; what is on a GPU, or large, counts as such: looking would cost."""
+    """Return whether a model's output is of finite numbers; what is on a GPU, or large, counts as such: looking would cost."""
     if not isinstance(output, torch.Tensor) or output.device.type != "cpu" or output.numel() > MAX_LOOK:
         return True
     if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record the look
@@ -56,7 +56,7 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def _is_inside_a_step() -> bool:
-    """Whether an optimizer's step runs around the one that begins."""
+    """Return whether an optimizer's step runs around the one that begins."""
     frame: FrameType | None = sys._getframe()
     steps = 0
     while frame is not None:

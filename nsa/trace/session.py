@@ -76,7 +76,7 @@ class TraceSession:
 
 
 def installed() -> TraceSession:
-    """This process's tracers, installed on first use. A fork inherits them."""
+    """Return this process's tracers, installed on first use. A fork inherits them."""
     global _current
     if _current is None:
         _current = TraceSession()

@@ -151,13 +151,13 @@ class Checkpointer:
 
 
 def _reason(error: BaseException) -> str:
-    """What dcp gathered from all ranks, or the error itself."""
+    """Return what dcp gathered from all ranks, or the error itself."""
     causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
     return "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error) or type(error).__name__
 
 
 def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
-    """The checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named.
+    """Return the checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named.
 
     ``verify`` reads it all. Raises ConfigError for one that is damaged, naming it and the whole one before it.
     """
@@ -184,7 +184,7 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a checkpoint's files, '' when nothing is. Reads all of them."""
+    """Return what is wrong with a checkpoint's files, '' when nothing is. Reads all of them."""
     try:
         described = describe(path)
     except ConfigError as error:
@@ -204,7 +204,7 @@ def damage(path: Path) -> str:
 
 
 def describe(path: Path) -> Description:
-    """What is in a checkpoint. ConfigError for a folder that is not one."""
+    """Return what is in a checkpoint. ConfigError for a folder that is not one."""
     try:
         fields = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
         if fields.pop("schema") != SCHEMA:
@@ -219,7 +219,7 @@ def describe(path: Path) -> Description:
 
 
 def data_settings(config: Config) -> dict[str, Any]:
-    """What the position in the data depends on."""
+    """Return what the position in the data depends on."""
     return {"seq_len": config.train.seq_len, "dataset": config.data.dataset, "tokenizer": config.data.tokenizer}
 
 

@@ -27,7 +27,7 @@ class RankInfo:
 
 
 def launched_ranks() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as the launcher set them; (0, 1, 0) without one. ConfigError for half a set."""
+    """Return (rank, world size, local rank) as the launcher set them; (0, 1, 0) without one. ConfigError for half a set."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 1, 0
     try:
@@ -42,7 +42,7 @@ def launched_ranks() -> tuple[int, int, int]:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda``; ranks beyond the GPUs share them in turn. ConfigError when there is no GPU."""
+    """Return ``auto``, ``cpu`` or ``cuda``; ranks beyond the GPUs share them in turn. ConfigError when there is no GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU; use --device cpu")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -66,7 +66,7 @@ def join_group(backend: str, timeout_s: float = 1800.0) -> None:
 
 
 def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:
-    """``module`` on all ranks as ``options.mode`` requests; every rank calls this. bf16: FSDP's mixed precision."""
+    """Return ``module`` on all ranks as ``options.mode`` requests; every rank calls this. bf16: FSDP's mixed precision."""
     if options.mode == "ddp":
         return wrap_ddp(module, options, device)
     if options.mode == "fsdp":
@@ -79,7 +79,7 @@ def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, b
 
 
 def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> AbstractContextManager[None]:
-    """The context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on.
+    """Return the context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on.
 
     Under a static graph each one is reduced: DDP records the graph in its first backward, and asserts that it reduced.
     """
@@ -111,7 +111,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], cap_mb: float) -
 
 
 def wrap_ddp(model: nn.Module, options: ParallelConfig, device: torch.device) -> nn.Module:
-    """``model`` in DistributedDataParallel with the options of ``options``."""
+    """Return ``model`` in DistributedDataParallel with the options of ``options``."""
     import inspect
 
     from torch.nn.parallel import DistributedDataParallel

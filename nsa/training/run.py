@@ -50,7 +50,7 @@ class Run:
             print(f"[train] {line}", flush=True)
 
     def steps(self) -> int:
-        """All of them; returns DONE, or PREEMPTED where SIGTERM came: then a checkpoint is written first."""
+        """Run all of them. Return DONE, or PREEMPTED where SIGTERM came: then a checkpoint is written first."""
         before = signal.signal(signal.SIGTERM, self._terminated)
         try:
             return self._steps()
@@ -115,7 +115,7 @@ class Run:
 
 
 def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
-    """`nsa.trace` speaks on stdout and in traces.log; on ranks above 0 only of what belongs to a rank."""
+    """Return `nsa.trace` speaks on stdout and in traces.log; on ranks above 0 only of what belongs to a rank."""
     trace_log = logging.getLogger("nsa.trace")
     trace_log.setLevel(logging.INFO)
     trace_log.propagate = False

@@ -47,7 +47,7 @@ class SafePlanner(DefaultLoadPlanner):
     """Loads what is not a tensor, an optimizer's numbers, as ``torch.load(weights_only=True)`` does."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises pickle.UnpicklingError for any other object."""
+        """Raise pickle.UnpicklingError for any other object."""
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

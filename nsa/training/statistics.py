@@ -82,7 +82,7 @@ def _flat(gates: torch.Tensor) -> torch.Tensor:
 
 
 def _figures(gates: torch.Tensor) -> torch.Tensor:
-    """[3, 3]: mean, spread and saturated share, a column per branch."""
+    """Return [3, 3]: mean, spread and saturated share, a column per branch."""
     flat = _flat(gates)
     saturated = (flat.sub(0.5).abs() > 0.5 - SATURATED).float()
     return torch.stack([flat.mean(0), flat.std(0), saturated.mean(0)])

@@ -158,7 +158,7 @@ class Trainer:
         self._unread.append(_Unread(number, figures, lr, tokens))
 
     def read(self) -> list[StepResult]:
-        """The steps since it was last called; waits for the device."""
+        """Return the steps since it was last called; waits for the device."""
         found = [unread.figures.tolist() for unread in self._unread]
         seconds = (time.monotonic() - self._began) / max(1, len(found))
         gates, peak, n = self.gates.means(), memory.peak_mib(), self.ranks.world_size

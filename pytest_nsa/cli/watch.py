@@ -27,7 +27,7 @@ _BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
 
 
 def folder_of(pid: int) -> Path | None:
-    """Where a rank's board lies, by what its process has mapped; None when it has none, or is another user's."""
+    """Return where a rank's board lies, by what its process has mapped; None when it has none, or is another user's."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -87,7 +87,7 @@ class Watcher:
         return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
 
     def _is_alive(self, board: BoardSnapshot) -> bool:
-        """Whether the process that made the board is there, and maps it still: its number may be another's by now."""
+        """Return whether the process that made the board is there, and maps it still: its number may be another's by now."""
         path = Path(f"/proc/{int(board.numbers['pid'])}")
         return path.exists() and folder_of(int(board.numbers["pid"])) is not None
 
@@ -121,7 +121,7 @@ class Watcher:
         return text + (f"  still for {still:.0f} s" if still >= 2 and board.phase != "done" else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the same for programs."""
         ranks = [
             {
                 "rank": rank, "pid": int(b.numbers["pid"]), "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,

@@ -20,17 +20,17 @@ class Decision:
     path: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The object that decision.json holds."""
+        """Return the object that decision.json holds."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:
-        """The inverse of `to_json`; keys of a later schema are ignored. Raises KeyError for one that is missing."""
+        """Build it from what `to_json` returned; keys of a later schema are ignored. Raises KeyError for one that is missing."""
         return cls(sentence=str(data["sentence"]), action=str(data["action"]), path=tuple(map(str, data["path"])))
 
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
-    """The decision by the verdicts alone: the surest one is read first."""
+    """Return the decision by the verdicts alone: the surest one is read first."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
     if not verdicts:
         return Decision(
@@ -56,13 +56,13 @@ def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
-    """The verdict of the highest confidence, the first of equals."""
+    """Return the verdict of the highest confidence, the first of equals."""
     order = sorted(failed.items(), key=lambda entry: (-entry[1].confidence, list(failed).index(entry[0])))
     return order[0]
 
 
 def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:
-    """What is wrong, in one sentence: the scenario, rank, line and cause of the verdict ``first``, and how many more fail."""
+    """State what is wrong in one sentence: the scenario, rank, line and cause of the verdict ``first``, and how many more fail."""
     same = sum(v.cause == first.cause for v in failed.values())
     where = f" at {first.where}" if first.where else ""
     share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
@@ -74,7 +74,7 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
 
 
 def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
-    """What to do by the verdict ``first``, and the step that led there."""
+    """Return what to do by the verdict ``first``, and the step that led there."""
     causes = sorted({v.cause for v in failed.values() if v.cause})
     step = f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}"
     if not first.advice:

@@ -18,7 +18,7 @@ Rule = Callable[[Evidence], Finding | None]
 
 
 def refused(evidence: Evidence) -> Finding | None:
-    """No rank was started."""
+    """Find that no rank was started."""
     if not evidence.refused:
         return None
     return Finding(
@@ -27,7 +27,7 @@ def refused(evidence: Evidence) -> Finding | None:
 
 
 def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
-    """No rule fits: report each rank's location, and all the evidence."""
+    """Conclude that no rule fits: report each rank's location, and all the evidence."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
     why = "no rule fits" if evidence.stood else "the process that ran the ranks was killed while they made progress"
     return Finding(
@@ -117,7 +117,7 @@ def _failure(rule: str, error: str, traceback: TracebackType | None = None) -> F
 
 
 def diagnose(evidence: Evidence) -> Verdict:
-    """The verdict on a test's evidence."""
+    """Return the verdict on a test's evidence."""
     ranks, job = evidence.ranks, evidence.job
     common: dict[str, Any] = {
         "scenario": job.scenario, "reads_as": job.reads_as, "nodeid": job.nodeid,
@@ -148,13 +148,13 @@ def diagnose(evidence: Evidence) -> Verdict:
 
 
 def suspect(evidence: Evidence) -> Finding | None:
-    """What the rules make of ranks that stall, or are waited for, while the test runs; None where none of them fits."""
+    """Return what the rules make of ranks that stall, or are waited for, while the test runs; None where none of them fits."""
     found, _ = first_finding(SUSPICIONS, evidence)
     return None if found is None else _relative(found, evidence.job.root)
 
 
 def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
-    """The verdict that a finding comes to; paths below ``root`` are shortened, ``fields`` are what no rule knows."""
+    """Return the verdict that a finding comes to; paths below ``root`` are shortened, ``fields`` are what no rule knows."""
     finding = _relative(finding, root)
     return Verdict(
         cause=finding.cause,
@@ -172,7 +172,7 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
 
 
 def _relative(finding: Finding, root: str) -> Finding:
-    """The finding with paths below the tests' root shortened to it, so that a verdict reads the same on any machine."""
+    """Return the finding with paths below the tests' root shortened to it, so that a verdict reads the same on any machine."""
     if not root:
         return finding
     prefix = root.rstrip("/") + "/"

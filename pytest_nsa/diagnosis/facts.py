@@ -18,7 +18,7 @@ def signal_text(number: int) -> str:
 
 
 def exit_fact(rank: RankEvidence) -> Fact:
-    """How the rank ended."""
+    """Return how the rank ended."""
     if rank.signal:
         says = f"ended by {signal_text(rank.signal)}" + (" (sent by us)" if rank.by_us else "")
     elif rank.exit_code is not None:
@@ -29,7 +29,7 @@ def exit_fact(rank: RankEvidence) -> Fact:
 
 
 def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
-    """The first line of an exception and where it was raised."""
+    """Return the first line of an exception and where it was raised."""
     return Fact(
         rank=rank.rank,
         kind="exception",
@@ -39,7 +39,7 @@ def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
 
 
 def stack_fact(rank: RankEvidence) -> Fact | None:
-    """The innermost frames of the thread that shows the rank's location."""
+    """Return the innermost frames of the thread that shows the rank's location."""
     stack = rank.stack
     if stack is None:
         return None
@@ -81,7 +81,7 @@ def process_fact(rank: RankEvidence) -> Fact | None:
 
 
 def native_fact(rank: RankEvidence) -> Fact | None:
-    """The innermost native frame, or why it could not be read."""
+    """Return the innermost native frame, or why it could not be read."""
     if not rank.native_symbol and not rank.native_absent:
         return None
     says = rank.native_symbol or f"no native frames: {rank.native_absent}"
@@ -115,7 +115,7 @@ def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
 
 
 def last_seen(rank: RankEvidence) -> str:
-    """The best-known line of a rank: its stack's user frame, else the line of its phase, else the last that was seen."""
+    """Return the best-known line of a rank: its stack's user frame, else the line of its phase, else the last that was seen."""
     frame = user_frame(rank)
     if frame is not None:
         return frame.describe()
@@ -127,7 +127,7 @@ def last_seen(rank: RankEvidence) -> str:
 
 
 def user_frame(rank: RankEvidence) -> Frame | None:
-    """The innermost line of the user's code in the rank's stack."""
+    """Return the innermost line of the user's code in the rank's stack."""
     return rank.stack.user_frame if rank.stack is not None else None
 
 

@@ -72,12 +72,12 @@ class Verdict:
     reads_as: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The object that verdict.json holds."""
+        """Return the object that verdict.json holds."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Verdict:
-        """The inverse of `to_json`; keys of a later schema are ignored."""
+        """Build it from what `to_json` returned; keys of a later schema are ignored."""
         names = set(cls.__dataclass_fields__)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         values["evidence"] = tuple(Fact(**fact) for fact in values.get("evidence", ()))

@@ -127,7 +127,7 @@ class BoardReader:
         self._layout: dict[str, Any] | None = None
 
     def read(self) -> BoardSnapshot | None:
-        """The board now. None while there is none, or while its header is being written."""
+        """Return the board now. None while there is none, or while its header is being written."""
         try:
             data = self.path.read_bytes()
         except OSError:

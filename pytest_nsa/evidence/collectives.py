@@ -10,7 +10,7 @@ Rings = Mapping[int, tuple[Collective, ...]]
 
 
 def first_departure(rings: Rings) -> dict[int, Collective] | None:
-    """What each rank entered at the first sequence number of a group where their calls differ; None where none does.
+    """Return what each rank entered at the first sequence number of a group where their calls differ; None where none does.
 
     Compared are operation and, for operations that demand it, dtype and element count. Point-to-point calls pair by tag
     and are left out; so is what only one rank's ring still holds.
@@ -27,13 +27,13 @@ def first_departure(rings: Rings) -> dict[int, Collective] | None:
 
 
 def can_complete(collective: Collective, rings: Rings) -> bool:
-    """Whether every rank of its group has entered it: then it ends by itself, however long it takes."""
+    """Return whether every rank of its group has entered it: then it ends by itself, however long it takes."""
     entered = sum(any(c.place == collective.place for c in ring) for ring in rings.values())
     return entered >= collective.size
 
 
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:
-    """What each rank waits in, when all wait, not all in the same place, and nothing of it can complete.
+    """Return what each rank waits in, when all wait, not all in the same place, and nothing of it can complete.
 
     Nobody can come to anybody's help then. None when any rank is free, or waits for a send or receive.
     """

@@ -172,7 +172,7 @@ class Evidence:
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """The ranks of a group; all of them where it was not recorded."""
+        """Return the ranks of a group; all of them where it was not recorded."""
         told = next((r.groups[group] for r in self.ranks if group in r.groups), ())
         return told or tuple(range(self.job.world_size))
 
@@ -281,12 +281,14 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
 
 
 def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
-    """The modules that the current forward has called, by name."""
+    """Return the modules that the current forward has called, by name."""
     return tuple(names[i] if i < len(names) else "another module" for i in board.path) if board is not None else ()
 
 
 def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]:
-    """What the rank's heartbeat wrote of its stall; {} when that was an earlier one. ``until`` 0: nothing was observed later."""
+    """Return what the rank's heartbeat wrote of its stall; {} when that was an earlier one. ``until`` 0: nothing was observed
+    later.
+    """
     try:
         own = json.loads(_text(folder / "standing.json"))
     except ValueError:
@@ -308,7 +310,7 @@ def with_sources(evidence: Evidence) -> Evidence:
 
 
 def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
-    """Where the user's code was: in stacks, exceptions and calls of collectives."""
+    """Yield where the user's code was: in stacks, exceptions and calls of collectives."""
     for rank in evidence.ranks:
         children = (stack for stacks in rank.children_threads for stack in stacks)
         for stack in (*rank.threads, *rank.fatal, *children):
@@ -321,7 +323,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
 
 
 def find_test_folders(folder: Path) -> list[Path]:
-    """``folder`` itself when it is a test's, else the tests' folders in it."""
+    """Return ``folder`` itself when it is a test's, else the tests' folders in it."""
     if (folder / "job.json").is_file():
         return [folder]
     return sorted(path.parent for path in folder.glob("*/job.json"))

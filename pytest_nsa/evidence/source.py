@@ -58,12 +58,12 @@ class Sources:
         return next((s for s in self.snippets if s.file == file and s.first <= line <= s.last), None)
 
     def line(self, file: str, line: int) -> str:
-        """The text of a line, '' where it is not kept."""
+        """Return the text of a line, '' where it is not kept."""
         snippet = self._snippet(file, line)
         return snippet.text.split("\n")[line - snippet.first].strip() if snippet is not None else ""
 
     def around(self, location: str) -> tuple[ast.stmt, ...]:
-        """The statements that enclose ``file:line in function``, outermost first; () where its source is not kept."""
+        """Return the statements that enclose ``file:line in function``, outermost first; () where its source is not kept."""
         match = LOCATION.match(location)
         snippet = self._snippet(match["file"], int(match["line"])) if match else None
         if match is None or snippet is None:
@@ -81,7 +81,7 @@ def _has(node: ast.stmt, line: int) -> bool:
 
 
 def read_sources(folder: Path) -> Sources:
-    """What `record_sources` kept in a folder."""
+    """Return what `record_sources` kept in a folder."""
     found = []
     for record in read_lines(folder / FILE):
         file, first, text = record.get("file"), record.get("first"), record.get("text")
@@ -119,7 +119,7 @@ def _read(file: str) -> tuple[ast.Module, list[str]] | None:
 
 
 def _cut(file: str, line: int, tree: ast.Module, lines: list[str]) -> Snippet | None:
-    """The outermost statement that has a line; in a class, the outermost of those in it."""
+    """Return the outermost statement that has a line; in a class, the outermost of those in it."""
     statement = next(_enclosing(tree.body, line), None)
     if statement is None:
         return None

@@ -29,7 +29,7 @@ class Frame:
     function: str
 
     def describe(self) -> str:
-        """``file:line in function``."""
+        """Return ``file:line in function``."""
         return f"{self.file}:{self.line} in {self.function}"
 
     @property
@@ -77,12 +77,12 @@ class ThreadStack:
 
 
 def parse_children(text: str) -> tuple[tuple[ThreadStack, ...], ...]:
-    """The threads of each of the rank's children that were dumped."""
+    """Return the threads of each of the rank's children that were dumped."""
     return tuple(stacks for part in text.split(CHILD_MARK)[1:] if (stacks := parse_dump(part)))
 
 
 def parse_dump(text: str) -> tuple[ThreadStack, ...]:
-    """The threads of the rank's dump in a file. The main thread is the one whose outermost frames are the oldest call."""
+    """Return the threads of the rank's dump in a file. The main thread is the one whose outermost frames are the oldest call."""
     text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
     for line in text.splitlines():
@@ -97,7 +97,7 @@ def parse_dump(text: str) -> tuple[ThreadStack, ...]:
 
 
 def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
-    """The thread to show: the main one, unless it waits in autograd for a thread that runs the user's backward."""
+    """Return the thread to show: the main one, unless it waits in autograd for a thread that runs the user's backward."""
     main = next((t for t in threads if t.is_main), None)
     if main is not None and main.frames[0].function == "_engine_run_backward":
         for thread in threads:

@@ -22,7 +22,7 @@ class Suspicions:
         self._last: tuple[object, ...] = ()  # the key of what was announced
 
     def __call__(self) -> Finding | None:
-        """What the rules make of the evidence now; None where none fits."""
+        """Return what the rules make of the evidence now; None where none fits."""
         try:
             evidence = with_sources(load(self.folder))
         except Exception as error:  # the test runs: what cannot be read now must not end it

@@ -70,7 +70,7 @@ class ProgressWatch:
             self._moves = {rank: at + seconds for rank, at in self._moves.items()}
 
     def all_past(self, phase: str) -> bool:
-        """Whether every rank has a board and none is in ``phase``."""
+        """Return whether every rank has a board and none is in ``phase``."""
         return all(board.phase != phase for board in self.boards.values())
 
     @property
@@ -91,7 +91,7 @@ class ProgressWatch:
         return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.boards.items()}
 
     def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
-        """A stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""
+        """Return a stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""
         return {
             "stood_still_s": self.stood_still, "waits_s": waited, "moved": self.stood_still < grace,
             "moved_ranks": self.moved_within(grace), "beat_age_s": self.beat_ages,
@@ -103,7 +103,7 @@ class ProgressWatch:
         return {rank: board.collectives for rank, board in self.boards.items()}
 
     def has_departed(self) -> bool:
-        """Whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
+        """Return whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
         # Ranks that still move are not looked at more closely: decoding every ring at every look costs.
         if self.stood_still < QUIET_S or not self._disagree():
             self._departed_since = 0.0
@@ -117,23 +117,23 @@ class ProgressWatch:
         return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
 
     def is_even(self) -> bool:
-        """Whether every rank has left each collective that it entered, and none of them differed."""
+        """Return whether every rank has left each collective that it entered, and none of them differed."""
         numbers = [board.numbers for board in self.boards.values()]
         return all(n["collectives_entered"] == n["collectives_left"] for n in numbers) and not first_departure(
             self.rings
         )
 
     def moved_within(self, seconds: float) -> list[int]:
-        """The ranks that moved in the last ``seconds``."""
+        """Return the ranks that moved in the last ``seconds``."""
         now = time.monotonic()
         return [rank for rank, at in self._moves.items() if now - at < seconds]
 
     def all_blocked(self, ended: Collection[int]) -> bool:
-        """Whether the main thread of every rank that has not ended waits in a collective."""
+        """Return whether the main thread of every rank that has not ended waits in a collective."""
         return all(b.blocked is not None for r, b in self.boards.items() if r not in ended)
 
     def is_left_alone(self, ended: Collection[int]) -> bool:
-        """Whether every rank that has not ended waits in a collective that needs one of the ended."""
+        """Return whether every rank that has not ended waits in a collective that needs one of the ended."""
         waits = [board.blocked for rank, board in self.boards.items() if rank not in ended]
         rings = self.rings
         return bool(waits) and all(c is not None and c.peer == -1 and not can_complete(c, rings) for c in waits)

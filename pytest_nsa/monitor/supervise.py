@@ -142,7 +142,9 @@ class RanksRun:
         return {rank: pid for rank, pid in zip(self.ranks, self.pids, strict=False) if rank not in self.statuses}
 
     def _nothing_to_wait_for(self, since_failure: float) -> bool:
-        """The test has failed: the others may end by themselves, but not wait for each other, and not for long."""
+        """Return whether the test has failed and is over: the others may end by themselves, but not wait for each other, and not
+        for long.
+        """
         if since_failure >= FAILED_S:
             return True
         return since_failure >= GRACE_S and self.watch.stood_still >= GRACE_S and self.watch.all_blocked(self.statuses)
@@ -192,7 +194,7 @@ class RanksRun:
             self._collect(POLL_S)
 
     def _may_stay(self) -> bool:
-        """Whether the ranks are fit for another test: all passed, and left every collective that any of them entered."""
+        """Return whether the ranks are fit for another test: all passed, and left every collective that any of them entered."""
         self.watch.look()
         return not any(self.statuses.values()) and self.watch.is_even()
 

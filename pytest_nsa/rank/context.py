@@ -40,12 +40,12 @@ def become(context: RankContext) -> None:
 
 
 def current_rank() -> RankContext | None:
-    """This process's context when it is a rank, else None."""
+    """Return this process's context when it is a rank, else None."""
     return _current
 
 
 def require_rank(request: pytest.FixtureRequest, fixture: str) -> RankContext:
-    """The context of this rank; fails the test with the reason when it does not run on ranks."""
+    """Return the context of this rank; fails the test with the reason when it does not run on ranks."""
     if _current is None:
         pytest.fail(
             f"the fixture '{fixture}' is for tests on ranks, and {request.node.name} runs on none: add @pytest.mark.world_size(2)",

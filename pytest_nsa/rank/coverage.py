@@ -11,7 +11,7 @@ from pytest_nsa.settings import COVERAGE, coverage_of_child
 
 
 def settings_of_this_process() -> dict[str, Any] | None:
-    """What is measured here, so that a rank can measure the same; None when nothing is."""
+    """Return what is measured here, so that a rank can measure the same; None when nothing is."""
     module = sys.modules.get("coverage")
     current = module.Coverage.current() if module is not None else None
     if current is None:
@@ -30,7 +30,7 @@ def settings_of_this_process() -> dict[str, Any] | None:
 
 
 def for_child() -> dict[str, str]:
-    """The environment variable that hands it to a child of ours."""
+    """Return the environment variable that hands it to a child of ours."""
     settings = settings_of_this_process()
     return {COVERAGE: json.dumps(settings)} if settings is not None else {}
 

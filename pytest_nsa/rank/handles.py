@@ -41,7 +41,7 @@ class DDP(Group):
     static_graph: bool
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
-        """``model`` on this rank's device, in DDP. ``options`` are DDP's own; the mark static_graph sets its default."""
+        """Return ``model`` on this rank's device, in DDP. ``options`` are DDP's own; the mark static_graph sets its default."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +65,7 @@ class FSDP(Group):
         version: int | None = None,
         **options: Any,
     ) -> nn.Module:
-        """``model`` sharded over the group, each of ``blocks`` a unit (default: the items of its ModuleLists).
+        """Return ``model`` sharded over the group, each of ``blocks`` a unit (default: the items of its ModuleLists).
 
         ``options`` are those of fully_shard or of FullyShardedDataParallel.
         """
@@ -147,7 +147,7 @@ class Trace:
                 self._modules.report(self.step)
 
     def missing_gradients(self) -> list[str]:
-        """Names of parameters whose gradient did not arrive in the last traced step."""
+        """Return names of parameters whose gradient did not arrive in the last traced step."""
         if self._gradients is None:
             raise RuntimeError(
                 "trace: gradients are not traced; use @trace('grads') and `with trace(model): ...` first"
@@ -155,7 +155,7 @@ class Trace:
         return self._gradients.missing()
 
     def modules_not_reached(self) -> list[str]:
-        """Names of modules whose backward did not run in the last traced step."""
+        """Return names of modules whose backward did not run in the last traced step."""
         if self._modules is None:
             raise RuntimeError(
                 "trace: module backwards are not traced; use @trace('module_bwd') and `with trace(model): ...` first"
@@ -164,27 +164,27 @@ class Trace:
 
 
 def make_group(ctx: RankContext) -> Group:
-    """The fixture `group` of a rank."""
+    """Return the fixture `group` of a rank."""
     return Group(rank=ctx.rank, world_size=ctx.job.world_size, device=ctx.device, backend=ctx.job.backend)
 
 
 def make_ddp(ctx: RankContext) -> DDP:
-    """The fixture `ddp` of a rank."""
+    """Return the fixture `ddp` of a rank."""
     return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph)
 
 
 def make_fsdp(ctx: RankContext) -> FSDP:
-    """The fixture `fsdp` of a rank."""
+    """Return the fixture `fsdp` of a rank."""
     return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version)
 
 
 def make_trace(ctx: RankContext) -> Trace:
-    """The fixture `trace` of a rank."""
+    """Return the fixture `trace` of a rank."""
     return Trace(rank=ctx.rank, kinds=ctx.job.traces or marks.TRACES, folder=ctx.folder)
 
 
 def by_name(ctx: RankContext) -> dict[str, Any]:
-    """What a function that `launch` runs can take as arguments, by name."""
+    """Return what a function that `launch` runs can take as arguments, by name."""
     return {
         "rank": ctx.rank, "world_size": ctx.job.world_size, "device": ctx.device, "group": make_group(ctx),
         "ddp": make_ddp(ctx), "fsdp": make_fsdp(ctx), "trace": make_trace(ctx), "artifacts": Path(ctx.job.folder),

@@ -28,12 +28,12 @@ class OutOfStep(BaseException):
 
 
 def is_hypothesis_test(item: pytest.Item) -> bool:
-    """Whether hypothesis drives the test."""
+    """Return whether hypothesis drives the test."""
     return hasattr(getattr(item, "obj", None), "hypothesis")
 
 
 def _function(item: Any) -> Any:
-    """The function that @given made; of a method, what it is bound from."""
+    """Return the function that @given made; of a method, what it is bound from."""
     return getattr(item.obj, "__func__", item.obj)
 
 
@@ -82,7 +82,7 @@ def prepare(ctx: RankContext, item: Any) -> None:
 
 
 def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | None) -> list[str]:
-    """The ranks on which this example failed. Raises OutOfStep when it failed here and the others do not come."""
+    """Return the ranks on which this example failed. Raises OutOfStep when it failed here and the others do not come."""
     ranks = [str(rank) for rank in range(ctx.job.world_size)]
     store.set(f"{count}/{ctx.rank}", "failed" if error is not None else "fine")
     keys = [f"{count}/{rank}" for rank in ranks]

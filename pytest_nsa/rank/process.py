@@ -74,7 +74,7 @@ class RankProcess:
             self.control.send(**message)
 
     def _next_job(self) -> Job | None:
-        """The next one; None when the zygote has gone."""
+        """Return the next one; None when the zygote has gone."""
         while self.control is not None and not self.control.closed:
             for message in self.control.receive(None):
                 if "job" in message:  # else a late answer to a request that was given up

@@ -36,7 +36,7 @@ class Run:
 
 
 def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
-    """What the ranks will run. Raises LookupError with a sentence when the zygote does not have it."""
+    """Return what the ranks will run. Raises LookupError with a sentence when the zygote does not have it."""
     if job.function:
         module_name, _, name = job.function.partition(":")
         module = sys.modules.get(module_name)

@@ -49,7 +49,7 @@ class ChannelStore(dist.Store):
         self._ask("set", key=key, value=data.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """The value, once there is one."""
+        """Return the value, once there is one."""
         return self._ask("get", key=key).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
@@ -64,7 +64,7 @@ class ChannelStore(dist.Store):
         )
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys have values."""
+        """Return whether all keys have values."""
         return self._ask("check", keys=list(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -76,7 +76,7 @@ class ChannelStore(dist.Store):
         return self._ask("delete", key=key)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return self._ask("count")
 
     deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them

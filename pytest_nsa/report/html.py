@@ -30,7 +30,7 @@ _HATCH = (
 
 
 def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool) -> str:
-    """The whole page. Reads the folders of ``entries`` under ``run``."""
+    """Return the whole page. Reads the folders of ``entries`` under ``run``."""
     key = "".join(f'<span><i style="background:var(--{p})"></i>{p}</span>' for p in PHASES[:-1])
     key += "<span>ticks: collectives, joined between ranks, red where ranks disagree</span>"
     key += "<span>striped: stalled</span><span>◀ and red line: the culprit, when it last moved</span>"
@@ -143,7 +143,9 @@ def _spans(rank: RankEvidence, evidence: Evidence, end: float) -> Iterator[tuple
 
 
 def _ticks(evidence: Evidence, begin: float, end: float, scale: float) -> Iterator[str]:
-    """The last collectives: a tick where a rank entered one, joined to the same one of the next rank; red where one is missing."""
+    """Yield the last collectives: a tick where a rank entered one, joined to the same one of the next rank; red where one is
+    missing.
+    """
     by_place: dict[tuple[str, int], dict[int, Collective]] = {}
     for index, rank in enumerate(evidence.ranks):
         for c in rank.board.collectives if rank.board is not None else ():
@@ -185,13 +187,13 @@ def _last_moved(rank: RankEvidence) -> float:
 
 
 def _place(rank: RankEvidence) -> str:
-    """The rank's location, as well as it is known."""
+    """Return the rank's location, as well as it is known."""
     frame = rank.stack.user_frame if rank.stack is not None else None
     return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""
 
 
 def _stacks(evidence: Evidence, culprits: tuple[int, ...]) -> Iterator[str]:
-    """The last stacks, equal ones once, the culprits' first and unfolded."""
+    """Yield the last stacks, equal ones once, the culprits' first and unfolded."""
     merged: dict[str, list[int]] = {}
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in culprits, r.rank)):
         if rank.stack is not None:

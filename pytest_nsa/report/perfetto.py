@@ -41,7 +41,7 @@ def _slice(pid: int, tid: int, name: str, start: float, duration: float, facts: 
 
 
 def phase_spans(rank: RankEvidence, end: float) -> Iterator[tuple[float, float, str, int]]:
-    """(start, stop, phase, step) of consecutive phases, from the heartbeat's lines; the last one lasts until ``end``."""
+    """Yield (start, stop, phase, step) of consecutive phases, from the heartbeat's lines; the last one lasts until ``end``."""
     current: tuple[float, str, int] | None = None
     for beat in rank.heartbeats:
         if current is None or (beat["phase"], beat["step"]) != current[1:]:

@@ -65,7 +65,7 @@ def write_reports(
 
 
 def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
-    """The decision that the run left; where there is none, the one by the verdicts alone."""
+    """Return the decision that the run left; where there is none, the one by the verdicts alone."""
     try:
         return Decision.from_json(json.loads((run / DECISION).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

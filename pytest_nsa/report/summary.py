@@ -27,7 +27,7 @@ class Entry:
 
 
 def read_entries(run: Path) -> list[Entry]:
-    """The verdicts of a run, in the order in which they came; the last one wins where a test ran again."""
+    """Return the verdicts of a run, in the order in which they came; the last one wins where a test ran again."""
     entries: dict[str, Entry] = {}
     path = run / "verdicts.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
@@ -45,7 +45,7 @@ Decide = Callable[[Mapping[str, Verdict]], Decision]
 
 
 def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
-    """The decision over a run's scenarios; over all its tests when it ran none, or when only others failed."""
+    """Return the decision over a run's scenarios; over all its tests when it ran none, or when only others failed."""
     everything = {e.name: e.verdict for e in entries}
     scenarios = {name: v for name, v in everything.items() if v.scenario}
     others_failed = any(v.failed for v in everything.values() if not v.scenario)
@@ -55,7 +55,7 @@ def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
 
 
 def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool) -> str:
-    """The text of SUMMARY.md."""
+    """Return the text of SUMMARY.md."""
     out = [decision.sentence, ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]

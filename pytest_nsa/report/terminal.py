@@ -25,7 +25,7 @@ def short_path(path: str | Path) -> str:
 
 
 def short_place(where: str) -> str:
-    """``file:line in function`` with the file's path shortened."""
+    """Return ``file:line in function`` with the file's path shortened."""
     here = os.getcwd() + os.sep
     return where.replace(here, "")
 
@@ -40,7 +40,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
-    """The verdict in at most twelve lines."""
+    """Return the verdict in at most twelve lines."""
     out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
     if verdict.module:
         out.append(f"  module   {verdict.module}")
@@ -60,7 +60,7 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
 
 
 def failure(verdict: Verdict, evidence: Evidence) -> str:
-    """What the test's report shows: the verdict, then each different failure of the ranks once."""
+    """Return what the test's report shows: the verdict, then each different failure of the ranks once."""
     parts = ["\n".join(lines(verdict, evidence))]
     for ranks, body in _failures(evidence, verdict):
         parts.append(f"--- {number_ranks(ranks)} ---\n{body}")
@@ -82,7 +82,7 @@ def number_ranks(ranks: list[int]) -> str:
 
 
 def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int], str]]:
-    """The ranks' own failure texts, equal ones together, culprits first.
+    """Yield the ranks' own failure texts, equal ones together, culprits first.
 
     Equal means the same error at the same lines: arguments that name the rank differ by nature.
     """
@@ -104,7 +104,7 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
 
 def _error_lines(text: str) -> str:
-    """The lines of pytest's failure text that name what failed and where."""
+    """Return the lines of pytest's failure text that name what failed and where."""
     lines = text.splitlines()
     return "\n".join([line for line in lines if line.startswith(("E ", ">"))] + lines[-1:])
 
@@ -121,7 +121,7 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def _stack_text(rank: RankEvidence) -> str:
-    """Each thread's frames down to where pytest called the test; the whole dump is in the rank's folder."""
+    """Return each thread's frames down to where pytest called the test; the whole dump is in the rank's folder."""
     parts = []
     for thread in rank.threads or rank.fatal:
         if thread.is_ours:
@@ -131,12 +131,12 @@ def _stack_text(rank: RankEvidence) -> str:
 
 
 def frame_lines(thread: ThreadStack) -> list[str]:
-    """A thread's frames down to where the test was called, the user's own marked."""
+    """Return a thread's frames down to where the test was called, the user's own marked."""
     return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames]
 
 
 def excerpt(path: Path) -> str:
-    """The head and tail of a rank's output, lines cut to what a terminal bears; '' when there is none."""
+    """Return the head and tail of a rank's output, lines cut to what a terminal bears; '' when there is none."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

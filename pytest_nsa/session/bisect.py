@@ -18,7 +18,9 @@ Run = Callable[[dict[str, str]], Verdict]  # runs the test with other values of 
 
 
 def bisect(item: pytest.Item, run: Run) -> str:
-    """What narrows a failure down, in a sentence; '' where the options do not request it, or the test uses neither fixture."""
+    """Return what narrows a failure down, in a sentence; '' where the options do not request it, or the test uses neither
+    fixture.
+    """
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marks.value(item, "gc_range")

@@ -119,7 +119,7 @@ def _clean_zygote(
 
 
 def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
-    """This run's command line for a child that collects the same tests and runs them otherwise."""
+    """Return this run's command line for a child that collects the same tests and runs them otherwise."""
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     arguments = [str(a) for a in worker.get("nsa_arguments", config.invocation_params.args)]
     # The child must not touch this run's cache (it would select other tests under --lf) nor its reports.
@@ -166,7 +166,7 @@ class SharedZygote:
 
 
 def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | None:
-    """A worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended."""
+    """Return a worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended."""
     name = getattr(config, "workerinput", {}).get("nsa_zygote")
     if not name:
         return None

@@ -15,7 +15,7 @@ MAX_NAME = 100
 
 
 def safe_name(nodeid: str) -> str:
-    """A folder name from a test id: letters, digits, '_', '-', '.'; a hash keeps ids apart that would collide."""
+    """Return a folder name from a test id: letters, digits, '_', '-', '.'; a hash keeps ids apart that would collide."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", nodeid).strip("-.") or "test"
     if plain == nodeid and len(plain) <= MAX_NAME:
         return plain
@@ -77,7 +77,7 @@ class RunFolder:
         partial.replace(link)
 
     def test_folder(self, name: str) -> Path:
-        """A new folder for a test; a second one of the same name gets a number."""
+        """Return a new folder for a test; a second one of the same name gets a number."""
         while True:
             count = self._taken.get(name, 0)
             self._taken[name] = count + 1
@@ -104,7 +104,7 @@ class RunFolder:
         append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:
-        """What `tell` reported, by any worker."""
+        """Return what `tell` reported, by any worker."""
         return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / "notices.jsonl")))
 
 

@@ -40,7 +40,7 @@ class RankFailure(Exception):
 
 
 def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
-    """The failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
+    """Return the failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
 
     With ``shown`` it is a BdbQuit too: --pdb has attached to the rank, and pytest shall not show the host's frames.
     """
@@ -123,7 +123,7 @@ class RankedFunction(pytest.Function):
         return super().repr_failure(excinfo)
 
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
-        """The report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
+        """Return the report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
         path, line, _ = self.reportinfo()
         place = ReprFileLocation(str(path), (line or 0) + 1, terminal.headline(error.verdict))
         entry = ReprEntryNative([error.report + "\n"])
@@ -172,7 +172,7 @@ def refuse_marks(session: pytest.Session, items: list[pytest.Item], message: str
 
 
 def make_ranked(item: pytest.Function) -> RankedFunction:
-    """The ranked form of a collected function, marks and parameters kept."""
+    """Return the ranked form of a collected function, marks and parameters kept."""
     ranked = RankedFunction.from_parent(
         item.parent,
         name=item.name,

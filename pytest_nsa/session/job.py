@@ -63,13 +63,13 @@ def job_of(
 
 
 def scenario_of(item: pytest.Function, tried: dict[str, str] | None) -> str:
-    """The scenario that a test is; '' for any other test, and for what a bisection runs of one."""
+    """Return the scenario that a test is; '' for any other test, and for what a bisection runs of one."""
     name: str = "" if tried else marks.value(item, "scenario", "")
     return name
 
 
 def _temporary_folder(item: pytest.Function, name: str) -> str:
-    """A folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none."""
+    """Return a folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none."""
     if not any(fixture.startswith("tmp") for fixture in item.fixturenames):
         return ""
     return str(item.config._tmp_path_factory.mktemp(name))  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class Needs:
 
 
 def needs_of(item: pytest.Item, settings: Settings) -> Needs:
-    """What a test on ranks needs."""
+    """Return what a test on ranks needs."""
     default = marks.DEFAULT_WORLD_SIZE if settings.outer is None else settings.outer.world_size
     world_size = marks.value(item, "world_size", default)
     gpu = item.get_closest_marker("gpu")
@@ -55,7 +55,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
 
 
 def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
-    """How a test's models are shared and traced, as fields of Job."""
+    """Return how a test's models are shared and traced, as fields of Job."""
     fixtures = getattr(item, "fixturenames", ())
     traces = item.get_closest_marker("trace")
     return {

@@ -22,6 +22,6 @@ class Outcome:
         return self.verdict.outcome == "PASS"
 
     def output(self, rank: int) -> str:
-        """What a rank wrote to stdout and stderr."""
+        """Return what a rank wrote to stdout and stderr."""
         path = self.folder / f"rank{rank}" / "output.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

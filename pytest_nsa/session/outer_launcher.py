@@ -79,7 +79,7 @@ class Attachment:
         )
 
     def local(self, job: Job) -> Job:
-        """``job`` as this process runs it: its own rank alone, in a group that all processes' ranks join."""
+        """Return ``job`` as this process runs it: its own rank alone, in a group that all processes' ranks join."""
         self._count += 1
         return replace(
             job,
@@ -119,7 +119,7 @@ class Attachment:
             self.wire.put(f"{self._count}/stop", True)
 
     def agree(self, verdict: Verdict, evidence: Evidence) -> tuple[Verdict, Evidence]:
-        """The leader's verdict, in all processes, so that they go on, or stop, alike."""
+        """Exchange the leader's verdict, so that it holds in all processes, so that they go on, or stop, alike."""
         conclusion = None
         if self.leads:
             facts = [{"passed": rank.passed, "xfailed": rank.xfailed} for rank in evidence.ranks]
@@ -279,7 +279,7 @@ class Follower:
 
 
 def _encoded(path: Path) -> str:
-    """A file's end, as text that JSON can hold; '' when there is none."""
+    """Return a file's end, as text that JSON can hold; '' when there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_FILE))

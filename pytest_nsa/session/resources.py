@@ -33,7 +33,7 @@ class Resources:
         self._brokers: dict[str, Broker] = {}
 
     def holds_for_others(self, needs: Needs) -> bool:
-        """Whether something is kept here for ranks that stayed, which a test of these needs cannot use."""
+        """Return whether something is kept here for ranks that stayed, which a test of these needs cannot use."""
         return self._for is not None and needs != self._for and bool(self._leases)
 
     def take(self, needs: Needs, test: str) -> dict[str, Lease]:

@@ -151,7 +151,7 @@ class RankRunner:
         RanksRun(job, launcher, limits, self._monitors(job), suspicions).run()
 
     def _monitors(self, job: Job) -> list[Monitor]:
-        """What is polled while ``job`` runs."""
+        """Return what is polled while ``job`` runs."""
         found: list[Monitor] = [OutputLimit(job, self.settings.output_limit)]
         if self.config.option.capture == "no":
             found.append(LiveOutput(job, self._terminal))
@@ -167,12 +167,12 @@ class RankRunner:
             self._terminal(f"\n{text}\n")
 
     def _next_needs(self) -> Needs | None:
-        """What the next test of this process needs; None when it needs no ranks, or is not known."""
+        """Return what the next test of this process needs; None when it needs no ranks, or is not known."""
         item = self.next_item
         return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marks.is_ranked(item) else None
 
     def _ranks_ahead(self, job: Job) -> GroupSpec | None:
-        """The ranks to make ready while ``job`` runs."""
+        """Return the ranks to make ready while ``job`` runs."""
         needs = self._next_needs()
         if not self.settings.ahead or job.stay or self.attachment is not None or needs is None:
             return None

@@ -125,7 +125,7 @@ class WorkerGroup:
         return self.pending is not None and time.monotonic() - self.pending_since > JOIN_S
 
     def fits(self, job: Job) -> bool:
-        """Whether ``job`` may run here: ranks that stayed serve only their own class or module."""
+        """Return whether ``job`` may run here: ranks that stayed serve only their own class or module."""
         return self.is_whole and self.spec == job.group_spec and self.reuse in ("", job.reuse)
 
     def assign(self, number: int, job: Job) -> None:

@@ -104,7 +104,7 @@ class Zygote:
             self._drop(host)
 
     def _wait(self, wake: int) -> list[Any]:
-        """What can be read now: hosts, members with their host and worker group, and descriptors of this process itself."""
+        """Return what can be read now: hosts, members with their host and worker group, and descriptors of this process itself."""
         sources: dict[int, Any] = {wake: wake}
         if self.listener is not None:
             sources[self.listener.fileno()] = self.listener.fileno()

@@ -11,7 +11,7 @@ _FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "temperatu
 
 
 def look_at_gpus() -> list[dict[str, Any]]:
-    """A dictionary a GPU (percent, MiB, °C); [] without nvidia-smi, or when it does not answer."""
+    """Return a dictionary a GPU (percent, MiB, °C); [] without nvidia-smi, or when it does not answer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -27,13 +27,13 @@ LAST_RANKS_S = 1.0
 
 
 def _runtime_folder() -> Path | None:
-    """Where this user's processes keep what lives no longer than they; None where the system names no such place."""
+    """Return where this user's processes keep what lives no longer than they; None where the system names no such place."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) if base and os.access(base, os.W_OK) else None
 
 
 def default_folder() -> Path:
-    """Where this user's lock files lie. Raises PermissionError when another user has made the folder."""
+    """Return where this user's lock files lie. Raises PermissionError when another user has made the folder."""
     base = _runtime_folder()
     folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -102,7 +102,7 @@ class Broker:
             self.folder.rmdir()  # empty: no other process uses it
 
     def _take(self, count: int, share: bool, holder: str, parts: int = 0, of: int = 0) -> Lease | None:
-        """All or nothing, without waiting."""
+        """Return all or nothing, without waiting."""
         locks: list[_Lock] = []
         taken, uses = [], []
         for name in self.names:
@@ -122,7 +122,7 @@ class Broker:
         return None
 
     def _take_one(self, name: str, share: bool, parts: int, of: int) -> tuple[list[_Lock], list[Path]] | None:
-        """The locks of one of them, and the files that its ranks will hold; None when it is not to be had now."""
+        """Return the locks of one of them, and the files that its ranks will hold; None when it is not to be had now."""
         lock = _Lock(self._path(name))
         if not lock.try_lock(share=share or parts > 0):
             return None
@@ -149,7 +149,7 @@ class Broker:
         return None
 
     def _held(self) -> str:
-        """The holders, for the test that waits."""
+        """Return the holders, for the test that waits."""
         holders = {}
         for name in self.names:
             with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ class Broker:
 
     @contextlib.contextmanager
     def _ticket(self) -> Iterator[Path]:
-        """A place in the queue, for as long as this process waits."""
+        """Hold a place in the queue, for as long as this process waits."""
         path = self.folder / f"{self.kind}-ticket-{time.time_ns():020d}-{os.getpid()}"
         lock = _Lock(path)
         while not lock.try_lock(share=False):  # another process is checking whether it is free
@@ -232,7 +232,7 @@ class _Lock:
 
     @staticmethod
     def is_free(path: Path) -> bool:
-        """Whether no process holds it; what a dead process left is removed."""
+        """Return whether no process holds it; what a dead process left is removed."""
         lock = _Lock(path)
         if not path.exists():
             return True

@@ -14,7 +14,7 @@ BACKLOG = 128
 
 
 def listen(purpose: str) -> tuple[str, socket.socket]:
-    """A listening socket, and its name for `connect`."""
+    """Return a listening socket, and its name for `connect`."""
     name = f"pytest-nsa-{purpose}-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + name)
@@ -23,7 +23,7 @@ def listen(purpose: str) -> tuple[str, socket.socket]:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The next connection; None when it is not this user's."""
+    """Return the next connection; None when it is not this user's."""
     connection, _ = listener.accept()
     if _peer_user(connection) == os.getuid():
         return connection
@@ -45,6 +45,6 @@ def connect(name: str) -> socket.socket:
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """The user id of the process at the other end, by the kernel."""
+    """Return the user id of the process at the other end, by the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]

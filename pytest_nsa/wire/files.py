@@ -26,7 +26,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """What `append_line` wrote; a torn line (the writer was killed) is passed over, and so is a file that is not there."""
+    """Yield what `append_line` wrote; a torn line (the writer was killed) is passed over, and so is a file that is not there."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

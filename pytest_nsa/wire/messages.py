@@ -39,7 +39,7 @@ class GroupSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GroupSpec:
-        """The inverse of ``dataclasses.asdict``."""
+        """Build it from what ``dataclasses.asdict`` made."""
         return cls(**data)
 
 
@@ -101,17 +101,17 @@ class Job:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        """The inverse of `to_json`; fields of a later schema are passed over."""
+        """Build it from what `to_json` returned; fields of a later schema are passed over."""
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "traces": tuple(data.get("traces", ())), "in_use": tuple(data.get("in_use", ()))})
 
     def rank_folder(self, rank: int) -> Path:
-        """Where a rank leaves its evidence."""
+        """Return where a rank leaves its evidence."""
         return Path(self.folder) / f"rank{rank}"
 
 
 def plain_nodeid(nodeid: str) -> str:
-    """A node id without xdist's '@group' suffix."""
+    """Return a node id without xdist's '@group' suffix."""
     head, bracket, tail = nodeid.rpartition("]")
     return head + bracket + tail.partition("@")[0] if "::" in nodeid else nodeid
 

@@ -59,7 +59,7 @@ class Chunk:
         return len(self.query) + self.end - self.first + 1
 
     def steps(self, at_once: int) -> Iterator[tuple[int, int, list[int], list[int]]]:
-        """Runs of at most ``at_once`` entries: (first, length, blocks, how many entries each of these has in the run)."""
+        """Yield runs of at most ``at_once`` entries: (first, length, blocks, how many entries each of these has in the run)."""
         block = 0
         for start in range(0, len(self.query), at_once):
             end = min(start + at_once, len(self.query))
@@ -75,7 +75,7 @@ class Chunk:
             yield start, end - start, found, sizes
 
     def own_blocks(self, l_sel: int) -> Iterator[tuple[int, int, int]]:
-        """(first token, tokens, length of a sequence): whole blocks, then what is left."""
+        """Yield (first token, tokens, length of a sequence): whole blocks, then what is left."""
         tokens = self.end - self.first
         whole = tokens // l_sel * l_sel
         if whole:
@@ -98,7 +98,7 @@ class Chunk:
 
 
 def covered(chosen: torch.Tensor, l_sel: int) -> int:
-    """The number of leading tokens, whole blocks of them or all, whose every earlier block is chosen."""
+    """Return the number of leading tokens, whole blocks of them or all, whose every earlier block is chosen."""
     S = chosen.shape[1]
     own = torch.arange(S, device=chosen.device) // l_sel
     missing = (chosen.sum(-1) != own[None, :, None] + 1).any(2).any(0).nonzero()
@@ -125,7 +125,7 @@ def _chunks(chosen: torch.Tensor, first: int, l_sel: int) -> Iterator[Chunk]:
 
 
 def _summed(parts: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """[queries, h, D], the sum of each query's parts. parts [n_parts, h, D], numbers [queries, m], weights [queries, m, h]."""
+    """Sum each query's parts: [queries, h, D]. parts [n_parts, h, D], numbers [queries, m], weights [queries, m, h]."""
     h, D = parts.shape[1:]
     by_head = numbers[:, None] * h + torch.arange(h, device=numbers.device)[None, :, None]
     by_row = None if weights is None else weights.transpose(1, 2).flatten(0, 1)
@@ -134,7 +134,7 @@ def _summed(parts: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor | 
 
 
 def _group(z: Work, chunk: Chunk) -> Work:
-    """What the chunk's queries have, [queries, h, D], the group's keys [N, D], and its queries' rows [queries*h]; views."""
+    """Return what the chunk's queries have, [queries, h, D], the group's keys [N, D], and its queries' rows [queries*h]; views."""
     h, n, group = z.q.shape[3], chunk.end - chunk.first, chunk.b * z.q.shape[1] + chunk.g
 
     def others(x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _group(z: Work, chunk: Chunk) -> Work:
 
 
 def _rows(name: str, x: torch.Tensor, numbers: torch.Tensor, rooms: Rooms) -> torch.Tensor:
-    """[n*h, D]: what queries have, [queries, h, D], of those with these numbers."""
+    """Return [n*h, D]: what queries have, [queries, h, D], of those with these numbers."""
     return torch.index_select(x, 0, numbers, out=rooms(name, len(numbers), *x.shape[1:])).flatten(0, 1)
 
 

@@ -34,28 +34,28 @@ Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def of_queries(x: torch.Tensor, G: int) -> torch.Tensor:
-    """[B, S, H, D] -> [B, G, S, h, D], a view."""
+    """Return [B, S, H, D] -> [B, G, S, h, D], a view."""
     return x.unflatten(2, (G, x.shape[2] // G)).transpose(1, 2)
 
 
 def of_keys(x: torch.Tensor) -> torch.Tensor:
-    """[B, N, G, D] -> [B*G, N, D], a copy in what is summed in."""
+    """Return [B, N, G, D] -> [B*G, N, D], a copy in what is summed in."""
     copy = x.new_empty(x.shape[0] * x.shape[2], x.shape[1], x.shape[3], dtype=wide(x.dtype))
     return copy.copy_(x.transpose(1, 2).flatten(0, 1))
 
 
 def of_keys_undone(x: torch.Tensor, B: int) -> torch.Tensor:
-    """[B*G, N, D] -> [B, N, G, D]."""
+    """Return [B*G, N, D] -> [B, N, G, D]."""
     return x.unflatten(0, (B, -1)).transpose(1, 2)
 
 
 def of_rows(x: torch.Tensor, G: int) -> torch.Tensor:
-    """[B, S, H] -> [B*G, S*h], a number for each row of the scores."""
+    """Return [B, S, H] -> [B*G, S*h], a number for each row of the scores."""
     return x.unflatten(2, (G, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def of_rows_undone(x: torch.Tensor, B: int, S: int) -> torch.Tensor:
-    """[B*G, S*h] -> [B, S, H]."""
+    """Return [B*G, S*h] -> [B, S, H]."""
     return x.unflatten(1, (S, -1)).unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)
 
 
@@ -84,18 +84,18 @@ class Forward:
         return cls(of_queries(q, G), keys, of_keys(v), of_queries(out, G), rows[0], rows[1])
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What an operator returns: the output, and the log-sum-exp to base e."""
+        """Return what an operator returns: the output, and the log-sum-exp to base e."""
         lse = (self.top + self.total.log2()).div_(LOG2_E)
         return self.out.transpose(1, 2).flatten(2, 3), of_rows_undone(lse, self.q.shape[0], self.q.shape[2])
 
 
 def in_runs(x: torch.Tensor) -> Iterator[slice]:
-    """The tokens of ``x`` [B, S, ...], a few at a time: what is made of them stays in the cache."""
+    """Yield the tokens of ``x`` [B, S, ...], a few at a time: what is made of them stays in the cache."""
     return (slice(at, at + MOST) for at in range(0, x.shape[1], MOST))
 
 
 def row_sums(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The sums of grad * out, both [B, S, H, D]: [B, S, H], in what is summed in."""
+    """Return the sums of grad * out, both [B, S, H, D]: [B, S, H], in what is summed in."""
     found = grad.new_empty(grad.shape[:3], dtype=wide(grad.dtype))
     for run in in_runs(grad):
         torch.sum(grad[:, run].to(found.dtype) * out[:, run], -1, out=found[:, run])
@@ -138,7 +138,7 @@ class Backward:
         )  # fmt: skip
 
     def of_keys_and_values(self, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of k and v."""
+        """Return the gradients of k and v."""
         dk, dv = (of_keys_undone(x, k.shape[0]) for x in (self.dk.mul_(scale), self.dv))
         return dk.to(k.dtype), dv.to(v.dtype)
 
@@ -162,7 +162,9 @@ def each(
 
 
 def some_groups(z: Work, at_once: int) -> Iterator[tuple[Work, slice]]:
-    """``z`` in parts of about ``at_once`` groups, all of some of the batch or some of one, and which of B*G these are; views."""
+    """Yield ``z`` in parts of about ``at_once`` groups, all of some of the batch or some of one, and which of B*G these are;
+    views.
+    """
     B, G = z.q.shape[:2]
     if at_once >= B * G:
         yield z, slice(0, B * G)
@@ -229,7 +231,7 @@ class Tile:
         return x.narrow(1, self.at * h, self.n * h)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, rooms: Rooms) -> torch.Tensor:
-        """[b*g, n*h, keys], -inf where hidden, from rows of q."""
+        """Return [b*g, n*h, keys], -inf where hidden, from rows of q."""
         scores = torch.bmm(q, self.seen(k).mT, out=rooms("scores", *q.shape[:2], self.keys))
         for start, length, mask in self.hidden:
             scores.unflatten(1, (self.n, -1)).narrow(3, start, length).add_(mask)
@@ -259,7 +261,9 @@ class Tile:
 
 
 def minus_infinity(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What `Tile.hidden` has, in what ``like`` is summed in, from bool: adding it takes a quarter of the time of filling in."""
+    """Return what `Tile.hidden` has, in what ``like`` is summed in, from bool: adding it takes a quarter of the time of filling
+    in.
+    """
     return torch.zeros(hidden.shape, dtype=wide(like.dtype), device=like.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -294,5 +298,5 @@ def _groups_at_once(z: Forward | Backward, tiles: Sequence[Tile]) -> int:
 
 
 def queries_of_tile(h: int, keys: int) -> int:
-    """How many, of h heads a group, when the first of them sees this many keys."""
+    """Return how many, of h heads a group, when the first of them sees this many keys."""
     return min(max(SCORES_AT_ONCE // (h * (keys + MOST)) // STEP * STEP, FEWEST), MOST)

@@ -16,7 +16,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def gated_sum(gates: torch.Tensor, outputs: Tensors3) -> torch.Tensor:
-    """[B, S, H, Dv] from gates [B, S, H, 3] and three of that shape, some tokens at a time, so that they stay in the cache."""
+    """Return [B, S, H, Dv] from gates [B, S, H, 3] and three of that shape, some tokens at a time, so that they stay in the
+    cache.
+    """
     found = torch.empty_like(outputs[0])
     for run in in_runs(found):
         total = found[:, run].zero_()

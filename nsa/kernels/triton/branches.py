@@ -44,7 +44,7 @@ class Places(NamedTuple):
 
 
 def window(w: int) -> Places:
-    """The last w tokens."""
+    """Return the last w tokens."""
     return Places("sliding", 1, 0, w)
 
 

@@ -19,7 +19,7 @@ PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives severa
 
 
 def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:
-    """Whether so many new tokens q [B, T, H, Dk], and such blocks, are what the kernels were made for."""
+    """Return whether so many new tokens q [B, T, H, Dk], and such blocks, are what the kernels were made for."""
     fits = (q.shape[-1] + d_v) * q.element_size() <= 1024  # in the shared memory of an A100
     return q.shape[1] <= MOST_TOKENS and fits and steps_of(keys_for(q), l // d, l_sel // d).is_clear
 

@@ -28,7 +28,7 @@ def launch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: A
 
 
 def head_dims(d_k: int, d_v: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What every kernel that multiplies requires."""
+    """Return what every kernel that multiplies requires."""
     k, v = widths(d_k), widths(d_v)
     return {
         "DK": d_k, "D0": k.d0, "D1": k.d1, "DV": d_v, "E0": v.d0, "E1": v.d1,
@@ -37,7 +37,7 @@ def head_dims(d_k: int, d_v: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def of_keys_alone(dims: dict[str, Any]) -> dict[str, Any]:
-    """`head_dims` for kernels that read no values."""
+    """Return `head_dims` for kernels that read no values."""
     return {name: value for name, value in dims.items() if name not in ("DV", "E0", "E1")}
 
 
@@ -52,7 +52,7 @@ def rows_for(tile: Tile, h: int) -> int:
 
 
 def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
-    """Whether TMA reads keys and values: where the tile has it, no part is padded and addresses are as it wants them."""
+    """Return whether TMA reads keys and values: where the tile has it, no part is padded and addresses are as it wants them."""
     return tile.tma and all(
         widths(x.shape[-1]).is_exact and x.numel() > 0 and x.data_ptr() % 16 == 0 and x[0].nbytes % 16 == 0
         for x in tensors

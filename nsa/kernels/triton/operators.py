@@ -135,7 +135,7 @@ def attend_on_gpu(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, *, l: int, d: int,
     l_sel: int, n_sel: int, w: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`dispatch.attend` by the triton backend: the output, and the picks int32 [B * S, G, n] of each query."""
+    """Return `dispatch.attend` by the triton backend: the output, and the picks int32 [B * S, G, n] of each query."""
     q, scale = positive_scale(q, scale)
     w, n_sel = min(w, q.shape[1]), min(n_sel, blocks.num_selection(q.shape[1], l_sel))
     found = attention(q, *cmp, *sel, *win, gates, cu_seqlens, l, d, l_sel, n_sel, w, scale)

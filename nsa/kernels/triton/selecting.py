@@ -188,7 +188,7 @@ def parts_bytes(q: torch.Tensor, d_v: int, selection: Selection) -> int:
 
 
 def _is_wide(q: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> bool:
-    """Whether places inside a sequence need 64 bits."""
+    """Return whether places inside a sequence need 64 bits."""
     return sequences.longest * q.shape[1] * max(q.shape[-1], v.shape[-1]) >= 1 << 31
 
 
@@ -224,8 +224,8 @@ class Unions(NamedTuple):
 def unite(
     picks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, at: Range, selection: Selection
 ) -> Unions | None:  # fmt: skip
-    """The unions of neighbours' picks; None where keys and values of a sequence lie in the L2 cache, so that reading them less
-    often saves little, or where a tile has one query's rows alone.
+    """Return the unions of neighbours' picks; None where keys and values of a sequence lie in the L2 cache, so that reading them
+    less often saves little, or where a tile has one query's rows alone.
     """
     G, h = k.shape[1], q.shape[1] // k.shape[1]
     d_k, d_v = q.shape[-1], v.shape[-1]

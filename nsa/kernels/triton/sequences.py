@@ -66,20 +66,20 @@ def _step(bytes_of_parts: int) -> int:
 
 
 def ranges_of(tokens: int, bytes_of_parts: int) -> list[tuple[int, int]]:
-    """Runs of tokens whose parts, ``bytes_of_parts`` per token, fit `PARTS`."""
+    """Return runs of tokens whose parts, ``bytes_of_parts`` per token, fit `PARTS`."""
     step = _step(bytes_of_parts)
     return [(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
 def most_groups(tokens: int, count: int, bytes_of_parts: int) -> int:
-    """A bound on the pairs (range, sequence); by arithmetic alone, as ``tokens`` may be a symbol of a traced graph."""
+    """Return a bound on the pairs (range, sequence); by arithmetic alone, as ``tokens`` may be a symbol of a traced graph."""
     return count + -(-tokens // _step(bytes_of_parts)) - 1
 
 
 def batch(
     count: int, S: int, l: int, d: int, l_sel: int, bytes_of_parts: int, device: torch.device
 ) -> Sequences:  # fmt: skip
-    """``count`` sequences of S tokens each."""
+    """Return ``count`` sequences of S tokens each."""
     runs = ranges_of(count * S, bytes_of_parts)
     if count > 1 and len(runs) > 1:
         return pack(range(0, count * S + 1, S), l, d, l_sel, bytes_of_parts, device)

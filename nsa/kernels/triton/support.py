@@ -17,7 +17,7 @@ SHARED = 160 << 10  # bytes a block, less than an A100 has and more than the wid
 
 @functools.cache
 def is_installed(package: str) -> bool:
-    """Whether it can be imported; looked for once, as each call of the attention needs it."""
+    """Return whether it can be imported; looked for once, as each call of the attention needs it."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -29,7 +29,7 @@ def triton_version() -> tuple[int, int]:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on any device (TRITON_INTERPRET=1)."""
+    """Return whether Triton runs its kernels in Python, on any device (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

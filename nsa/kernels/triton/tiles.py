@@ -51,7 +51,7 @@ class Widths(NamedTuple):
 
 @functools.cache
 def widths(d: int) -> Widths:
-    """How head dim ``d`` is loaded: 192 as 128 + 64, 24 as 16 + 16 (8 of them padding)."""
+    """Return how head dim ``d`` is loaded: 192 as 128 + 64, 24 as 16 + 16 (8 of them padding)."""
     d0 = max(16, 1 << (d.bit_length() - 1))
     rest = d - d0
     d1 = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
@@ -61,7 +61,7 @@ def widths(d: int) -> Widths:
 
 
 def tile(kernel: str, q: torch.Tensor, d_v: int, longest: int) -> Tile:
-    """The tile of a kernel for queries like ``q`` [T, H, Dk], in sequences of ``longest`` tokens at most."""
+    """Return the tile of a kernel for queries like ``q`` [T, H, Dk], in sequences of ``longest`` tokens at most."""
     return _tile(kernel, q.shape[-1], d_v, q.element_size(), longest < LONG, capability(q.device))
 
 
@@ -76,7 +76,7 @@ def _tile(kernel: str, d_k: int, d_v: int, itemsize: int, is_short: bool, on: st
 
 
 def _measured_like(d_k: int, d_v: int) -> tuple[int, int]:
-    """The measured head dims whose tiles fit others, too: as wide or wider, and not by more than a power of two."""
+    """Return the measured head dims whose tiles fit others, too: as wide or wider, and not by more than a power of two."""
     if max(d_k, d_v) <= 64:
         return 64, 64
     return (192, 128) if d_k <= 192 and d_v <= 128 else (d_k, d_v)
@@ -106,7 +106,7 @@ def cache_of(device: torch.device) -> int:
 
 @functools.cache
 def measured(on: str) -> dict[str, Tile]:
-    """What tiles.json has for a GPU, by `name_of`, with ' short' behind it for what was measured on shorter sequences."""
+    """Return what tiles.json has for a GPU, by `name_of`, with ' short' behind it for what was measured on shorter sequences."""
     table = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
     return {name: Tile(*sizes) for name, sizes in table.get(on, {}).items()}
 
@@ -147,7 +147,7 @@ def _exact(kernel: str, widest: int) -> Tile:
 
 
 def keys_at_once(l_sel: int, d_k: int, d_v: int, itemsize: int) -> int:
-    """How many keys of a selected block a program holds; a block of more is several sub-blocks."""
+    """Return how many keys of a selected block a program holds; a block of more is several sub-blocks."""
     size = (d_k + d_v) * itemsize
     most = 64 if size <= 640 else 32 if size <= 1024 else 16
     return min(most, max(16, triton.next_power_of_2(l_sel)))

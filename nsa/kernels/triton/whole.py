@@ -141,7 +141,7 @@ def _selection(seqs: Sequences, q: torch.Tensor, v: torch.Tensor, kept: Kept, si
 def _of_range(
     kept: Kept, at: sequences.Range, selection: Selection, G: int, groups: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """A range's lists and totals, and how many (sequence, group) pairs came before the next range's."""
+    """Return a range's lists and totals, and how many (sequence, group) pairs came before the next range's."""
     each = G * selection.n_sel
     end = groups + at.count * G
     totals = kept.totals[groups * selection.n_blocks : end * selection.n_blocks]

@@ -11,7 +11,7 @@ from pytest_nsa.evidence.load import Evidence, RankEvidence
 
 
 def left_by_choice(evidence: Evidence) -> Finding | None:
-    """Some ranks skipped the test, or expected it to fail, while the others went on."""
+    """Find that some ranks skipped the test, or expected it to fail, while the others went on."""
     left = {
         r.rank: r.xfailed or r.skipped or "" for r in evidence.ranks if r.xfailed is not None or r.skipped is not None
     }
@@ -32,7 +32,7 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
 
 
 def left_alone(evidence: Evidence) -> Finding | None:
-    """Some ranks ended their test well while others wait in a collective that they never entered.
+    """Find that some ranks ended their test well while others wait in a collective that they never entered.
 
     When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
     """
@@ -75,7 +75,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
 
 
 def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:
-    """Sends and receives without their other half: first those whose peer has ended its test."""
+    """Find sends and receives without their other half: first those whose peer has ended its test."""
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
     alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
     told = "; ".join(
@@ -97,7 +97,7 @@ def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankE
 
 
 def not_entered(evidence: Evidence) -> Finding | None:
-    """Others wait in a collective that a rank never entered, and nothing more is known of its location."""
+    """Find that others wait in a collective that a rank never entered, and nothing more is known of its location."""
     if evidence.stop not in STOPS or not evidence.stood:
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]

@@ -20,7 +20,7 @@ class Anomaly:
 
 
 def anomaly(evidence: Evidence) -> Anomaly | None:
-    """The last step that went otherwise on some ranks, but not on all."""
+    """Return the last step that went otherwise on some ranks, but not on all."""
     by_step: dict[tuple[int, str], dict[int, dict[str, object]]] = {}
     for rank in evidence.ranks:
         steps = rank.board.numbers["step"] if rank.board is not None else 0.0
@@ -38,7 +38,7 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
-    """Whether what ended a forward is what another rank's end looks like, or ended the test: no handler swallowed it."""
+    """Return whether what ended a forward is what another rank's end looks like, or ended the test: no handler swallowed it."""
     error = str(event.get("error", ""))
     told = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
     return told or is_victim_text(error)
@@ -53,7 +53,7 @@ def _why(kind: str, event: dict[str, object]) -> str:
 
 
 def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
-    """How the culprits' way through the model differs from the others', as 'entered b where the others entered a'; or ''.
+    """Return how the culprits' way through the model differs from the others', as 'entered b where the others entered a'; or ''.
 
     A rank that has only come less far has taken no other path.
     """

@@ -21,7 +21,7 @@ def _raised(evidence: Evidence, *texts: str) -> Iterator[tuple[RankEvidence, Rai
 
 
 def ready_twice(evidence: Evidence) -> Finding | None:
-    """A parameter was marked ready twice: reentrant checkpointing under DDP, as a rule."""
+    """Find that a parameter was marked ready twice: reentrant checkpointing under DDP, as a rule."""
     found = list(_raised(evidence, "marked as ready twice", "Expected to mark a variable ready only once"))
     if not found:
         return None
@@ -46,7 +46,7 @@ def ready_twice(evidence: Evidence) -> Finding | None:
 
 
 def unused_parameters(evidence: Evidence) -> Finding | None:
-    """A forward began before the last backward had reduced every parameter."""
+    """Find that a forward began before the last backward had reduced every parameter."""
     found = list(_raised(evidence, "Expected to have finished reduction in the prior iteration"))
     if not found:
         return None
@@ -71,7 +71,7 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
 
 
 def static_graph_changed(evidence: Evidence) -> Finding | None:
-    """DDP was promised a static graph, and it changed."""
+    """Find that DDP was promised a static graph, and it changed."""
     found = list(_raised(evidence, "our training graph has changed in this iteration"))
     if not found:
         return None

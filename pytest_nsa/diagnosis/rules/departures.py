@@ -14,7 +14,7 @@ OUT_OF_DATA = "ran out of data: it has left the loop that the others are in"
 
 
 def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
-    """The shape that should come next: what followed the longest earlier run that equals the latest one."""
+    """Return the shape that should come next: what followed the longest earlier run that equals the latest one."""
     best: tuple[int, tuple[object, ...]] | None = None
     for end in range(len(shapes) - 1, 0, -1):
         length = 0
@@ -26,7 +26,7 @@ def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
 
 
 def is_new_call(before: list[Collective], collective: Collective) -> bool:
-    """Whether a line has entered nothing like this before."""
+    """Return whether a line has entered nothing like this before."""
     return all(c.shape != collective.shape or not is_same_line(c, collective) for c in before)
 
 
@@ -124,6 +124,6 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
 
 
 def kind_of(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:
-    """(cause, why) of ``mine`` in place of ``other``."""
+    """Return (cause, why) of ``mine`` in place of ``other``."""
     departure = Departure(before, mine, other, parted)
     return next((cause, why) for holds, cause, why in KINDS if holds(departure))

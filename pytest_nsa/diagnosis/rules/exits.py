@@ -32,7 +32,7 @@ _LEAVES = ("SystemExit", "Exit")
 
 
 def is_victim(error: RaisedException) -> bool:
-    """Whether an exception, or what it was raised from, is torch saying that another rank has gone."""
+    """Return whether an exception, or what it was raised from, is torch saying that another rank has gone."""
     said = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
     return not _is_of_a_lost_worker(error) and any(_says_so(message, file) for message, file in said)
 
@@ -49,7 +49,9 @@ def _is_of_memory(error: RaisedException) -> bool:
 
 
 def _told(error: RaisedException) -> tuple[str, str]:
-    """An exception's message in a line, and its location; one of a data loader's worker carries its traceback as its text."""
+    """Return an exception's message in a line, and its location; one of a data loader's worker carries its traceback as its
+    text.
+    """
     caught = _CAUGHT.match(error.headline)
     if caught is None:
         before = next(((kind, text.strip()) for text, _, kind in error.chain), None)
@@ -63,7 +65,7 @@ def _told(error: RaisedException) -> tuple[str, str]:
 
 
 def is_victim_text(message: str) -> bool:
-    """Whether a text is what torch raises when another rank has gone."""
+    """Return whether a text is what torch raises when another rank has gone."""
     return any(phrase in message.lower() for phrase in VICTIM_TEXTS)
 
 
@@ -73,7 +75,7 @@ def _says_so(message: str, raised_in: str) -> bool:
 
 
 def init_timeout(evidence: Evidence) -> Finding | None:
-    """The group never formed."""
+    """Find that the group never formed."""
     if evidence.stop != "start":
         return None
     absent = [r for r in evidence.ranks if r.board is None or r.board.phase == "start"]
@@ -91,7 +93,7 @@ def init_timeout(evidence: Evidence) -> Finding | None:
 
 
 def rank_died(evidence: Evidence) -> Finding | None:
-    """A rank was ended by a signal that we did not send. The first in time, if several."""
+    """Find that a rank was ended by a signal that we did not send. The first in time, if several."""
     dead = _deaths(evidence)
     if not dead:
         return None
@@ -121,7 +123,7 @@ def _deaths(evidence: Evidence) -> list[RankEvidence]:
 
 
 def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
-    """Each rank's first exception that is not a victim's, earliest first."""
+    """Return each rank's first exception that is not a victim's, earliest first."""
     found = []
     for rank in evidence.ranks:
         own = [e for e in rank.exceptions if not is_victim(e)]
@@ -131,7 +133,7 @@ def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedExce
 
 
 def rank_raised(evidence: Evidence) -> Finding | None:
-    """The first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited."""
+    """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited."""
     found = _first_exceptions(evidence)
     if not found:
         return None
@@ -168,7 +170,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
 
 
 def rank_gone(evidence: Evidence) -> Finding | None:
-    """A rank of a training that is only watched has gone, and how it ended was not observed."""
+    """Find that a rank of a training that is only watched has gone, and how it ended was not observed."""
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
     if not gone:
         return None
@@ -185,7 +187,7 @@ def rank_gone(evidence: Evidence) -> Finding | None:
 
 
 def rank_exited(evidence: Evidence) -> Finding | None:
-    """A rank's process ended by itself before its test did."""
+    """Find that a rank's process ended by itself before its test did."""
     gone = [r for r in evidence.ranks if r.exit_code is not None and not r.finished and not r.exceptions]
     if not gone:
         return None
@@ -203,7 +205,7 @@ def rank_exited(evidence: Evidence) -> Finding | None:
 
 
 def only_victims(evidence: Evidence) -> Finding | None:
-    """All that is known are torch's complaints of lost connections; the earliest is the nearest to the cause."""
+    """Find nothing but torch's complaints of lost connections; the earliest is the nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
     if not errors or evidence.stop == "host_died":  # there, what killed the host may have killed a rank as well
         return None

@@ -57,25 +57,27 @@ def where_they_part(sources: Sources, one: RankEvidence, site: str, other: RankE
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
-    """The outermost first."""
+    """Return the outermost first."""
     return [f for f in reversed(rank.stack.frames) if f.is_user] if rank.stack is not None else []
 
 
 def _place_in(rank: RankEvidence, site: str) -> str:
-    """Where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
+    """Return where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
     file, function = site.partition(":")[0], site.rpartition(" in ")[2]
     frames = rank.stack.frames if rank.stack is not None else ()
     return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
 
 
 def lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
-    """The lines of the ranks in the innermost function that all of them are in, where those differ."""
+    """Return the lines of the ranks in the innermost function that all of them are in, where those differ."""
     _, parted = _common(*(user_frames(rank) for rank in ranks))
     return [frame.line for frame in parted] or None
 
 
 def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
-    """How many outermost frames the paths share, and the next ones where these are of one function; () where they are not."""
+    """Return how many outermost frames the paths share, and the next ones where these are of one function; () where they are
+    not.
+    """
     depth = 0
     for frames in zip(*paths, strict=False):
         if len(set(frames)) > 1:
@@ -89,7 +91,7 @@ def _any_in_loop(sources: Sources, frames: list[Frame]) -> bool:
 
 
 def comes_first(place: str, other: str) -> bool:
-    """Whether ``place`` is an earlier line of the function that ``other`` is in."""
+    """Return whether ``place`` is an earlier line of the function that ``other`` is in."""
     (file, line, function), (other_file, other_line, other_function) = _parts(place), _parts(other)
     return (file, function) == (other_file, other_function) and 0 < line < other_line
 
@@ -101,5 +103,5 @@ def _parts(place: str) -> tuple[str, int, str]:
 
 
 def recomputes(rank: RankEvidence) -> bool:
-    """Whether a rank runs a part of its forward a second time, for gradient checkpointing: that is not a round of a loop."""
+    """Return whether a rank runs a part of its forward a second time, for gradient checkpointing: that is not a round of a loop."""
     return rank.stack is not None and any("torch/utils/checkpoint.py" in f.file for f in rank.stack.frames)

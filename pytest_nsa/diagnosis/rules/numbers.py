@@ -23,7 +23,7 @@ _WHAT = {
 
 
 def nan_loss(evidence: Evidence) -> Finding | None:
-    """A test that failed by an assertion or an exception, after a loss that is not finite."""
+    """Find a test that failed by an assertion or an exception, after a loss that is not finite."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     odd = [(r, e) for r in evidence.ranks for e in r.anomalies if _is_not_finite(e, r)]
     if not errors:
@@ -51,13 +51,13 @@ def nan_loss(evidence: Evidence) -> Finding | None:
 
 
 def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
-    """A loss that is not a number; or an output, in the step in which the test ended without a backward."""
+    """Return whether a loss is not a number; or an output, in the step in which the test ended without a backward."""
     ended_there = rank.board is not None and rank.board.numbers["step"] == event["step"]
     return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
 
 
 def _said_by_the_test(evidence: Evidence) -> Finding | None:
-    """The test's own assertion looked for a number, and found none."""
+    """Find that the test's own assertion looked for a finite number, and there was none."""
     found = [
         (r, e)
         for r in evidence.ranks
@@ -85,7 +85,7 @@ def _asks_for_a_number(evidence: Evidence, error: RaisedException) -> bool:
 
 
 def silent_divergence(evidence: Evidence) -> Finding | None:
-    """The first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
+    """Find the first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
     if not evidence.job.check_divergence:
         return None
     streams: dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]] = {}
@@ -99,7 +99,7 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
 
 
 def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...], int], list[dict[str, Any]]]:
-    """A rank's checksums by the ranks that DDP keeps equal, and which of the models of these it is."""
+    """Return a rank's checksums by the ranks that DDP keeps equal, and which of the models of these it is."""
     found: dict[tuple[tuple[int, ...], int], list[dict[str, Any]]] = {}
     numbers: dict[tuple[int, ...], list[int]] = {}
     for record in read_lines(rank.checksums) if rank.checksums.is_file() else ():
@@ -112,7 +112,7 @@ def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...]
 
 
 def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> Finding | None:
-    """The first tensor of a model that differs between its ranks."""
+    """Find the first tensor of a model that differs between its ranks."""
     names: list[str] = []
     for records in zip(*streams.values(), strict=False):
         by_rank = dict(zip(streams, records, strict=True))

@@ -30,7 +30,7 @@ def rings(evidence: Evidence) -> Rings:
 
 
 def departed(evidence: Evidence) -> Finding | None:
-    """Two ranks entered different collectives at the same place of their group's sequence."""
+    """Find that two ranks entered different collectives at the same place of their group's sequence."""
     entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
@@ -61,7 +61,7 @@ def departed(evidence: Evidence) -> Finding | None:
 
 
 def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:
-    """Whether a rank had raised by itself when it entered what differs: its teardown's calls are a consequence."""
+    """Return whether a rank had raised by itself when it entered what differs: its teardown's calls are a consequence."""
     return any(
         error.time < c.entered and not is_victim(error)
         for rank, c in entered.items()
@@ -70,7 +70,7 @@ def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:
 
 
 def waiting_apart(evidence: Evidence) -> Finding | None:
-    """Every rank waits, and not in the same collective: the one that is ahead went on without the one behind it."""
+    """Find that every rank waits, and not in the same collective: the one that is ahead went on without the one behind it."""
     if evidence.stop not in STOPS or not evidence.stood:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
@@ -140,7 +140,7 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
 def skipped(
     evidence: Evidence, culprits: tuple[int, ...], missed: Collective, reason: str, confidence: float = 0.9
 ) -> Finding:
-    """``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
+    """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
     culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason)
     return Finding(
         cause=cause,
@@ -156,7 +156,9 @@ def skipped(
 def _ahead_in_unseen_wait(
     evidence: Evidence, alive: list[RankEvidence], found: dict[int, Collective]
 ) -> Finding | None:
-    """Some ranks wait inside torch, in a call that the board does not see, in a later step than the others' collective."""
+    """Find that some ranks wait inside torch, in a call that the board does not see, in a later step than the others'
+    collective.
+    """
     steps = {r.rank: r.board.numbers["step"] for r in alive if r.board is not None}
     ahead = tuple(rank for rank in sorted(steps) if rank not in found)
     if not ahead or min(steps[rank] for rank in ahead) <= max(steps[rank] for rank in found):
@@ -172,12 +174,12 @@ def awaited(rank: RankEvidence) -> Collective | None:
 
 
 def _group(collective: Collective) -> str:
-    """What DDP does by itself is counted apart, in the same group."""
+    """Return what DDP does by itself is counted apart, in the same group."""
     return collective.group.removeprefix("ddp:")
 
 
 def _members(evidence: Evidence, found: dict[int, Collective]) -> str:
-    """Which ranks the groups of ``found`` have, but for that of all."""
+    """Return which ranks the groups of ``found`` have, but for that of all."""
     said = ""
     for group in sorted({c.group for c in found.values()} - set(DEFAULT_GROUPS)):
         said += f"; group {group} has {describe_ranks(evidence.members(group), evidence.job.world_size)}"
@@ -185,7 +187,7 @@ def _members(evidence: Evidence, found: dict[int, Collective]) -> str:
 
 
 def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
-    """The ranks that are not where most are; all, where there is no such place."""
+    """Return the ranks that are not where most are; all, where there is no such place."""
     (place, most), *rest = Counter(c.place for c in found.values()).most_common()
     if not rest or most == rest[0][1]:
         return tuple(sorted(found))
@@ -193,7 +195,7 @@ def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
 
 
 def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
-    """Whether two ranks are in the two branches of one ``if``: neither has gone past the other."""
+    """Return whether two ranks are in the two branches of one ``if``: neither has gone past the other."""
     places = {r: _places(evidence.ranks[r], c) for r, c in found.items()}
     return any(
         are_alternatives(evidence.sources, a, b)
@@ -204,7 +206,7 @@ def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
 
 
 def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tuple[int, ...]:
-    """The ranks whose call is not what their own calls of all groups so far expect next, but a call that they know."""
+    """Return the ranks whose call is not what their own calls of all groups so far expect next, but a call that they know."""
     departing = []
     for rank, collective in found.items():
         board = evidence.ranks[rank].board
@@ -222,12 +224,12 @@ def _is_for_a_later_rank(evidence: Evidence, rank: int, collective: Collective) 
 
 
 def _places(rank: RankEvidence, collective: Collective) -> set[str]:
-    """The lines that a rank is in, from its test down to a call."""
+    """Return the lines that a rank is in, from its test down to a call."""
     return {collective.site, *(frame.describe() for frame in user_frames(rank))}
 
 
 def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
-    """(culprits, cause, reason) for a departure."""
+    """Return (culprits, cause, reason) for a departure."""
     votes = Counter(c.shape for c in entered.values())
     (winner, most), *rest = votes.most_common()
     if not rest or most > rest[0][1]:  # a majority, on three ranks and more
@@ -262,7 +264,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
 
 
 def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
-    """What a rank entered in the same group before ``at``, as far as its ring goes back."""
+    """Return what a rank entered in the same group before ``at``, as far as its ring goes back."""
     board = evidence.ranks[rank].board
     return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
 
@@ -301,7 +303,7 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
 
 
 def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
-    """The ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
+    """Return the ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
     departing = []
     for rank, collective in entered.items():
         expected = expected_next([c.shape for c in _before(evidence, rank, collective)])
@@ -313,7 +315,7 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
 
 
 def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
-    """The ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
+    """Return the ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
     ranks = sorted(entered)
     steps = {r: entered[r].step for r in ranks}
     if len(set(steps.values())) > 1:

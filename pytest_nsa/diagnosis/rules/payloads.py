@@ -16,7 +16,7 @@ _EVEN = ("allreduce", "broadcast", "reduce")
 
 
 def aborted(evidence: Evidence) -> Finding | None:
-    """Gloo aborted a rank inside an exchange in which each may give as much as it likes: something else was expected."""
+    """Find that gloo aborted a rank inside an exchange in which each may give as much as it likes: something else was expected."""
     if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog ends the ranks that wait in the same way
         return None
     for rank in evidence.ranks:
@@ -39,7 +39,7 @@ def aborted(evidence: Evidence) -> Finding | None:
 
 
 def wrong_numbers(evidence: Evidence) -> Finding | None:
-    """A test that passed though ranks reduced or broadcast different dtypes or shapes: what was sent were other numbers."""
+    """Find a test that passed though ranks reduced or broadcast different dtypes or shapes: what was sent were other numbers."""
     entered = first_departure(rings(evidence))
     if entered is None or len({c.op for c in entered.values()}) > 1 or next(iter(entered.values())).op not in _EVEN:
         return None

@@ -16,7 +16,7 @@ def _loops(sources: Sources, place: str) -> list[ast.For | ast.While]:
 
 
 def calls_nothing(sources: Sources, place: str) -> bool:
-    """Whether the innermost statement of a line calls no function: then what runs there is Python itself."""
+    """Return whether the innermost statement of a line calls no function: then what runs there is Python itself."""
     found = sources.around(place)
     if not found:
         return False
@@ -30,14 +30,16 @@ def calls_nothing(sources: Sources, place: str) -> bool:
 
 
 def _may_be_long(node: ast.AST) -> bool:
-    """A call, or an operator that a tensor may give a meaning of its own; arithmetic with a literal is not one."""
+    """Return whether a node is a call, or an operator that a tensor may give a meaning of its own; arithmetic with a literal is
+    not one.
+    """
     if isinstance(node, ast.Call):
         return True
     return isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant)
 
 
 def is_past_the_loop(sources: Sources, place: str, other: str) -> bool:
-    """Whether ``place`` comes after a loop that ``other`` is in, in the same file."""
+    """Return whether ``place`` comes after a loop that ``other`` is in, in the same file."""
     a, b = LOCATION.match(place), LOCATION.match(other)
     if a is None or b is None or a["file"] != b["file"]:
         return False
@@ -45,29 +47,29 @@ def is_past_the_loop(sources: Sources, place: str, other: str) -> bool:
 
 
 def is_in_while(sources: Sources, place: str) -> bool:
-    """Whether a line is in a ``while``, or is its condition."""
+    """Return whether a line is in a ``while``, or is its condition."""
     return any(isinstance(loop, ast.While) for loop in _loops(sources, place))
 
 
 def is_in_loop(sources: Sources, place: str) -> bool:
-    """Whether a line is in a ``for`` or a ``while``."""
+    """Return whether a line is in a ``for`` or a ``while``."""
     return bool(_loops(sources, place))
 
 
 def is_here(sources: Sources, place: str) -> bool:
-    """Whether the source of a line was kept: else it is not known whether it is in a loop."""
+    """Return whether the source of a line was kept: else it is not known whether it is in a loop."""
     return bool(sources.around(place))
 
 
 def share_a_loop(sources: Sources, place: str, other: str) -> bool:
-    """Whether one loop has both lines, and neither is past another loop that the other one is in."""
+    """Return whether one loop has both lines, and neither is past another loop that the other one is in."""
     return any(loop in _loops(sources, other) for loop in _loops(sources, place)) and not is_past_the_loop(
         sources, place, other
     )
 
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
-    """Whether one line is in the branch of an ``if`` whose other branch has the other line."""
+    """Return whether one line is in the branch of an ``if`` whose other branch has the other line."""
     a, b = sources.around(place), sources.around(other)
     for statement in (n for n in a if isinstance(n, ast.If) and n in b):
         first = next((s for s in statement.body if s in a or s in b), None)
@@ -78,7 +80,7 @@ def are_alternatives(sources: Sources, place: str, other: str) -> bool:
 
 
 def is_for_a_later_rank(sources: Sources, place: str) -> bool:
-    """Whether the line is under a condition that is true on one rank other than the first: ``if rank == 1:``.
+    """Return whether the line is under a condition that is true on one rank other than the first: ``if rank == 1:``.
 
     What rank 0 alone does may be all that there is to do, and a call that it makes, one that the others skip.
     """

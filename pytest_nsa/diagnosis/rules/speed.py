@@ -17,7 +17,7 @@ _ENGINE = "_engine_run_backward"
 
 
 def graph_explosion(evidence: Evidence) -> Finding | None:
-    """Ranks at work in a forward or backward whose autograd nodes are many, and mostly one module's."""
+    """Find ranks at work in a forward or backward whose autograd nodes are many, and mostly one module's."""
     if evidence.stop not in ("deadline", "hang_after", "host_died", "certain"):
         return None
     found = [r for r in evidence.ranks if not r.finished and _many_nodes(r)]
@@ -52,7 +52,7 @@ def _many_nodes(rank: RankEvidence) -> bool:
 
 
 def straggler(evidence: Evidence) -> Finding | None:
-    """The ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
+    """Find that the ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
     if evidence.stop not in ("deadline", "host_died") or not (evidence.moved_at_stop or _is_between_steps(evidence)):
         return None
     late = _always_last(evidence) or _waited_for(evidence)
@@ -72,7 +72,7 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def _is_between_steps(evidence: Evidence) -> bool:
-    """Whether the stall at the end is no longer than those before it were: with slow steps nothing moves for a while."""
+    """Return whether the stall at the end is no longer than those before it were: with slow steps nothing moves for a while."""
     times = sorted(
         b["time"]
         for r in evidence.ranks
@@ -113,13 +113,13 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
 
 
 def _now_waits_itself(evidence: Evidence, culprit: int) -> bool:
-    """Whether a rank waits while others do not: whatever it did before, they are the late ones now."""
+    """Return whether a rank waits while others do not: whatever it did before, they are the late ones now."""
     others = [r for r in evidence.ranks if r.rank != culprit and not r.finished]
     return evidence.ranks[culprit].is_waiting and any(not r.is_waiting for r in others)
 
 
 def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
-    """The others are blocked in a collective, and one that makes progress has not reached it."""
+    """Find that the others are blocked in a collective, and one that makes progress has not reached it."""
     waiting = [r for r in evidence.ranks if not r.finished and not r.moved_at_stop and r.is_waiting]
     moving = tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop)
     if not waiting or not moving or evidence.waits_s < 1.5:
@@ -129,7 +129,7 @@ def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
 
 
 def slow(evidence: Evidence) -> Finding | None:
-    """The deadline came while the ranks still moved."""
+    """Find that the deadline came while the ranks still moved."""
     if evidence.stop != "deadline" or not (evidence.moved_at_stop or _is_between_steps(evidence)):
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
@@ -155,7 +155,7 @@ def _rate(evidence: Evidence) -> str:
 
 
 def _progress(rank: RankEvidence) -> str:
-    """How far a backward has come and what it still needs, from the heartbeats of the step."""
+    """Return how far a backward has come and what it still needs, from the heartbeats of the step."""
     assert rank.board is not None
     n = rank.board.numbers
     arrived, expected = n["gradients"], n["gradients_expected"]

@@ -47,7 +47,7 @@ class Why:
 
 
 def blocked(evidence: Evidence) -> Finding | None:
-    """The rank that is not where the others wait; with one rank, or none waiting, every rank that has a location."""
+    """Find the rank that is not where the others wait; with one rank, or none waiting, every rank that has a location."""
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.stood:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
@@ -81,7 +81,9 @@ def blocked(evidence: Evidence) -> Finding | None:
 
 
 def _why(rank: RankEvidence) -> Why | None:
-    """Why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest first."""
+    """Return why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest
+    first.
+    """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
         _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
@@ -93,7 +95,7 @@ def _files(rank: RankEvidence) -> list[str]:
 
 
 def _library_files(rank: RankEvidence) -> list[str]:
-    """Those of the frames that the user's innermost line has called, innermost first."""
+    """Return those of the frames that the user's innermost line has called, innermost first."""
     found = []
     for frame in rank.stack.frames if rank.stack is not None else ():
         if frame.is_user:
@@ -174,7 +176,7 @@ def _busy(rank: RankEvidence) -> Why | None:
 
 
 def _starved(rank: RankEvidence) -> Why | None:
-    """It computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
+    """Find that it computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
     return _what_computes(rank) if rank.process.get("cpu_share", 0.0) >= STARVED else None
 
 
@@ -257,7 +259,7 @@ def _backward(rank: RankEvidence) -> Why | None:
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
-    """Nobody is elsewhere: all in the same collective, in different groups, or receiving from each other."""
+    """Find that no rank is elsewhere: all in the same collective, in different groups, or receiving from each other."""
     inside = [(r, c) for r in alive if r.board is not None and (c := r.board.waits_in) is not None]
     if len(alive) < 2 or len(inside) < len(alive):
         return None
