@@ -153,6 +153,23 @@ def load_lse(LSE, at, there):
 
 
 @triton.jit
+def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr):
+    """The end of an online softmax: outputs of rows ``rows`` [T * H], stored and returned, and their log-sum-exp, base e.
+
+    ``top`` is a row's largest score times log2(e), ``total`` its sum relative to that; a row without keys gives 0 and -inf.
+    """
+    some = total > 0
+    share = 1.0 / tl.where(some, total, 1.0)
+    acc0 = acc0 * share[:, None]
+    if E1 > 0:
+        acc1 = acc1 * share[:, None]
+    store_two(O, rows * DV, there, acc0, acc1, DV, E0, E1)
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
+    tl.store(LSE + rows, lse, mask=there)
+    return acc0, acc1
+
+
+@triton.jit
 def load_gate(GATES, at, there, BRANCH: tl.constexpr, MASKED: tl.constexpr):
     """The gates of rows ``at`` [T * H]; 1 where BRANCH is negative: a branch that has none."""
     if BRANCH < 0:

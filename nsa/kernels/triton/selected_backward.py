@@ -3,8 +3,7 @@ forward.
 
 dk and dv of an item are written as parts and added in the order of items (`sum_items`); dq is a part a row and block, added
 in the order of picks (`merge_dq`) to what the other branches left. On Hopper K^T dS is computed for dq, and stored transposed
-(TRANSPOSED): its first operand has 64 rows and more, as wgmma wants, where dS^T K has a tile's few rows. Where dq is made
-elsewhere (`union`), DQ is false.
+(TRANSPOSED): its first operand has 64 rows and more, as wgmma wants, where dS^T K has a tile's few rows.
 
 Flat layouts (`rows`). Parts of dq [queries, G, n * SUB, h, Dk] for the queries from token FIRST on; of dk, dv [items * SUB,
 BN, D] float32.
@@ -35,7 +34,7 @@ def selected_backward(
     Q, K, V, GRAD, LSE, DELTA, GATES, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, BRANCH: tl.constexpr, DQ: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, BRANCH: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program: an item and a sub-block. Grid (items, SUB)."""
@@ -73,21 +72,20 @@ def selected_backward(
             dk0, dk1, dv0, dv1, ds = rows_give(
                 p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, gate, D1, E1, PRECISION
             )
-            if DQ:
-                part = ((s0 - FIRST + t).to(tl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
-                at = (part * h + r % h) * DK
-                if TRANSPOSED:
-                    x0 = tl.dot(k0.T, ds, input_precision=PRECISION)
-                    _store_transposed(PART_DQ, at, there, x0 * scale, 0, D0, DK)
-                    if D1 > 0:
-                        x1 = tl.dot(k1.T, ds, input_precision=PRECISION)
-                        _store_transposed(PART_DQ, at, there, x1 * scale, D0, D1, DK)
-                else:
-                    x0 = tl.dot(ds.T, k0, input_precision=PRECISION)
-                    store_part(PART_DQ, at, there, x0 * scale, 0, D0, DK, "evict_first")
-                    if D1 > 0:
-                        x1 = tl.dot(ds.T, k1, input_precision=PRECISION)
-                        store_part(PART_DQ, at, there, x1 * scale, D0, D1, DK, "evict_first")
+            part = ((s0 - FIRST + t).to(tl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
+            at = (part * h + r % h) * DK
+            if TRANSPOSED:
+                x0 = tl.dot(k0.T, ds, input_precision=PRECISION)
+                _store_transposed(PART_DQ, at, there, x0 * scale, 0, D0, DK)
+                if D1 > 0:
+                    x1 = tl.dot(k1.T, ds, input_precision=PRECISION)
+                    _store_transposed(PART_DQ, at, there, x1 * scale, D0, D1, DK)
+            else:
+                x0 = tl.dot(ds.T, k0, input_precision=PRECISION)
+                store_part(PART_DQ, at, there, x0 * scale, 0, D0, DK, "evict_first")
+                if D1 > 0:
+                    x1 = tl.dot(ds.T, k1, input_precision=PRECISION)
+                    store_part(PART_DQ, at, there, x1 * scale, D0, D1, DK, "evict_first")
         dk0 = dk0 * scale
         if D1 > 0:
             dk1 = dk1 * scale

@@ -338,7 +338,7 @@ def selected_gradients(
     launch(
         selected_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, lse, delta, gates,
         entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
-        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages, BRANCH=branch, DQ=True,
+        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages, BRANCH=branch,
         TRANSPOSED=capability(q.device).startswith("sm_9"), WIDE=_is_wide(q, v, sequences), PACKED=at.table is not None,
         **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
     )  # fmt: skip

@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
-    LOG2E,
     add_product,
     keys_of,
     load_two,
     product,
-    store_two,
+    store_attention,
     tokens_of,
     visible_keys,
     zeros_two,
@@ -143,11 +142,4 @@ def strided_forward(
             q0, q1, acc0, acc1, total, top, n0, at_k, at_v, KD0, KD1, VD0, VD1, key0, g * DK, g * DV, t, N, WINDOW,
             G * DK, G * DV, qk, STRIDE, OFFSET, DK, D0, D1, DV, E0, E1, BN, True, WINDOWED, TMA, PRECISION,
         )  # fmt: skip
-    some = total > 0
-    share = 1.0 / tl.where(some, total, 1.0)
-    acc0 = acc0 * share[:, None]
-    if E1 > 0:
-        acc1 = acc1 * share[:, None]
-    store_two(O, rows * DV, there, acc0, acc1, DV, E0, E1)
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
-    tl.store(LSE + rows, lse, mask=there)
+    store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV, E0, E1)

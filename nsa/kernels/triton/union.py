@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
-    LOG2E,
     add_product,
     load_two,
     product,
     queries_of,
-    store_two,
+    store_attention,
     tokens_of,
     zeros_two,
 )
@@ -176,14 +175,7 @@ def union_forward(
                 i, q0, q1, acc0, acc1, total, top, BLOCKS + base, BITS + base, K, V, KD0, KD1, VD0, VD1, s0, G, g, u, t, length, qk,
                 L_SEL, SUB, DK, D0, D1, DV, E0, E1, BN, True, TMA, PRECISION,
             )  # fmt: skip
-        some = total > 0
-        share = 1.0 / tl.where(some, total, 1.0)
-        acc0 = acc0 * share[:, None]
-        if E1 > 0:
-            acc1 = acc1 * share[:, None]
-        store_two(O, rows * DV, there, acc0, acc1, DV, E0, E1)
-        lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) / LOG2E, float("-inf"))
-        tl.store(LSE + rows, lse, mask=there)
+        acc0, acc1 = store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV, E0, E1)
         if GATED:
             gate_and_store(O_CMP, O_WIN, GATES, OUT, rows, there, acc0, 0, E0, DV)
             if E1 > 0:
