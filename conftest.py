@@ -39,8 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked slow run where -m asks for them (make slow), scenarios where --phases does."""
     wants_slow, phases = "slow" in config.option.markexpr, config.getoption("--phases")
-    if not isinstance(phases, range):
-        phases = _phases(phases)
 
     def is_left_out(item: pytest.Item) -> bool:
         phase = item.get_closest_marker("phase")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -123,7 +123,7 @@ BACKENDS: dict[str, Backend] = {
 
 def refuse_to_keep_selection(backend: str) -> None:
     """Raise ConfigError for a backend that selects without an operator, whose selection checkpointing cannot keep."""
-    row: Any = BACKENDS.get(backend)
+    row = BACKENDS.get(backend)  # None for auto
     if row is not None and not row.selects_by_operator:
         able = ", ".join(name for name, other in BACKENDS.items() if other.selects_by_operator)
         raise ConfigError(

@@ -32,7 +32,7 @@ class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
     that follow each other within 50 ms at the last one, after the first 2,000.
 
-    Where the main thread is stalled, the stacks of all threads go to ``standing`` (a path; None: nowhere): nobody has to
+    Where the main thread is stalled, the stacks of all threads go to ``standing`` (a path; None: nowhere): no process has to
     disturb the rank for them.
     """
 

@@ -1,6 +1,6 @@
 """The registry of causes: what each means, the outcome that it has, what to do, and which rules may give it.
 
-To add one: a row here, a rule in `rules/` (named in the row, and in `engine.RULES` where the module is new there), a planted
+To add one: a row here, a rule in `rules/` (named in the row, and in `engine.RULES` where it is a new function), a planted
 fault in tests_cpu/faults, and its page in docs/causes. A test holds the four together.
 """
 

@@ -29,7 +29,9 @@ def refused(evidence: Evidence) -> Finding | None:
 def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
     """Conclude that no rule fits: report each rank's location, and all the evidence."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
-    why = "no rule fits" if evidence.stood else "the process that ran the ranks was killed while they made progress"
+    why = (
+        "no rule fits" if evidence.was_stalled else "the process that ran the ranks was killed while they made progress"
+    )
     return Finding(
         cause="unknown",
         ranks=tuple(r.rank for r in evidence.ranks if not r.passed),

@@ -157,7 +157,7 @@ class Evidence:
     sources: Sources
 
     @property
-    def stood(self) -> bool:
+    def was_stalled(self) -> bool:
         """Whether the ranks were stalled at the end. Where the host was killed that is not given: they may have been in motion."""
         if self.stop != "host_died":
             return True

@@ -114,18 +114,18 @@ def _lanes(evidence: Evidence, culprits: tuple[int, ...]) -> str:
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + LANE_HEIGHT + 2}" stroke="var(--ink)"/>'
             )
             parts.append(f'<text x="{x + 3:.1f}" y="{y + 17}">{step}</text>')
-        stood = _last_moved(rank)
-        if evidence.stop and rank.by_us and stood:
-            x, width = LEFT + (stood - begin) * scale, max(0.0, ((rank.exit_time or end) - stood) * scale)
+        last_moved = _last_moved(rank)
+        if evidence.stop and rank.by_us and last_moved:
+            x, width = LEFT + (last_moved - begin) * scale, max(0.0, ((rank.exit_time or end) - last_moved) * scale)
             place = short_place(_place(rank))
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE_HEIGHT}" fill="url(#still)">'
-                f"<title>{escape(f'stalled for {evidence.stop_time - stood:.1f} s at {place}')}</title></rect>"
+                f"<title>{escape(f'stalled for {evidence.stop_time - last_moved:.1f} s at {place}')}</title></rect>"
             )
             if width > 300:
                 parts.append(f'<text x="{x + 24:.1f}" y="{y + 17}" class="place">{escape(place[:110])}</text>')
         if rank.rank in culprits:
-            at = rank.exit_time if rank.signal and not rank.by_us else stood or end
+            at = rank.exit_time if rank.signal and not rank.by_us else last_moved or end
             x = LEFT + (at - begin) * scale
             parts.append(f'<path d="M{x:.1f} {y - 3} v{LANE_HEIGHT + 6}" stroke="var(--FAIL)" stroke-width="3"/>')
     parts += _ticks(evidence, begin, end, scale)

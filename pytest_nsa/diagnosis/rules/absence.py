@@ -98,7 +98,7 @@ def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankE
 
 def not_entered(evidence: Evidence) -> Finding | None:
     """Find that others wait in a collective that a rank never entered, and nothing more is known of its location."""
-    if evidence.stop not in STOPS or not evidence.stood:
+    if evidence.stop not in STOPS or not evidence.was_stalled:
         return None
     waiting = [r for r in evidence.ranks if r.is_waiting]
     absent = [r for r in evidence.ranks if not r.is_waiting]

@@ -48,7 +48,7 @@ class Why:
 
 def blocked(evidence: Evidence) -> Finding | None:
     """Find the rank that is not where the others wait; with one rank, or none waiting, every rank that has a location."""
-    if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.stood:
+    if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
     absent = [r for r in alive if not r.is_waiting]
