@@ -77,6 +77,7 @@ def test_deadlock_in_the_selection_branch(tmp_path: Path) -> None:
     assert "does one branch alone fail? yes: branch_sel_only" in summary
 
 
+@pytest.mark.slow
 def test_a_skipped_all_reduce(tmp_path: Path) -> None:
     summary, verdicts = run_plan("rank1_skips_allreduce", tmp_path)
     assert failing(verdicts) == DDP

@@ -1,6 +1,6 @@
 """Every planted fault gets the verdict that was planted: cause, ranks, and the words where they matter. One run per module.
 
-`make test` plants a fault per cause (some of them in tests_cpu/plugin/test_faults.py); `make slow` all of them. The rules on the
+`make test` plants a fault per kind of evidence (some in tests_cpu/plugin/test_faults.py); `make slow` all of them. The rules on the
 evidence of all are tested in seconds (tests_cpu/diagnosis/test_recorded.py); what is tested here is that ranks leave it.
 """
 
@@ -34,13 +34,14 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 
 
 def sample() -> set[tuple[str, str]]:
-    """(module, test) of the first fault of each cause that tests_cpu/plugin/test_faults.py does not plant."""
+    """(module, test) of faults that leave each kind of evidence: per cause of what stalls or dies by itself, and per module."""
     first: dict[str, tuple[str, str]] = {}
     planted_there = {cause for _, cause, _ in EXPECTED.values()}
     for module in MODULES:
         for name, fault in faults(module).items():
             if fault.cause not in planted_there:
-                first.setdefault(fault.cause, (module, name))
+                kind = fault.cause if module in ("standing", "ranks") else module
+                first.setdefault(kind, (module, name))
     return set(first.values())
 
 

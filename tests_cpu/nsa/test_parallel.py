@@ -171,6 +171,7 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
         build_model(config)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's own, as its compiler is imported and used
 @world_size(1)
 @pytest.mark.timeout(170)

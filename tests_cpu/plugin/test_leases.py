@@ -61,6 +61,7 @@ def test_it(group, n, artifacts):
     assert not lease_folder.exists()
 
 
+@pytest.mark.slow
 def test_tests_that_share_may_meet_on_a_gpu(pytester: pytest.Pytester, lease_folder: Path, tmp_path: Path) -> None:
     source = f"""
 @pytest.mark.parametrize("n", range(2))
@@ -99,6 +100,7 @@ def test_it(group, n):
     assert not one_gpu.exists()
 
 
+@pytest.mark.slow
 def test_tests_whose_memory_does_not_fit_do_not_meet(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
     """Nor does one that names no memory, which has the GPU alone."""
     source = f"""

@@ -101,6 +101,7 @@ def test_torchrun(pytester: pytest.Pytester) -> None:
     check_report(done.stdout, pytester.path / "artifacts" / "latest")
 
 
+@pytest.mark.slow
 def test_slurm_s_variables(pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
     port = free_port()
@@ -112,6 +113,7 @@ def test_slurm_s_variables(pytester: pytest.Pytester) -> None:
     assert follower.returncode == 1
 
 
+@pytest.mark.slow
 def test_exit_first_ends_all(pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
     port = free_port()
@@ -135,6 +137,7 @@ def test_a_process_with_other_tests_is_refused_with_the_difference(pytester: pyt
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_test_on_all(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)

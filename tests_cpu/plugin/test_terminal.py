@@ -86,6 +86,7 @@ def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     assert "1 passed" in text
 
 
+@pytest.mark.slow
 def test_breakpoint_on_a_worker_is_refused_with_the_reason(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, BREAKS, "-n1", "-p", "xdist")
     assert result.outcomes == {"failed": 1}

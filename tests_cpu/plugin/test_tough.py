@@ -310,6 +310,7 @@ def test_a_path_longer_than_a_unix_socket_s(pytester: pytest.Pytester, launch: s
     assert "test_example.py:9 in test_hangs" in done.stdout.str()
 
 
+@pytest.mark.slow
 def test_collection_that_initialises_cuda_means_cold_ranks(pytester: pytest.Pytester) -> None:
     source = """
 torch.cuda._initialized = True  # what torch itself remembers

@@ -107,7 +107,10 @@ def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) 
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
 
 
-@pytest.mark.parametrize(("fault", "cause"), [("raises", "rank_exception"), ("dies", "rank_died")])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("raises", "rank_exception"), pytest.param("dies", "rank_died", marks=pytest.mark.slow)],
+)
 def test_what_ended_a_training_is_known_from_its_folder(folder: Path, start: object, fault: str, cause: str) -> None:
     process = start(fault)  # type: ignore[operator]
     watcher = run(folder, "watch", "--run", "run")

@@ -67,6 +67,7 @@ def test_every_way_to_distribute(pytester: pytest.Pytester, mode: str) -> None:
     assert not [line["nodeid"] for line in lines if "@" in line["nodeid"]]
 
 
+@pytest.mark.slow
 def test_the_shared_zygote_s_death_costs_the_tests_that_ran(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(1)
