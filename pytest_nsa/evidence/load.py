@@ -12,6 +12,7 @@ from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump, telling_thread
+from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
 from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
 
@@ -95,6 +96,7 @@ class RankEvidence:
     groups: dict[str, tuple[int, ...]]
     folder: Path
     sources: Sources
+    backend: str = ""
 
     @property
     def stack(self) -> ThreadStack | None:
@@ -103,25 +105,45 @@ class RankEvidence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the rank waits for others: inside a collective, or in torch's own waits."""
-        stack = telling_thread(self.threads)
-        if stack is not None and self.threads:
-            for frame in stack.frames:  # from the innermost up to the user's own code
-                if frame.is_user:
-                    break
-                if _is_wait(frame.file):
-                    return True
-            if (
-                stack.frames[0].function != "_engine_run_backward"
-                and self.board is not None
-                and self.board.phase == "backward"
-            ):
-                return False  # a bucket may be on its way while the rank itself is in the user's code
-        if self.board is None or self.process.get("state") in ("T", "t"):
+        """Whether the rank waits for others: inside a call that the board records, or in a function of torch that waits.
+
+        Not while its main thread computes, is stopped, or waits for a disk: whatever it is inside of, it is at work.
+        """
+        if self.process.get("state") in ("T", "t", "D"):
             return False
-        # Who is silent does not mark a collective that has completed behind its back; what blocks it, it marked before.
-        silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
-        return self.board.blocked is not None if silent else bool(self.board.inside)
+        board, stack = self.board, telling_thread(self.threads)
+        if stack is None:
+            # A silent rank does not mark a collective that has completed behind its back; what blocks it, it marked before.
+            silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
+            return board is not None and (board.blocked is not None if silent else bool(board.inside))
+        if board is not None and board.inside and self._is_in_one_call_on_a_device:
+            return True
+        if computes(self.process):
+            return False
+        if board is None or not torch_s_wait(stack.frames):
+            line = self._line(stack)
+            return bool(torch_s_wait(stack.frames)) or (
+                board is not None and bool(board.inside) and waits_for_a_result(stack.frames, line)
+            )
+        return board.blocked is not None or not in_recorded_call(stack.frames)
+
+    @property
+    def _is_in_one_call_on_a_device(self) -> bool:
+        """Whether the main thread stays in one native call where collectives run on a device: the host's thread may spin there."""
+        if self.board is None or self.backend in ("", "gloo"):
+            return False
+        n = self.board.numbers
+        return n.get("still_looks", 0.0) >= STILL_LOOKS and n.get("still_moves", 0.0) <= 1
+
+    @property
+    def waits_for_a_key(self) -> bool:
+        """Whether the rank waits for a key of a store."""
+        stack = telling_thread(self.threads)
+        return stack is not None and not computes(self.process) and waits_for_a_key(stack.frames, self._line(stack))
+
+    def _line(self, stack: ThreadStack) -> str:
+        frame = stack.user_frame
+        return self.sources.line(frame.file, frame.line) if frame is not None else ""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -129,12 +151,6 @@ class RankEvidence:
         if self.board is None or len(self.board.arrived) < len(self.parameter_names):
             return ()
         return tuple(n for n, seen in zip(self.parameter_names, self.board.arrived, strict=False) if not seen)
-
-
-def _is_wait(file: str) -> bool:
-    return any(
-        part in file for part in ("torch/distributed/", "nn/parallel/distributed.py", "nsa/trace/collectives.py")
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +214,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
     return Evidence(
         job=job,
-        ranks=tuple(_load_rank(_folder_of(folders, r), r, host, sources) for r in range(job.world_size)),
+        ranks=tuple(_load_rank(_folder_of(folders, r), r, host, sources, job.backend) for r in range(job.world_size)),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),
@@ -217,7 +233,7 @@ def _folder_of(folders: Sequence[Path], rank: int) -> Path:
     return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
 
 
-def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources) -> RankEvidence:
+def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, backend: str) -> RankEvidence:
     events = list(read_lines(folder / "events.jsonl"))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
@@ -277,6 +293,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         groups={e["name"]: tuple(e["ranks"]) for e in events if e["event"] == "group"},
         folder=folder,
         sources=sources,
+        backend=backend,
     )
 
 

@@ -15,13 +15,17 @@ REST_LOOKS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """A look at a process: state letter, wait channel, CPU seconds (and those in the kernel), page faults, switches, children."""
+    """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, and those in the kernel), page
+    faults, switches, bytes written to whatever files and pipes, children.
+    """
 
     state: str
     cpu_s: float
+    main_cpu_s: float
     kernel_s: float
     faults: int
     voluntary_switches: int
+    written: int
     wchan: str
     children: tuple[str, ...]
     threads: int
@@ -34,7 +38,7 @@ def look_at(pid: int) -> ProcessState | None:
         fields = (proc / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    user, kernel = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13])
+    user, kernel = _cpu_seconds(fields)
     switches = next(
         (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
     )
@@ -42,13 +46,21 @@ def look_at(pid: int) -> ProcessState | None:
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
+        main_cpu_s=sum(_cpu_seconds(_read(proc / "task" / str(pid) / "stat").rpartition(")")[2].split())),
         kernel_s=kernel,
         faults=int(fields[7]),
         voluntary_switches=int(switches),
+        written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
         wchan=_read(proc / "wchan").strip(),
         children=commands,
         threads=int(fields[17]),
     )
+
+
+def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
+    """Return user and kernel seconds from the fields of a ``stat`` file behind the command's name; zeros where it was not read."""
+    ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:13]]
+    return (ticks[0], ticks[1]) if len(ticks) == 2 else (0.0, 0.0)
 
 
 def children_of(pid: int) -> list[int]:
@@ -68,6 +80,8 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     facts = asdict(after)
     facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
+    facts["main_cpu_share"] = round((after.main_cpu_s - before.main_cpu_s) / elapsed, 3)
+    facts["written_per_s"] = round((after.written - before.written) / elapsed, 1)
     # Of the time that it computed.
     facts["kernel_share"] = round((after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3)
     facts["faults_per_s"] = round((after.faults - before.faults) / elapsed, 1)

@@ -138,7 +138,12 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
 
 
 def skipped(
-    evidence: Evidence, culprits: tuple[int, ...], missed: Collective, reason: str, confidence: float = 0.9
+    evidence: Evidence,
+    culprits: tuple[int, ...],
+    missed: Collective,
+    reason: str,
+    confidence: float = 0.9,
+    certain: bool = True,
 ) -> Finding:
     """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
     culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason)
@@ -147,7 +152,7 @@ def skipped(
         ranks=culprits,
         where=missed.site,
         reason=reason,
-        certain=True,
+        certain=certain,
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )
@@ -157,7 +162,7 @@ def _ahead_in_unseen_wait(
     evidence: Evidence, alive: list[RankEvidence], found: dict[int, Collective]
 ) -> Finding | None:
     """Find that some ranks wait inside torch, in a call that the board does not see, in a later step than the others'
-    collective.
+    collective. A suspicion: a rank may make steps by itself, to warm up or to evaluate.
     """
     steps = {r.rank: r.board.numbers["step"] for r in alive if r.board is not None}
     ahead = tuple(rank for rank in sorted(steps) if rank not in found)
@@ -166,7 +171,7 @@ def _ahead_in_unseen_wait(
     missed = found[min(found)]
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on to the next step without {missed.describe()}, in which the others wait (call skipped)"
-    return skipped(evidence, ahead, missed, why, confidence=0.85)
+    return skipped(evidence, ahead, missed, why, confidence=0.7, certain=False)
 
 
 def awaited(rank: RankEvidence) -> Collective | None:

@@ -10,17 +10,15 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import SILENT_S, Evidence, RankEvidence
+from pytest_nsa.evidence.waiting import BUSY, STARVED, computes
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
-BUSY = 0.5  # of a core, over the sample
-STARVED = 0.1  # of a core, on a busy machine
 FAULTS = 1000  # per second: a process that gets new memory is in the kernel as well
 IN_KERNEL = 0.15  # of the time on the processor: a loop that polls a file or a socket is often there
 MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
-_STORE = re.compile(r"store\w*\.(get|wait|multi_get)\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
 _IO = re.compile(
@@ -51,7 +49,8 @@ def blocked(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
-    absent = [r for r in alive if not r.is_waiting]
+    # A rank that waits for a key is waited for only where no other rank is elsewhere: that one may be to set it.
+    absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key] or [r for r in alive if r.waits_for_a_key]
     if not absent:
         return _all_wait(evidence, alive)
     whys = {rank.rank: why for rank in absent if (why := _why(rank)) is not None}
@@ -60,7 +59,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     rank = next(r for r in absent if r.rank in whys)
     why = whys[rank.rank]
     culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
-    waiting = tuple(r.rank for r in alive if r.is_waiting)
+    waiting = tuple(r.rank for r in alive if r not in absent and (r.is_waiting or r.waits_for_a_key))
     n = evidence.job.world_size
     reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"
     if waiting:
@@ -155,14 +154,9 @@ def _child(rank: RankEvidence) -> Why | None:
     return Why("child_process", f"waits for a child process: {commands}", 0.85)
 
 
-def _computes(rank: RankEvidence) -> bool:
-    cpu = rank.process.get("cpu_share", 0.0)
-    return cpu >= BUSY or (rank.process.get("wants_cpu", False) and cpu >= STARVED)
-
-
 def _gil_held(rank: RankEvidence) -> Why | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
-    if not silent or (rank.process.get("wants_cpu") and not _computes(rank)):  # starved: its heartbeat is too
+    if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved: its heartbeat is too
         return None
     return Why("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
 
@@ -172,7 +166,7 @@ def _symbol(rank: RankEvidence) -> str:
 
 
 def _busy(rank: RankEvidence) -> Why | None:
-    return _what_computes(rank) if _computes(rank) else None
+    return _what_computes(rank) if computes(rank.process) else None
 
 
 def _starved(rank: RankEvidence) -> Why | None:
@@ -234,8 +228,7 @@ def _io_by_source(rank: RankEvidence) -> Why | None:
 
 def _store(rank: RankEvidence) -> Why | None:
     missing = "waits for a key of a store that no rank has set"
-    in_python = any(part in file for file in _library_files(rank) for part in _LOCK_FILES)  # a queue of that name
-    return Why("io_stuck", missing, 0.6) if _STORE.search(_source(rank)) and not in_python else None
+    return Why("io_stuck", missing, 0.6) if rank.waits_for_a_key else None
 
 
 def _lock(rank: RankEvidence) -> Why | None:

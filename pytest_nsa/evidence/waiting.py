@@ -1,0 +1,74 @@
+"""Whether a rank waits for other ranks, by what the board says that it is inside of, and by torch's functions that wait.
+
+A file's name shows nothing: `get_rank`, DTensor's dispatch and imports lie under torch/distributed, and wait for no rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pytest_nsa.evidence.stacks import Frame
+
+BUSY = 0.5  # of a core, over the sample
+STARVED = 0.1  # of a core, on a busy machine
+_RECORDER = "nsa/trace/collectives.py"  # its wrappers are in every recorded call
+_STORE_OF_OURS = ("pytest_nsa/rank/store.py", "pytest_nsa/wire/messages.py")  # the store of ranks is a class of Python
+_TORCH_S = ("torch/distributed/", "nn/parallel/distributed.py", "torch/futures/", _RECORDER, *_STORE_OF_OURS)
+_WAITS = re.compile(
+    r"_?(barrier|monitored_barrier|store_based_barrier|wait\w*|all_?reduce\w*|all_?gather\w*|all_?to_?all\w*|broadcast\w*"
+    r"|reduce\w*|gather\w*|scatter\w*|i?send\w*|i?recv\w*|sync_\w+|rpc_sync|shutdown|synchronize|recorded|recorded_wait)$"
+)
+_FOR_A_RESULT = re.compile(r"\.(wait|result|value|item|tolist|cpu|numpy|synchronize)\(")
+_STORE_CALL = re.compile(r"store\w*\.(get|wait|multi_get|barrier)\(", re.IGNORECASE)
+_ENGINE = "_engine_run_backward"
+
+
+def computes(process: Mapping[str, Any]) -> bool:
+    """Return whether the main thread of a process is at work, by a sample of /proc; on a busy machine it may get little."""
+    share = process.get("main_cpu_share", process.get("cpu_share", 0.0))
+    return share >= BUSY or (bool(process.get("wants_cpu")) and share >= STARVED)
+
+
+def torch_s_wait(frames: Sequence[Frame]) -> str:
+    """Return the function of torch in which a thread waits for other ranks; '' where it is in none. Frames innermost first.
+
+    Every frame from the innermost to that function must be torch's own: what it calls by the way (pickling an object, an
+    import) is work.
+    """
+    found = ""
+    for frame in frames:
+        if frame.is_user or not any(part in frame.file for part in _TORCH_S):
+            break
+        if _WAITS.match(frame.function):
+            found = frame.function
+    return found
+
+
+def _depth(frames: Sequence[Frame]) -> int:
+    """Return how many frames of the ranks' own store are innermost."""
+    return next((i for i, f in enumerate(frames) if not any(part in f.file for part in _STORE_OF_OURS)), len(frames))
+
+
+def in_recorded_call(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread is inside a call that the board records, and not in something that it calls by the way."""
+    return any(_RECORDER in f.file for f in frames[: _depth(frames) + 3]) and bool(torch_s_wait(frames))
+
+
+def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:
+    """Return whether a thread is at a call that returns when earlier collectives have completed; ``line`` is its source.
+
+    Such are the end of a backward under DDP, which waits in C++, and a future's or a device's result.
+    """
+    if not frames:
+        return False
+    return frames[0].function == _ENGINE or (frames[0].is_user and bool(_FOR_A_RESULT.search(line)))
+
+
+def waits_for_a_key(frames: Sequence[Frame], line: str) -> bool:
+    """Return whether a thread waits for a key of a store: which rank should set it is not known. ``line``: the user's source."""
+    if not frames or not _STORE_CALL.search(line):
+        return False
+    # A queue or a dictionary may be called store, too: then a frame of Python's own is the innermost.
+    return frames[0].is_user or any(part in frames[0].file for part in _TORCH_S)
