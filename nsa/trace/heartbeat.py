@@ -55,6 +55,7 @@ class Heartbeat:
             0,
         )  # code and instruction of the main thread: a thread that stays at one is in one call into native code
         self._looks = self._moves = 0
+        self._modules = len(sys.modules)
         self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
         self.rank = rank
@@ -128,6 +129,9 @@ class Heartbeat:
         if self._owes_line:
             self._owes_line, self._changed = False, time.monotonic()
             self.record(at=board.phase_since)
+        if len(sys.modules) != self._modules:  # an import is under way
+            self._modules = len(sys.modules)
+            board.add("progress")
         self._look_at_standing(frames)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())
@@ -167,7 +171,8 @@ class Heartbeat:
         for thread, innermost in frames.items():
             if thread == threading.get_ident():
                 continue
-            lines.append(f"Thread 0x{thread:016x} (most recent call first):")
+            kind = "Current thread" if thread == self._main else "Thread"
+            lines.append(f"{kind} 0x{thread:016x} (most recent call first):")
             frame: FrameType | None = innermost
             for _ in range(MAX_FRAMES):
                 if frame is None:

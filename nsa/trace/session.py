@@ -11,6 +11,7 @@ from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.divergence import Checksums
 from nsa.trace.events import record
 from nsa.trace.heartbeat import Heartbeat
+from nsa.trace.loaders import count_batches
 from nsa.trace.observe import Observer
 
 _current: TraceSession | None = None
@@ -27,6 +28,7 @@ class TraceSession:
         self.observer = Observer(self.board)
         self.recorder.install()
         self.observer.install()
+        count_batches(self.board)
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:

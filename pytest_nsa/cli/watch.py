@@ -15,6 +15,8 @@ from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.monitor.announcements import stalled_for
+from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StandStill
@@ -22,7 +24,7 @@ from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
 GRACE_S = 1.0
-ENOUGH_S = 4.0  # to see which ranks make progress, and to look twice at those that do not
+ENOUGH_S = 4.5  # to see which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
 
 
@@ -44,6 +46,7 @@ class Watcher:
     finding: Finding | None = None
     _standing: StandStill = field(default_factory=StandStill)
     _gone: set[int] = field(default_factory=set)
+    _patience: Patience = field(default_factory=Patience)
 
     def __post_init__(self) -> None:
         self.watch = ProgressWatch({})
@@ -80,7 +83,12 @@ class Watcher:
             self.finding = None
         elif self._standing.look(self._alive(), waited):
             self._note(waited)
-            self.finding = suspect(with_sources(load(self.folder)))
+            evidence = with_sources(load(self.folder))
+            found = suspect(evidence)
+            if found is not None and not self._gone:
+                is_due = self._patience.is_due(found, evidence, self.watch.past, stalled_for(found, self.watch))
+                found = found if is_due else None
+            self.finding = found
         return (before and before.key) != (self.finding and self.finding.key)
 
     def _alive(self) -> dict[int, int]:

@@ -16,7 +16,8 @@ class Cause:
 
     ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank`` is
     true for causes that no model has part in. ``unmet`` is true where other ranks wait for a call that never comes, so that
-    an abort among them is a consequence. ``rules`` are 'module.function' of `rules/`.
+    an abort among them is a consequence. ``at_work``: the rank computes, and may come yet: it is announced late, as what it is.
+    ``rules`` are 'module.function' of `rules/`.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Cause:
     outcome: Literal["", "FAIL", "CRASH", "SLOW"] = ""
     of_the_rank: bool = False
     unmet: bool = False
+    at_work: bool = False
 
 
 _REGISTRY = (
@@ -177,6 +179,7 @@ _REGISTRY = (
         summary="Python code runs, and nothing gets on.",
         advice="give the loop a condition that ends it; the stack names its line",
         rules=("stalls.blocked",),
+        at_work=True,
     ),
     Cause(
         name="sleeping",
@@ -191,6 +194,7 @@ _REGISTRY = (
         summary="native code is at work.",
         advice="the rank is at work in native code: give it time, or make the call smaller",
         rules=("stalls.blocked",),
+        at_work=True,
     ),
     Cause(
         name="gil_held",
@@ -229,6 +233,7 @@ _REGISTRY = (
         summary="a compile is under way.",
         advice="a compile is under way on this rank: warm up before timing, or raise the timeout",
         rules=("stalls.blocked",),
+        at_work=True,
     ),
     Cause(
         name="transport_stuck",
@@ -315,6 +320,7 @@ _REGISTRY = (
         advice="it moves: raise the timeout, or make the step smaller",
         rules=("speed.slow",),
         outcome="SLOW",
+        at_work=True,
     ),
     Cause(
         name="graph_explosion",
@@ -323,6 +329,7 @@ _REGISTRY = (
         advice="vectorise the module that owns the autograd nodes",
         rules=("speed.graph_explosion",),
         outcome="SLOW",
+        at_work=True,
     ),
     Cause(
         name="straggler",
@@ -331,6 +338,7 @@ _REGISTRY = (
         advice="balance the work between ranks, or raise the timeout",
         rules=("speed.straggler",),
         outcome="SLOW",
+        at_work=True,
     ),
     Cause(
         name="assertion",

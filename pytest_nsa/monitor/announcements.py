@@ -1,4 +1,4 @@
-"""Suspicions: what the rules make of a stall while the test runs, announced as soon as one fits, and when that changes."""
+"""Suspicions: what the rules make of a stall while the test runs, announced when it has lasted (`patience`), and when it changes."""
 
 from __future__ import annotations
 
@@ -8,49 +8,74 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.load import Evidence, load, with_sources
+from pytest_nsa.monitor.patience import Patience, is_at_work
+from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 from pytest_nsa.wire.protocols import Limits
 
+MOVING = ("straggler", "graph_explosion", "slow")  # causes of ranks that move
+
 
 class Suspicions:
-    """Called by the host at a stall. Keeps what was suspected in ``suspicions.jsonl`` of the test's folder."""
+    """Called by the host at a stall. Keeps what was announced in ``suspicions.jsonl`` of the test's folder."""
 
     def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
         self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
-        self._last: tuple[object, ...] = ()  # the key of what was announced
+        self._patience = Patience()
+        self._announced: tuple[object, ...] = ()
 
-    def __call__(self) -> Finding | None:
+    def __call__(self, watch: ProgressWatch) -> Finding | None:
         """Return what the rules make of the evidence now; None where none fits."""
         try:
             evidence = with_sources(load(self.folder))
+            found = suspect(evidence)
+            if found is not None:
+                self._consider(found, evidence, watch)
         except Exception as error:  # the test runs: what cannot be read now must not end it
             append_line(
                 self.folder / "suspicions.jsonl", {"time": time.time(), "error": f"{type(error).__name__}: {error}"}
             )
             return None
-        found = suspect(evidence)
-        if found is not None and found.key != self._last:
-            self._last = found.key
-            append_line(
-                self.folder / "suspicions.jsonl",
-                {
-                    "time": time.time(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
-                    "reason": found.reason, "certain": found.certain, "stood_still_s": evidence.waits_s,
-                },
-            )  # fmt: skip
-            self.announce(self._text(found, evidence.waits_s))
         return found
 
-    def _text(self, found: Finding, seconds: float) -> str:
+    def _consider(self, found: Finding, evidence: Evidence, watch: ProgressWatch) -> None:
+        seconds = stalled_for(found, watch)
+        at_work = is_at_work(found, evidence)
+        state = ("at work" if at_work else found.cause, found.ranks)
+        if not self._patience.is_due(found, evidence, watch.past, seconds) or state == self._announced:
+            return
+        self._announced = state
+        append_line(
+            self.folder / "suspicions.jsonl",
+            {
+                "time": time.time(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
+                "reason": found.reason, "certain": found.certain, "at_work": at_work, "stood_still_s": round(seconds, 2),
+            },
+        )  # fmt: skip
+        left = max(0.0, self.limits.run - (time.monotonic() - watch.running_since))
+        self.announce(self._text(found, seconds, left, at_work=at_work))
+
+    def _text(self, found: Finding, seconds: float, left: float, *, at_work: bool) -> str:
         who = describe_ranks(found.ranks, self.job.world_size)
         test = self.job.scenario or self.job.nodeid
+        at = f" at {found.where}" if found.where else ""
         if found.certain:
             what = "that cannot mend itself: the test is ended"
         elif self.limits.hang_after:
             what = f"a suspicion; the test is ended if it lasts for {self.limits.hang_after:g} s"
         else:
-            what = f"a suspicion; the test has {self.job.timeout:g} s in all"
-        at = f" at {found.where}" if found.where else ""
+            what = f"a suspicion; the test has {left:.0f} s left"
+        if at_work and not found.certain:
+            return (
+                f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {found.reason} (the test has {left:.0f} s left)"
+            )
         return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {found.reason} ({what})"
+
+
+def stalled_for(found: Finding, watch: ProgressWatch) -> float:
+    """Return for how many seconds the ranks of a suspicion have not moved; of those that do, for how long others have waited."""
+    if found.cause in MOVING:
+        return watch.longest_wait
+    return min((watch.stood_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)

@@ -10,8 +10,10 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure, waits_apart
+from pytest_nsa.monitor.patience import Past
 
 QUIET_S = 0.2
+BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
 
 
@@ -22,6 +24,7 @@ class ProgressWatch:
     folders: dict[int, Path]
     readers: dict[int, BoardReader] = field(init=False)
     boards: dict[int, BoardSnapshot] = field(init=False, default_factory=dict)
+    past: Past = field(init=False, default_factory=Past)
     running_since: float = 0.0
     last_move: float = field(init=False)
     _signatures: dict[int, tuple[float, ...]] = field(init=False, default_factory=dict)
@@ -53,10 +56,15 @@ class ProgressWatch:
             board = reader.read()
             if board is None:
                 continue
-            self.boards[rank] = board
+            before, self.boards[rank] = self.boards.get(rank), board
             if self._signatures.get(rank) != board.signature:
                 self._signatures[rank] = board.signature
-                self.last_move = self._moves[rank] = now
+                if before is not None:
+                    self.past.moved(rank, before, board, now - self._moves.get(rank, now))
+                # At first sight the rank's own heartbeat shows for how long it has been stalled.
+                since = BEAT_S * board.numbers.get("still_looks", 0.0) if before is None else 0.0
+                self._moves[rank] = now - since
+                self.last_move = max(self._moves.values())
         if not self.running_since and len(self.boards) == len(self.folders) and self.all_past("start"):
             self.running_since = now
 

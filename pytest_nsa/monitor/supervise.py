@@ -32,7 +32,7 @@ class RanksRun:
     launcher: Launcher
     limits: Limits
     monitors: Sequence[Monitor] = ()
-    suspect: Callable[[], Suspicion | None] | None = None  # what is wrong, by the evidence so far
+    suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class RanksRun:
         for rank, facts in self.standing.facts.items():
             note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank)})
         self._note("standing", **self.watch.stand_still_facts(waited, GRACE_S))
-        self.suspicion = self.suspect()
+        self.suspicion = self.suspect(self.watch)
 
     def _late_beats(self) -> dict[int, tuple[float, float]]:
         """By how many seconds in all the heartbeats came late, and how many there were."""

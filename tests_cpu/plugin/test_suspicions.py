@@ -29,14 +29,16 @@ def test_stands(group):
 def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:
-    result = run_example(pytester, STANDS.format(timeout=60, sleep=4), *options)
+    result = run_example(pytester, STANDS.format(timeout=60, sleep=6), *options)
     assert result.outcomes == {"passed": 1}
     assert "test_stands: sleeping on rank 1 at test_example.py:" in result.stdout
-    assert "(a suspicion; the test has 60 s in all)" in result.stdout
+    left = re.search(r"\(a suspicion; the test has (\d+) s left\)", result.stdout)
+    assert left is not None
+    assert int(left[1]) < 60
 
 
 def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=3")
+    result = run_example(pytester, STANDS.format(timeout=60, sleep=1000), "-o", "ranks_hang_after=5")
     verdict = result.verdicts["test_stands"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
     assert verdict.duration_s < 30
@@ -45,7 +47,7 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert "sockets" in (result.folder("test_stands") / "host.jsonl").read_text()
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
     assert [(s["cause"], s["ranks"]) for s in suspected] == [("sleeping", [1])]
-    assert suspected[0]["stood_still_s"] <= 3
+    assert 3 <= suspected[0]["stood_still_s"] <= 5
 
 
 def test_what_cannot_mend_itself_ends_the_test_at_once(pytester: pytest.Pytester) -> None:
@@ -182,5 +184,4 @@ def test_evaluates_alone(ddp):
 """
     result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
     assert result.outcomes == {"passed": 1}
-    assert "straggler on rank 0" in result.stdout
-    assert "missing_collective" not in result.stdout
+    assert "rank 0" not in result.stdout  # it moves: nothing is announced

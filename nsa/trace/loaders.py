@@ -1,0 +1,27 @@
+"""Batches that torch's data loaders deliver: a rank that takes one has made progress, and one whose loader ended knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from nsa.trace.board import Board
+
+
+def count_batches(board: Board) -> None:
+    """Count on ``board`` each batch of a DataLoader of this process, and each iterator that comes to its end."""
+    iterator: Any = dataloader._BaseDataLoaderIter
+    following = iterator.__next__
+
+    def counted(self: Any) -> Any:
+        try:
+            batch = following(self)
+        except StopIteration:
+            board.add("loaders_ended")
+            raise
+        board.add("batches")
+        board.add("progress")
+        return batch
+
+    iterator.__next__ = counted

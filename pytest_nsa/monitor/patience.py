@@ -1,0 +1,93 @@
+"""How long a stall lasts before it is announced: by what the rank does meanwhile, and by the job's own past.
+
+| what is seen | announced after |
+| --- | --- |
+| it cannot mend itself (ranks wait for each other, for ever) | at once |
+| ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
+| a rank is at work by itself: it computes, imports, compiles, writes | 10 s |
+
+Both limits grow with the job's own past: to 5 times its usual step, and to twice its longest pause at the same place, so that a
+pause that recurs (a checkpoint, an evaluation) is announced once at most. A rank that begins something else begins to count anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.load import Evidence
+
+WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
+STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
+PAUSE_S = 1.0  # what is shorter is no pause
+ENOUGH_STEPS = 3
+WRITES = 1e6  # bytes a second: more than the tracers' own files
+
+
+@dataclass
+class Past:
+    """The steps and pauses of a job's ranks so far, in seconds."""
+
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    _step_began: dict[int, float] = field(default_factory=dict)
+    _longest: dict[str, float] = field(default_factory=dict)
+
+    def moved(self, rank: int, before: BoardSnapshot, after: BoardSnapshot, pause: float) -> None:
+        """Note that a rank has moved again after ``pause`` seconds."""
+        now = time.monotonic()
+        if after.numbers["step"] > before.numbers["step"]:
+            began = self._step_began.get(rank)
+            if began is not None:
+                self._steps.append((now - began) / (after.numbers["step"] - before.numbers["step"]))
+            self._step_began[rank] = now
+        if pause >= PAUSE_S and before.blocked is None:
+            place = _place(before.line)
+            self._longest[place] = max(pause, self._longest.get(place, 0.0))
+
+    def limit(self, least: float, line: str) -> float:
+        """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
+        step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
+        return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
+
+
+def _place(line: str) -> str:
+    """Return file and function of ``file:line in function``: a pause may end at another line than the last one did."""
+    file, _, rest = line.partition(":")
+    return f"{file} {rest.partition(' in ')[2]}"
+
+
+class Patience:
+    """Decides whether a suspicion has lasted long enough to be announced. Fed with each assessment of a stall."""
+
+    def __init__(self) -> None:
+        self._state: tuple[object, ...] = ()
+        self._since = 0.0
+
+    def is_due(self, finding: Finding, evidence: Evidence, past: Past, stalled_s: float) -> bool:
+        """Return whether to announce now; ``stalled_s``: since the culprits moved, or since all have been stalled."""
+        now = time.monotonic()
+        at_work = is_at_work(finding, evidence)
+        state = ("at work" if at_work else finding.cause, finding.ranks)
+        if state != self._state:
+            # What was seen first has lasted since the rank moved; what follows, since it was seen.
+            self._since = now if self._state else now - stalled_s
+            self._state = state
+        self._since = max(self._since, now - stalled_s)
+        if finding.certain:
+            return True
+        boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
+        waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
+        all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
+        least = AT_WORK_S if at_work or not (waited_for or all_wait) else WAITED_FOR_S
+        return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
+
+
+def is_at_work(finding: Finding, evidence: Evidence) -> bool:
+    """Return whether the ranks of a suspicion are at work by themselves: they compute, import, compile, or write."""
+    writes = any(r.process.get("written_per_s", 0.0) > WRITES for r in evidence.ranks if r.rank in finding.ranks)
+    return CAUSES[finding.cause].at_work or writes
