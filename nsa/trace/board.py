@@ -39,7 +39,8 @@ _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "node
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("root", "q"),
-    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"), ("site", "256s"),
+    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
+    ("note", "96s"), ("site", "256s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
@@ -202,11 +203,12 @@ class Board:
 
     def enter(
         self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1,
-        root: int = -1, reduction: str = "",
+        root: int = -1, reduction: str = "", note: str = "",
     ) -> int:  # fmt: skip
         """Enter a collective of a group of ``size`` ranks; returns the index to `leave` with.
 
-        ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...
+        ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...;
+        ``note``: a new group's name and ranks, a tag, split sizes.
         """
         index = self.count("collectives_entered")
         offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
@@ -214,7 +216,7 @@ class Board:
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
             root, time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
-            site.encode()[-256:],
+            note.encode()[:96], site.encode()[-256:],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

@@ -34,6 +34,7 @@ _FUNCTIONAL = (
 )  # fmt: skip
 NEW_GROUP = "new_group"
 ANY = -2  # the peer of a receive that takes from anybody
+_SPLIT = ("alltoall_base", "all_to_all_single")
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
@@ -47,11 +48,13 @@ class CollectiveRecorder:
         self._pending: dict[int, tuple[int, Any]] = {}  # id(work) -> (index on the board, work)
         self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
+        self._blocked_in = 0
         self.on_group: Callable[[str, list[int]], None] = _ignore  # a new group's name and ranks
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
+        self._blocked_in = 0
         self._functional.clear()
         self.on_group = _ignore
         with self._lock:
@@ -74,7 +77,9 @@ class CollectiveRecorder:
                 return wait(work, *args, **kwargs)
             with self._blocked(entry[0]):
                 result = wait(work, *args, **kwargs)
-            self._leave(id(work))
+            # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
+            if work.is_completed():
+                self._leave(id(work))
             return result
 
         work_class.wait = outside_graphs(recorded_wait)
@@ -102,7 +107,8 @@ class CollectiveRecorder:
             label = op if op == NEW_GROUP else f"ddp:{_label(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
-            index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size)
+            note = _new_group(args) if op == NEW_GROUP else ""
+            index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size, note=note)
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
@@ -158,11 +164,15 @@ class CollectiveRecorder:
     def _blocked(self, index: int) -> Iterator[None]:
         """Mark that the main thread waits in collective ``index``; an exception leaves the mark, as it has its own location."""
         on_main = threading.current_thread() is threading.main_thread()
+        outer, self._blocked_in = self._blocked_in, index + 1 if on_main else self._blocked_in
         if on_main:
             self.board.number("blocked_in", index + 1)
-        yield
+        try:
+            yield
+        finally:
+            self._blocked_in = outer
         if on_main:
-            self.board.number("blocked_in", 0)
+            self.board.number("blocked_in", outer)  # of a call around it: a new group may be made inside one
 
     @property
     def is_waiting(self) -> bool:
@@ -195,15 +205,16 @@ class CollectiveRecorder:
             )
             label = _label(group)
             self._sequence[label] += 0 if point_to_point else 1
-            peer = -1
+            peer, note = -1, _splits(args) if name in _SPLIT else ""
             if point_to_point:
-                given = next((a for a in args[1:] if isinstance(a, int)), -1)
+                given, tag = ([a for a in args[1:] if isinstance(a, int)] + [-1, 0])[:2]
+                note = f"tag {tag}" if tag > 0 else ""
                 peer = ANY if name == "recv_anysource" else _global_rank(group, given)
             root, reduction = _options((*args, *kwargs.values()))
             root = _global_rank(group, root) if root >= 0 else root
             index = self.board.enter(
                 name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer,
-                root=root, reduction=reduction,
+                root=root, reduction=reduction, note=note,
             )  # fmt: skip
             self._inside.depth = 1
             try:
@@ -235,6 +246,17 @@ def _group(value: Any) -> Any:
         return value.get_group() if hasattr(value, "get_group") else None
     except RuntimeError:  # a mesh of several dimensions
         return None
+
+
+def _new_group(args: tuple[Any, ...]) -> str:
+    """'2: 0,1': the name of the group that torch is to make, and its ranks; none for all of them."""
+    return f"{args[5]}: {','.join(map(str, args[2]))}" if len(args) > 5 and isinstance(args[2], list) else ""
+
+
+def _splits(args: tuple[Any, ...]) -> str:
+    """'gives 1,2 takes 2,1': how many rows go to each rank and come from each; '' where they are even."""
+    takes, gives = ([a for a in args if isinstance(a, list) and a and isinstance(a[0], int)] + [[], []])[:2]
+    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
 
 
 def _succeeded(work: Any) -> bool:

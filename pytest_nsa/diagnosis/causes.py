@@ -77,6 +77,7 @@ _REGISTRY = (
         summary="ranks wait in different groups, each for a rank that waits elsewhere.",
         advice="take the two groups in the same order on every rank",
         rules=(
+            "groups.groups_apart",
             "order.waiting_apart",
             "stalls.blocked",
         ),
@@ -88,8 +89,8 @@ _REGISTRY = (
         summary="a send or receive has no other half.",
         advice="pair each send with a receive; where both ranks receive first, let one send first or use isend/irecv",
         rules=(
+            "pairs.unpaired",
             "absence.left_alone",
-            "stalls.blocked",
         ),
         of_the_rank=True,
     ),
@@ -160,6 +161,7 @@ _REGISTRY = (
         summary="a process group never formed.",
         advice="look at the rank that is missing: its output shows why it did not arrive",
         rules=(
+            "groups.groups_apart",
             "exits.init_timeout",
             "absence.left_alone",
             "absence.not_entered",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
-from pytest_nsa.diagnosis.rules import absence, autograd, exits, numbers, order, payloads, speed, stalls
+from pytest_nsa.diagnosis.rules import absence, autograd, exits, groups, numbers, order, pairs, payloads, speed, stalls
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
 from pytest_nsa.evidence.load import Evidence
 
@@ -50,6 +50,8 @@ RULES: tuple[Rule, ...] = (
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
     order.departed,
+    groups.groups_apart,
+    pairs.unpaired,
     order.waiting_apart,
     exits.init_timeout,
     numbers.nan_loss,
@@ -71,6 +73,8 @@ RULES: tuple[Rule, ...] = (
 # Of ranks that stall, or are waited for, while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
     order.departed,
+    groups.groups_apart,
+    pairs.unpaired,
     order.waiting_apart,
     speed.graph_explosion,
     speed.straggler,

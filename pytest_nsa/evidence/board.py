@@ -24,7 +24,8 @@ class Collective:
     """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
 
     ``peer`` is -1 but for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
-    the group; ``reduction`` is sum, max, ... where there is one.
+    the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2: 0,1'), a tag
+    ('tag 3'), or split sizes ('gives 1,2 takes 2,1').
     """
 
     index: int
@@ -42,6 +43,7 @@ class Collective:
     left: float
     root: int = -1
     reduction: str = ""
+    note: str = ""
 
     @property
     def is_inside(self) -> bool:
@@ -69,6 +71,8 @@ class Collective:
             gives = self.op.startswith(("broadcast", "scatter", "recv"))
             who = "any rank" if self.peer == ANY else f"rank {max(self.root, self.peer)}"
             payload.append(f"{'from' if gives else 'to'} {who}")
+        if self.note:
+            payload.append(self.note)
         if self.group not in DEFAULT_GROUPS:
             payload.append(f"group {self.group}")
         said = f" ({', '.join(payload)})" if payload else ""

@@ -125,7 +125,7 @@ class RankEvidence:
             return bool(torch_s_wait(stack.frames)) or (
                 board is not None and bool(board.inside) and waits_for_a_result(stack.frames, line)
             )
-        return board.blocked is not None or not in_recorded_call(stack.frames)
+        return board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
 
     @property
     def _is_in_one_call_on_a_device(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sysconfig
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ _PARTS = (p for p in Path(__file__).parents[1].iterdir() if p.suffix == ".py" or
 _OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p in _PARTS))
 # What torch's compiler has written, in whatever folder it keeps that.
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
+_JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "__exit__")
+_JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
+_IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
 # For a folder that comes from another machine, whose Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})
@@ -71,6 +75,22 @@ class ThreadStack:
         return False
 
     @property
+    def waits_for_a_thread(self) -> bool:
+        """Whether it joins a thread, or waits for a future's result: not whether it waits for a lock, or for an event."""
+        return any(f.function in _JOINS and f.file.endswith(_JOIN_FILES) for f in self._library_frames)
+
+    @property
+    def waits_for_work(self) -> bool:
+        """Whether it waits for an event, a condition or a queue, or sleeps between two rounds: it is idle, not stuck."""
+        library = self._library_frames
+        return any(f.file.endswith(_IDLE_FILES) for f in library[:3])
+
+    @property
+    def _library_frames(self) -> tuple[Frame, ...]:
+        """What the user's innermost line has called."""
+        return tuple(itertools.takewhile(lambda f: not f.is_user, self.frames))
+
+    @property
     def is_ours(self) -> bool:
         """The heartbeat or another thread of the tracers."""
         return any("/nsa/trace/heartbeat.py" in f.file for f in self.frames)
@@ -85,22 +105,40 @@ def parse_dump(text: str) -> tuple[ThreadStack, ...]:
     """Return the threads of the rank's dump in a file. The main thread is the one whose outermost frames are the oldest call."""
     text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
+    current: list[Frame] | None = None
     for line in text.splitlines():
-        if _THREAD.match(line):
+        if header := _THREAD.match(line):
             threads.append([])
+            current = threads[-1] if header[1] == "Current thread" else current
         elif threads and (match := _FRAME.match(line)):
             number = int(match["line"]) if match["line"].isdigit() else 0
             threads[-1].append(Frame(match["file"], number, match["function"]))
     stacks = [frames for frames in threads if frames]
-    # faulthandler names no main thread before Python 3.14: it is the one that does not begin in threading's bootstrap.
-    return tuple(ThreadStack(tuple(f), is_main=f[-1].function != "_bootstrap") for f in stacks)
+    # faulthandler names no main thread before Python 3.14: it is one that does not begin in threading's bootstrap, and of those
+    # (threads of C++ that call Python are others) the one that got the signal.
+    outer = [f for f in stacks if f[-1].function != "_bootstrap"]
+    main = next((f for f in outer if f is current), outer[-1] if outer else None)
+    return tuple(ThreadStack(tuple(f), is_main=f is main) for f in stacks)
 
 
 def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
-    """Return the thread to show: the main one, unless it waits in autograd for a thread that runs the user's backward."""
+    """Return the thread that shows what the rank does: the main one, unless that waits for another of its threads.
+
+    So it does in autograd, for a thread that runs the user's backward; in a join, or for a future's result; and where it waits
+    for other ranks while it serves one of them (RPC).
+    """
     main = next((t for t in threads if t.is_main), None)
-    if main is not None and main.frames[0].function == "_engine_run_backward":
-        for thread in threads:
-            if not thread.is_main and not thread.is_ours and thread.user_frame is not None:
-                return thread
-    return main or next((t for t in threads if not t.is_ours), None)
+    others = [t for t in threads if t is not main and not t.is_ours and t.user_frame is not None]
+    if main is None:
+        return next(iter(others), None) or next((t for t in threads if not t.is_ours), None)
+    if main.frames[0].function == "_engine_run_backward":
+        return next(iter(others), main)
+    served = [t for t in others if any("torch/distributed/rpc/" in f.file for f in t.frames)]
+    if served and any(
+        f.file.endswith("torch/distributed/rpc/api.py") or "torch/futures" in f.file for f in main.frames
+    ):
+        return served[0]
+    if main.waits_for_a_thread:
+        busy = [t for t in others if not t.waits_for_work]
+        return busy[0] if busy else main
+    return main

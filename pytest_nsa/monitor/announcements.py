@@ -1,4 +1,4 @@
-"""Suspicions: what the rules make of a stall while the test runs, announced when it has lasted (`patience`), and when it changes."""
+"""Suspicions: what the rules make of a stall while the test runs, announced when one has lasted (`patience`), or changes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Suspicions:
 
 
 def stalled_for(found: Finding, watch: ProgressWatch) -> float:
-    """Return for how many seconds the ranks of a suspicion have not moved; of those that do, for how long others have waited."""
+    """Return for how many seconds the ranks of a suspicion have not moved; of those that do, how long others have waited."""
     if found.cause in MOVING:
         return watch.longest_wait
     return min((watch.stood_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)

@@ -14,6 +14,7 @@ from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import dump_children, dump_stacks, note_process, sample_processes
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import look_at_gpus
+from pytest_nsa.system.locks import file_locks
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
 from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion
@@ -122,8 +123,9 @@ class RanksRun:
         self._beats = self._beats or self._late_beats()
         if not self.standing.look(self._alive(), waited):
             return
+        locks = file_locks(self._alive())
         for rank, facts in self.standing.facts.items():
-            note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank)})
+            note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})})
         self._note("standing", **self.watch.stand_still_facts(waited, GRACE_S))
         self.suspicion = self.suspect(self.watch)
 
@@ -172,7 +174,8 @@ class RanksRun:
             moved_ranks=self.watch.moved_within(GRACE_S),
         )
         alive = self._alive()
-        beats = {rank: {"gil_wait_ms": self._gil_wait(rank)} for rank in alive}
+        locks = file_locks(alive)
+        beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
         sample_processes(alive, self.log, beats)
         self._note("gpus", gpus=look_at_gpus())
         self.watch.look()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
+from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import SILENT_S, Evidence, RankEvidence
+from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
@@ -25,6 +28,7 @@ _IO = re.compile(
     r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
     r"|\bselect\((?!\[\], \[\], \[\])|\.poll\("
 )
+_FILE_LOCKS = ("/file_baton.py", "/filelock/", "/portalocker/", "/fasteners/")
 _IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
 _IO_WAITS = (
     "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
@@ -36,12 +40,15 @@ _LOADER = "torch/utils/data/dataloader.py"
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """A cause, what the rank does in words, how sure that is, and the line where that is known better than by its stack."""
+    """A cause, what the rank does in words, how sure that is, the line where that is known better than by its stack, and the
+    ranks that hold what it waits for.
+    """
 
     cause: str
     says: str
     confidence: float
     where: str = ""
+    holders: tuple[int, ...] = ()
 
 
 def blocked(evidence: Evidence) -> Finding | None:
@@ -59,7 +66,11 @@ def blocked(evidence: Evidence) -> Finding | None:
     rank = next(r for r in absent if r.rank in whys)
     why = whys[rank.rank]
     culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
-    waiting = tuple(r.rank for r in alive if r not in absent and (r.is_waiting or r.waits_for_a_key))
+    # A rank that holds the lock and waits itself is half of the deadlock.
+    culprits = tuple(sorted({*culprits, *(h for h in why.holders if evidence.ranks[h].is_waiting)}))
+    waiting = tuple(
+        r.rank for r in alive if r.rank not in culprits and r not in absent and (r.is_waiting or r.waits_for_a_key)
+    )
     n = evidence.job.world_size
     reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"
     if waiting:
@@ -84,7 +95,8 @@ def _why(rank: RankEvidence) -> Why | None:
     first.
     """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
-        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
+        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _file_lock, _polled_lock, _lock_by_frame, _sleeping,
+        _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
 
@@ -95,12 +107,12 @@ def _files(rank: RankEvidence) -> list[str]:
 
 def _library_files(rank: RankEvidence) -> list[str]:
     """Return those of the frames that the user's innermost line has called, innermost first."""
-    found = []
-    for frame in rank.stack.frames if rank.stack is not None else ():
-        if frame.is_user:
-            break
-        found.append(frame.file)
-    return found
+    return [frame.file for frame in _library_frames(rank)]
+
+
+def _library_frames(rank: RankEvidence) -> list[Frame]:
+    frames = rank.stack.frames if rank.stack is not None else ()
+    return list(itertools.takewhile(lambda frame: not frame.is_user, frames))
 
 
 def _source(rank: RankEvidence) -> str:
@@ -231,6 +243,35 @@ def _store(rank: RankEvidence) -> Why | None:
     return Why("io_stuck", missing, 0.6) if rank.waits_for_a_key else None
 
 
+def _file_lock(rank: RankEvidence) -> Why | None:
+    """Find that it waits in the kernel for a lock on a file."""
+    path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
+    if not path:
+        return None
+    held = f", which rank {holders[0]} holds" if holders else ""
+    return Why("lock_deadlock", f"waits for a lock on {path}{held}", 0.9, holders=holders)
+
+
+def _polled_lock(rank: RankEvidence) -> Why | None:
+    """Find that it sleeps between attempts to take a lock on a file: a library's, or torch's for compiling extensions."""
+    frame = next((f for f in _library_frames(rank) if any(part in f.file for part in _FILE_LOCKS)), None)
+    if frame is None:
+        return None
+    return Why("lock_deadlock", f"polls a lock on a file ({frame.describe()}) that is not released", 0.85)
+
+
+def _lock_by_frame(rank: RankEvidence) -> Why | None:
+    """Find that its innermost frame takes a lock, in whatever file: a logging handler's, a library's own."""
+    frames = _library_frames(rank)
+    if not frames or frames[0].function not in ("acquire", "_acquire_restore", "_wait_for_tstate_lock"):
+        return None
+    return Why("lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9)
+
+
+def _in_hook(rank: RankEvidence) -> str:
+    return ", in a gradient hook" if rank.stack is not None and rank.stack.is_in_hook else ""
+
+
 def _lock(rank: RankEvidence) -> Why | None:
     if any(part in file for file in _library_files(rank)[:3] for part in _IO_FILES):
         return None
@@ -240,8 +281,9 @@ def _lock(rank: RankEvidence) -> Why | None:
     by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
     if not (by_file or source or by_wait):
         return None
-    in_hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""
-    return Why("lock_deadlock", f"waits for a lock that is not released{in_hook}", 0.9 if by_file or source else 0.7)
+    return Why(
+        "lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9 if by_file or source else 0.7
+    )
 
 
 def _backward(rank: RankEvidence) -> Why | None:
@@ -257,11 +299,13 @@ def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
     if len(alive) < 2 or len(inside) < len(alive):
         return None
     shown = "; ".join(f"rank {r.rank} in {c.describe()}" for r, c in inside)
-    pairs = [(r, c) for r, c in inside if c.peer != -1 or c.op.startswith("recv")]
     certain = True
-    if pairs:
-        cause, reason, confidence = "p2p_unmatched", f"receives and sends do not pair: {shown}", 0.85
-        certain, inside = len(pairs) == len(inside), pairs
+    if any(c.peer != -1 for _, c in inside):
+        halves = {r.rank: c for r, c in inside if c.peer != -1}
+        if not any(is_paired(rank, c, halves) for rank, c in halves.items()):
+            return None
+        cause, reason, confidence = "transport_stuck", f"a send and its receive do not complete: {shown}", 0.6
+        certain = False
     elif len({c.group for _, c in inside}) > 1:
         cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
     elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:

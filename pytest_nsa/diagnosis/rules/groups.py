@@ -1,0 +1,119 @@
+"""Groups that never form: made by some ranks alone, in another order, or of other members."""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.rules.order import NEW_GROUP, STOPS, awaited, rings
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import can_complete
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+
+
+def groups_apart(evidence: Evidence) -> Finding | None:
+    """Find that ranks make a group that others of its members do not make, where every rank waits.
+
+    torch numbers groups as a rank makes them, and members meet under that number: what some ranks make alone moves the number
+    of every later group of theirs.
+    """
+    if evidence.stop not in STOPS or not evidence.was_stalled:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished]
+    making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
+    if not making or any(not r.is_waiting for r in alive):
+        return None
+    waits = {r.rank: awaited(r) for r in alive}
+    if any(c is not None and _can_end(evidence, c, making) for c in waits.values()):
+        return None
+    made_alone = _made_by_some(evidence)
+    if made_alone is not None:
+        makers, call = made_alone
+        who = describe_ranks(makers, evidence.job.world_size)
+        others = "; ".join(f"rank {r} makes group {c.note}" for r, c in sorted(making.items()) if r not in makers)
+        return _finding(
+            evidence, "init_timeout", makers, call.site,
+            f"{who} alone made group {call.note} at {call.site}, and so number later groups differently"
+            + (f": {others}" if others else ""),
+        )  # fmt: skip
+    call = next(iter(making.values()))
+    members = _members(call, evidence.job.world_size)
+    outside = tuple(m for m in members if m not in making and m in {r.rank for r in alive})
+    if outside:
+        who = describe_ranks(outside, evidence.job.world_size)
+        other = waits[outside[0]]
+        does = f" and waits in {other.describe()}" if other is not None else ""
+        return _finding(
+            evidence, "init_timeout", outside, other.site if other is not None else last_seen(evidence.ranks[outside[0]]),
+            f"{who} does not make group {call.note}{does}; the others wait for it at {call.site}",
+        )  # fmt: skip
+    if len({_members(c, evidence.job.world_size) for c in making.values()}) > 1:
+        shown = "; ".join(f"rank {r} makes group {c.note} at {c.site}" for r, c in sorted(making.items()))
+        ranks = _minority(making)
+        return _finding(
+            evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
+            f"the ranks make groups in different orders, or of different members: {shown}",
+        )  # fmt: skip
+    return None
+
+
+def _finding(evidence: Evidence, cause: str, ranks: tuple[int, ...], where: str, reason: str) -> Finding:
+    return Finding(
+        cause=cause,
+        ranks=ranks,
+        where=where,
+        reason=reason,
+        certain=True,
+        confidence=0.85,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _can_end(evidence: Evidence, call: Collective, making: dict[int, Collective]) -> bool:
+    """Return whether all that a call needs are in it."""
+    if call.op != NEW_GROUP:
+        return call.peer != -1 or can_complete(call, rings(evidence))
+    members = _members(call, evidence.job.world_size)
+    return all(m in making and making[m].note == call.note for m in members)
+
+
+def _members(call: Collective, world_size: int) -> tuple[int, ...]:
+    found = tuple(int(n) for n in call.note.partition(": ")[2].split(",") if n.isdigit())
+    return found or tuple(range(world_size))
+
+
+def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
+    """Return the ranks that made a group which the others did not make, and its call; the fewer ranks of the two sides.
+
+    Compared are the groups that ranks have made, in their order; one that comes later in another rank's order is no such.
+    """
+    made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    if len(made) < 2:
+        return None
+    for place in range(max(map(len, made.values()))):
+        at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for rank, call in at.items():
+            kinds.setdefault(_members(call, evidence.job.world_size), []).append(rank)
+        if len(kinds) < 2:
+            continue
+        for members, ranks in sorted(kinds.items(), key=lambda kind: len(kind[1])):
+            others = [r for r in at if r not in ranks]
+            if all(members not in _all_members(made[r], evidence.job.world_size) for r in others):
+                return tuple(sorted(ranks)), at[ranks[0]]
+        return None
+    return None
+
+
+def _calls(rank: RankEvidence) -> list[Collective]:
+    return [c for c in (rank.board.collectives if rank.board else ()) if c.op == NEW_GROUP and c.note]
+
+
+def _all_members(calls: list[Collective], world_size: int) -> set[tuple[int, ...]]:
+    return {_members(call, world_size) for call in calls}
+
+
+def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks whose group fewer ranks make; all where none is rarer."""
+    notes = [c.note for c in making.values()]
+    fewest, most = min(map(notes.count, notes)), max(map(notes.count, notes))
+    return tuple(sorted(r for r, c in making.items() if fewest == most or notes.count(c.note) == fewest))

@@ -1,0 +1,87 @@
+"""Sends and receives without their other half: by the chain of ranks that wait for each other, the rank that it ends at."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, rings
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import can_complete
+from pytest_nsa.evidence.load import Evidence
+
+
+def unpaired(evidence: Evidence) -> Finding | None:
+    """Find that a rank waits in a send or receive whose other half does not come, where every rank waits or has ended its test.
+
+    The rank that is waited for and is not inside its half is the culprit, not its victim; of ranks that wait for each other in a
+    circle, the one that most wait for, else all.
+    """
+    if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished]
+    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    halves = {rank: c for rank, c in waits.items() if c.peer != -1}
+    if not halves or len(waits) < len(alive) or any(not r.is_waiting for r in alive):
+        return None
+    if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+        return None
+    if any(can_complete(c, rings(evidence)) for c in waits.values() if c.peer == -1):
+        return None
+    if any(is_paired(rank, c, halves) for rank, c in halves.items()):
+        return None  # it may be under way
+    ends = {rank: _end(evidence, rank, halves) for rank in halves}
+    outside = {end for found in ends.values() for end in found if end not in halves}
+    culprits = tuple(sorted(outside)) or _of_the_circle({r for found in ends.values() for r in found}, halves)
+    first = evidence.ranks[culprits[0]]
+    mine = waits.get(culprits[0])
+    victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
+    n = evidence.job.world_size
+    if first.finished:
+        does = "ended its test without the other half"
+    elif mine is not None:
+        does = f"waits in {mine.describe()}"
+    else:
+        does = f"is at {last_seen(first)}"
+    who = describe_ranks(culprits, n)
+    told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in (victims or halves).items())
+    reason = f"receives and sends do not pair: {told}"
+    if victims:
+        reason += f"; {who} {'each ' if len(culprits) > 1 and not first.finished else ''}{does}"
+    where = mine.site if mine is not None and mine.peer != -1 else next(iter((victims or halves).values())).site
+    return Finding(
+        cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
+        facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> bool:
+    """Return whether the peer is in the other half of a rank's call."""
+    other = halves.get(call.peer)
+    if other is None or other.peer != rank or other.note != call.note:
+        return False
+    return {call.op.startswith("send"), other.op.startswith("send")} == {True, False}
+
+
+def _end(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> set[int]:
+    """Return the rank at which the chain of ranks that wait for each other ends, or those of the circle that it runs into."""
+    way = [rank]
+    while True:
+        call = halves[way[-1]]
+        if call.peer < 0 or call.peer >= len(evidence.ranks):  # from any rank
+            return {way[-1]}
+        if call.peer not in halves:
+            return {call.peer}
+        if call.peer in way:
+            return set(way[way.index(call.peer) :])
+        way.append(call.peer)
+
+
+def _of_the_circle(ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the rank of a circle that more ranks wait for than for any other; all of them where there is none."""
+    counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
+    if len(counts) > 1 and counts[0][1] > counts[1][1]:
+        return (counts[0][0],)
+    return tuple(sorted(ranks))

@@ -1,0 +1,59 @@
+"""File locks of processes, from /proc/locks and /proc/PID/fd: who holds one, and who waits for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+    """Return per rank (rank -> pid) the paths that it holds locks on (``holds_locks``), the one that it waits for
+    (``waits_for_lock``) and the ranks that hold that (``held_by``). Ranks without any are left out.
+    """
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    held: dict[str, list[int]] = {}
+    waited: dict[str, list[int]] = {}
+    for line in lines:
+        fields = line.replace("-> ", "").split()
+        if len(fields) >= 6 and fields[4].lstrip("-").isdigit():
+            (waited if "->" in line else held).setdefault(fields[5], []).append(int(fields[4]))
+    if not held:
+        return {}
+    ranks = {pid: rank for rank, pid in pids.items()}
+    found: dict[int, dict[str, Any]] = {}
+    for pid, rank in ranks.items():
+        mine = [inode for inode, holders in held.items() if pid in holders]
+        wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
+        if not mine and not wanted:
+            continue
+        paths = _open_files(pid)
+        facts: dict[str, Any] = {}
+        if mine:
+            facts["holds_locks"] = sorted(paths.get(inode, "a file that it has no more open") for inode in mine)
+        if wanted:
+            facts["waits_for_lock"] = paths.get(wanted, "a file")
+            facts["held_by"] = sorted(ranks[p] for p in held.get(wanted, ()) if p in ranks)
+        found[rank] = facts
+    return found
+
+
+def _open_files(pid: int) -> dict[str, str]:
+    """Return the paths of a process's open files by device and inode, as /proc/locks writes them."""
+    found = {}
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return {}
+    for descriptor in descriptors:
+        try:
+            status = descriptor.stat()
+            path = os.readlink(descriptor)
+        except OSError:
+            continue
+        found[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"] = path
+    return found
