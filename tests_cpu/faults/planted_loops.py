@@ -46,7 +46,7 @@ def test_a_callback_of_the_first_rank_has_a_barrier(ddp: DDP) -> None:
     Trainer(ddp.wrap(net()), ddp.rank, save).fit(6)
 
 
-@planted("skipped_collective", [1], n=3, reason="ran out of data")
+@planted("skipped_collective", [1], n=3, reason="left the loop")
 def test_one_batch_less_in_a_trainer(ddp: DDP) -> None:
     Trainer(ddp.wrap(net()), ddp.rank).fit(3 if ddp.rank == 1 else 4)
     dist.barrier()
@@ -80,7 +80,7 @@ def test_the_second_call_of_a_function_is_skipped(group: Group) -> None:
         reduce_and_share(skips=group.rank == 1 and step == AT)
 
 
-@planted("skipped_collective", [1], n=3, reason="ran out of data")
+@planted("skipped_collective", [1], n=3, reason="left the loop")
 def test_one_batch_less_in_an_epoch(ddp: DDP) -> None:
     trainer = Trainer(ddp.wrap(net()), ddp.rank)
     for _ in range(2):

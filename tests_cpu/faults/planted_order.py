@@ -59,7 +59,7 @@ def test_leaves_before_the_last_barrier(group: Group) -> None:
     dist.barrier()
 
 
-@planted("skipped_collective", [0], reason="ran out of data")
+@planted("skipped_collective", [0], reason="left the loop")
 def test_runs_out_of_data(group: Group) -> None:
     for _ in range(5 + 2 * group.rank):
         bound_early(torch.ones(3))

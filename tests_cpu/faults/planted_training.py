@@ -61,7 +61,7 @@ def test_no_sync_on_one_rank(ddp: DDP) -> None:
             loss_of(model, batch(ddp.rank, step)).backward()
 
 
-@planted("skipped_collective", [1], reason="ran out of data")
+@planted("skipped_collective", [1], reason="left the loop")
 def test_fewer_batches_on_one_rank(ddp: DDP) -> None:
     model = ddp.wrap(net())
     for step in range(6 - 2 * ddp.rank):
@@ -69,7 +69,7 @@ def test_fewer_batches_on_one_rank(ddp: DDP) -> None:
     dist.barrier()
 
 
-@planted("skipped_collective", [0], reason="ran out of data")
+@planted("skipped_collective", [0], reason="made fewer steps")
 def test_fewer_batches_and_nothing_after(ddp: DDP) -> None:
     model = ddp.wrap(net())
     for step in range(4 + 2 * ddp.rank):

@@ -90,10 +90,10 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
 
 
 def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankEvidence]) -> str:
-    """Fewer steps than the others, and none that went otherwise: its data came to an end."""
+    """Fewer steps than the others, and none that went otherwise: it left its loop."""
     steps = {r.rank: r.board.numbers["step"] for r in evidence.ranks if r.board is not None}
     fewer = max(steps.get(r.rank, 0.0) for r in finished) < min(steps.get(r.rank, 0.0) for r in left)
-    return "ran out of data: uneven batches" if fewer else "call skipped"
+    return "it made fewer steps" if fewer else "call skipped"
 
 
 def not_entered(evidence: Evidence) -> Finding | None:

@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.rules.locations import Parting, comes_first
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.evidence.board import Collective, Shape
 
-OUT_OF_DATA = "ran out of data: it has left the loop that the others are in"
+LEFT_THE_LOOP = "it has left the loop that the others are in"
 
 
 def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
@@ -105,7 +105,7 @@ class Departure:
 # (condition, cause, why): the first that holds. By the source first, then by what the rank did in earlier rounds.
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
-    (lambda d: d.parted.has_left, "skipped_collective", OUT_OF_DATA),
+    (lambda d: d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
     (lambda d: d.parted.turned.has_left, "extra_collective", "makes another round of the loop that the others have left"),
     (lambda d: d.comes_first and not d.parted.goes_round and d.is_new, "extra_collective", "which the others have gone past"),
     (lambda d: d.comes_first and not d.parted.goes_round, "extra_collective", "once more than the others"),
@@ -116,7 +116,7 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.both_are_new, "skipped_collective", "call skipped"),
     (lambda d: d.is_unknown and d.are_alike, "collective_mismatch", ""),
     (lambda d: d.is_unknown and not d.comes_later, "extra_collective", ""),
-    (lambda d: d.is_unknown and d.mine.step < d.other.step, "skipped_collective", "ran out of data"),
+    (lambda d: d.is_unknown and d.mine.step < d.other.step, "skipped_collective", "made fewer steps"),
     (lambda d: d.is_unknown, "skipped_collective", "call skipped"),
     (lambda d: d.is_new and d.comes_first, "extra_collective", ""),
     (lambda d: True, "skipped_collective", "call skipped"),

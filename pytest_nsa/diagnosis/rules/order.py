@@ -7,7 +7,7 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
-from pytest_nsa.diagnosis.rules.departures import OUT_OF_DATA, expected_next, kind_of
+from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next, kind_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import (
     lines_where_paths_part,
@@ -35,6 +35,7 @@ def departed(evidence: Evidence) -> Finding | None:
     if entered is None or _raised_before(evidence, entered):
         return None
     culprits, cause, why = _explained(evidence, *blame(evidence, entered))
+    why += _ran_out(evidence, culprits, cause)
     facts = tuple(
         Fact(
             rank=r,
@@ -122,7 +123,7 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     odd = anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
-        told = why.replace(f" ({OUT_OF_DATA})", "")  # where the step itself has the reason
+        told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
         return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
     # Who was aborted may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
@@ -147,6 +148,7 @@ def skipped(
 ) -> Finding:
     """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
     culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason)
+    reason += _ran_out(evidence, culprits, cause)
     return Finding(
         cause=cause,
         ranks=culprits,
@@ -156,6 +158,15 @@ def skipped(
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
+    """Return that the culprits' data loaders came to their end and the others' did not, where they did; else ''."""
+    ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
+    others = [n for rank, n in ended.items() if rank not in culprits]
+    if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
+        return ""
+    return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
 
 
 def _ahead_in_unseen_wait(
@@ -297,7 +308,7 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
         )
         if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:
             return behind, "extra_collective", f"{told}: a call that no round before had"
-        return behind, "skipped_collective", f"{told} (ran out of data: uneven batches)"
+        return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"
     if {mine.shape, other.shape} <= followers:
         return (
             tuple(sorted(entered)),
