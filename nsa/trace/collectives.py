@@ -249,8 +249,19 @@ def _group(value: Any) -> Any:
 
 
 def _new_group(args: tuple[Any, ...]) -> str:
-    """'2: 0,1': the name of the group that torch is to make, and its ranks; none for all of them."""
-    return f"{args[5]}: {','.join(map(str, args[2]))}" if len(args) > 5 and isinstance(args[2], list) else ""
+    """'2: 0,1': the name of the group that torch is to make, and its ranks; the store of a default group in place of its ranks."""
+    if len(args) <= 5 or not isinstance(args[2], list):
+        return ""
+    return f"{args[5]}: {','.join(map(str, args[2])) or _store(args[4])}"
+
+
+def _store(store: Any) -> str:
+    """Return where ranks meet: a file's name, or host and port; '' where it is not known."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore):
+        return f"file ...{store.path[-60:]}"
+    return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
 
 
 def _splits(args: tuple[Any, ...]) -> str:

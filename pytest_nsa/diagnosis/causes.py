@@ -97,9 +97,12 @@ _REGISTRY = (
     Cause(
         name="missing_collective",
         chapter="The order of collectives",
-        summary="others wait in a collective that a rank never entered, and nothing more is known of that rank.",
+        summary="others wait in a collective, or for a key, that a rank never came to, and nothing more is known of that rank.",
         advice="look at the rank's location: it never reached the call that the others wait in",
-        rules=("absence.not_entered",),
+        rules=(
+            "stalls.blocked",
+            "absence.not_entered",
+        ),
         unmet=True,
     ),
     Cause(

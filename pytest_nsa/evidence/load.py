@@ -139,7 +139,7 @@ class RankEvidence:
     def waits_for_a_key(self) -> bool:
         """Whether the rank waits for a key of a store."""
         stack = telling_thread(self.threads)
-        return stack is not None and not computes(self.process) and waits_for_a_key(stack.frames, self._line(stack))
+        return stack is not None and waits_for_a_key(stack.frames, self._line(stack))  # a store of files is polled
 
     def _line(self, stack: ThreadStack) -> str:
         frame = stack.user_frame

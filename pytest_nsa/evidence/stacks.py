@@ -18,6 +18,7 @@ _OURS = ("/nsa/trace/", *(f"/pytest_nsa/{p.name}{'' if p.suffix else '/'}" for p
 _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 _JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "__exit__")
 _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
+_POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
 # For a folder that comes from another machine, whose Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
@@ -81,14 +82,14 @@ class ThreadStack:
 
     @property
     def waits_for_work(self) -> bool:
-        """Whether it waits for an event, a condition or a queue, or sleeps between two rounds: it is idle, not stuck."""
-        library = self._library_frames
-        return any(f.file.endswith(_IDLE_FILES) for f in library[:3])
+        """Whether it waits for an event, a condition or a queue, as a pool's worker does: it is idle, not stuck."""
+        frames = self._library_frames
+        return any(f.file.endswith(_IDLE_FILES) for f in frames[:3]) or frames[0].file.endswith(_POOL)
 
     @property
     def _library_frames(self) -> tuple[Frame, ...]:
         """What the user's innermost line has called."""
-        return tuple(itertools.takewhile(lambda f: not f.is_user, self.frames))
+        return tuple(itertools.takewhile(lambda f: not f.is_user, self.frames)) or self.frames[:1]
 
     @property
     def is_ours(self) -> bool:
@@ -139,6 +140,7 @@ def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
     ):
         return served[0]
     if main.waits_for_a_thread:
-        busy = [t for t in others if not t.waits_for_work]
-        return busy[0] if busy else main
+        # A thread that a library has started for the user has none of the user's frames.
+        threads = (*others, *(t for t in threads if t is not main and not t.is_ours and t not in others))
+        return next((t for t in threads if not t.waits_for_work), main)
     return main

@@ -18,9 +18,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.rules.source import is_in_for
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.waiting import torch_s_wait
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
@@ -88,6 +90,25 @@ class Patience:
 
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
-    """Return whether the ranks of a suspicion are at work by themselves: they compute, import, compile, or write."""
-    writes = any(r.process.get("written_per_s", 0.0) > WRITES for r in evidence.ranks if r.rank in finding.ranks)
-    return CAUSES[finding.cause].at_work or writes
+    """Return whether the ranks of a suspicion are at work by themselves, and may come yet: they compute, import, compile, or
+    write; one waits for a thread of its own that is at work; or it sleeps in a ``for`` loop, which ends.
+    """
+    if CAUSES[finding.cause].at_work:
+        return True
+    ranks = [r for r in evidence.ranks if r.rank in finding.ranks]
+    if any(r.process.get("written_per_s", 0.0) > WRITES for r in ranks):
+        return True
+    if finding.cause == "lock_deadlock":
+        return any(_has_thread_at_work(rank) for rank in ranks)
+    places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
+    return finding.cause == "sleeping" and any(is_in_for(evidence.sources, frame.describe()) for frame in places[:2])
+
+
+def _has_thread_at_work(rank: RankEvidence) -> bool:
+    """Return whether another thread of the user's code is neither idle nor waits for a lock or for other ranks."""
+    others = [
+        t for t in rank.threads if t is not rank.stack and not t.is_main and not t.is_ours and t.user_frame is not None
+    ]
+    return any(
+        not t.waits_for_work and not torch_s_wait(t.frames) and t.frames[0].function != "acquire" for t in others
+    )

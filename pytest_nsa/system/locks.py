@@ -10,7 +10,8 @@ from typing import Any
 
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     """Return per rank (rank -> pid) the paths that it holds locks on (``holds_locks``), the one that it waits for
-    (``waits_for_lock``) and the ranks that hold that (``held_by``). Ranks without any are left out.
+    (``waits_for_lock``) and the ranks that hold that (``held_by``); and a file that it has open while another rank holds a lock
+    on it (``open_and_locked``, ``locked_by``), as it has that polls for the lock. Ranks without any are left out.
     """
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
@@ -29,16 +30,20 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     for pid, rank in ranks.items():
         mine = [inode for inode, holders in held.items() if pid in holders]
         wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
-        if not mine and not wanted:
-            continue
-        paths = _open_files(pid)
-        facts: dict[str, Any] = {}
+        paths, facts = _open_files(pid), dict[str, Any]()
+        others = {
+            i: sorted(ranks[p] for p in pids if p in ranks and p != pid) for i, pids in held.items() if i in paths
+        }
+        polled = next((i for i, holders in others.items() if holders), "")
+        if polled:
+            facts["open_and_locked"], facts["locked_by"] = paths[polled], others[polled]
         if mine:
-            facts["holds_locks"] = sorted(paths.get(inode, "a file that it has no more open") for inode in mine)
+            facts["holds_locks"] = sorted({paths.get(inode, "a file that it has no more open") for inode in mine})
         if wanted:
             facts["waits_for_lock"] = paths.get(wanted, "a file")
-            facts["held_by"] = sorted(ranks[p] for p in held.get(wanted, ()) if p in ranks)
-        found[rank] = facts
+            facts["held_by"] = sorted({ranks[p] for p in held.get(wanted, ()) if p in ranks})
+        if facts:
+            found[rank] = facts
     return found
 
 

@@ -22,19 +22,27 @@ class Anomaly:
 def anomaly(evidence: Evidence) -> Anomaly | None:
     """Return the last step that went otherwise on some ranks, but not on all."""
     by_step: dict[tuple[int, str], dict[int, dict[str, object]]] = {}
-    for rank in evidence.ranks:
-        steps = rank.board.numbers["step"] if rank.board is not None else 0.0
-        kinds = [e["kind"] for e in rank.anomalies]
+    habits = [_habits(rank) for rank in evidence.ranks]
+    # A program that evaluates with gradients on does so on every rank, whichever has made more of it so far.
+    everywhere = {"no_backward"} & set().union(*habits)
+    for rank, usual in zip(evidence.ranks, habits, strict=True):
         for event in rank.anomalies:
             if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
                 continue
-            if kinds.count(event["kind"]) <= max(1.0, HABIT * steps):
+            if event["kind"] not in usual | everywhere:
                 by_step.setdefault((event["step"], event["kind"]), {})[rank.rank] = event
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
             return Anomaly(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event))
     return None
+
+
+def _habits(rank: RankEvidence) -> set[str]:
+    """Return the kinds of anomaly that most of a rank's steps have, and more than one."""
+    steps = rank.board.numbers["step"] if rank.board is not None else 0.0
+    kinds = [e["kind"] for e in rank.anomalies]
+    return {kind for kind in kinds if kinds.count(kind) > max(1.0, HABIT * steps)}
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:

@@ -46,7 +46,15 @@ def groups_apart(evidence: Evidence) -> Finding | None:
             evidence, "init_timeout", outside, other.site if other is not None else last_seen(evidence.ranks[outside[0]]),
             f"{who} does not make group {call.note}{does}; the others wait for it at {call.site}",
         )  # fmt: skip
-    if len({_members(c, evidence.job.world_size) for c in making.values()}) > 1:
+    kinds = {_members(c, evidence.job.world_size) for c in making.values()}
+    if len(kinds) == 1:
+        ranks = _minority(making)
+        shown = "; ".join(f"rank {r} by {c.note}" for r, c in sorted(making.items()))
+        return _finding(
+            evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to make their group: {shown}",
+            certain=len(ranks) < len(making),
+        )  # fmt: skip
+    if len(kinds) > 1:
         shown = "; ".join(f"rank {r} makes group {c.note} at {c.site}" for r, c in sorted(making.items()))
         ranks = _minority(making)
         return _finding(
@@ -56,13 +64,15 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     return None
 
 
-def _finding(evidence: Evidence, cause: str, ranks: tuple[int, ...], where: str, reason: str) -> Finding:
+def _finding(
+    evidence: Evidence, cause: str, ranks: tuple[int, ...], where: str, reason: str, *, certain: bool = True
+) -> Finding:
     return Finding(
         cause=cause,
         ranks=ranks,
         where=where,
         reason=reason,
-        certain=True,
+        certain=certain and all(awaited(r) is not None for r in evidence.ranks if not r.finished),
         confidence=0.85,
         facts=all_facts(evidence.ranks),
     )
@@ -73,7 +83,8 @@ def _can_end(evidence: Evidence, call: Collective, making: dict[int, Collective]
     if call.op != NEW_GROUP:
         return call.peer != -1 or can_complete(call, rings(evidence))
     members = _members(call, evidence.job.world_size)
-    return all(m in making and making[m].note == call.note for m in members)
+    # A group of all whose ranks do not meet has been under way for as long as the stall: that it will end is not to be expected.
+    return len(members) < len(evidence.ranks) and all(m in making and making[m].note == call.note for m in members)
 
 
 def _members(call: Collective, world_size: int) -> tuple[int, ...]:

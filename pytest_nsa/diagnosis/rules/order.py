@@ -34,7 +34,7 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
-    culprits, cause, why = _explained(evidence, *blame(evidence, entered))
+    culprits, cause, why = _explained(evidence, *(_swapped(evidence, entered) or blame(evidence, entered)))
     why += _ran_out(evidence, culprits, cause)
     facts = tuple(
         Fact(
@@ -279,6 +279,30 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     return culprits, cause, f"{told} ({why})"
 
 
+def _swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Return the finding that ranks made the same two calls in another order; None where they did not.
+
+    A second call is entered while the first waits where another thread makes it, or where calls are asynchronous.
+    """
+    votes = Counter(c.shape for c in entered.values()).most_common()
+    if len(votes) != 2:
+        return None
+    following = {
+        rank: next((n for n in rings(evidence)[rank] if n.place == (c.group, c.sequence + 1)), None)
+        for rank, c in entered.items()
+    }
+    one, other = votes[0][0], votes[1][0]
+    for rank, c in entered.items():
+        after = following[rank]
+        if after is None or after.shape != (other if c.shape == one else one):
+            return None
+    culprits = tuple(r for r, c in sorted(entered.items()) if c.shape == other or votes[0][1] == votes[1][1])
+    mine, theirs = entered[culprits[0]], next(c for c in entered.values() if c.shape != entered[culprits[0]].shape)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    why = f"{who} entered {mine.describe()} before {theirs.describe()}, the others after it: the two calls in another order"
+    return culprits, "collective_mismatch", why
+
+
 def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return what a rank entered in the same group before ``at``, as far as its ring goes back."""
     board = evidence.ranks[rank].board
@@ -343,8 +367,17 @@ def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int
         if entered[r].site in {c.site for c in _before(evidence, r, entered[r])} and not recomputes(evidence.ranks[r])
     )
     if again and len(again) < len(ranks):
-        return again
+        others = tuple(r for r in ranks if r not in again)
+        return others if all(_has_left(evidence, entered, r, again[0]) for r in others) else again
     lines = lines_where_paths_part([evidence.ranks[r] for r in ranks])
     if lines is None:
         return ()
     return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))
+
+
+def _has_left(evidence: Evidence, entered: dict[int, Collective], rank: int, other: int) -> bool:
+    """Return whether a rank is past a loop that the other one is in."""
+    ranks = evidence.ranks
+    return where_they_part(
+        evidence.sources, ranks[rank], entered[rank].site, ranks[other], entered[other].site
+    ).has_left

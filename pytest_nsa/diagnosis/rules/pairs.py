@@ -50,7 +50,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
     reason = f"receives and sends do not pair: {told}"
     if victims:
         reason += f"; {who} {'each ' if len(culprits) > 1 and not first.finished else ''}{does}"
-    where = mine.site if mine is not None and mine.peer != -1 else next(iter((victims or halves).values())).site
+    inside = mine is not None and mine.peer != -1
+    where = last_seen(first) if inside else last_seen(evidence.ranks[min(victims or halves)])
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),

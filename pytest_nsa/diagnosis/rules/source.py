@@ -51,6 +51,12 @@ def is_in_while(sources: Sources, place: str) -> bool:
     return any(isinstance(loop, ast.While) for loop in _loops(sources, place))
 
 
+def is_in_for(sources: Sources, place: str) -> bool:
+    """Return whether the innermost loop of a line is a ``for``: that comes to an end, where its iterator does."""
+    loops = _loops(sources, place)
+    return bool(loops) and isinstance(loops[-1], ast.For)
+
+
 def is_in_loop(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``for`` or a ``while``."""
     return bool(_loops(sources, place))

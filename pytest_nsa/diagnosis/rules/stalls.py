@@ -57,7 +57,11 @@ def blocked(evidence: Evidence) -> Finding | None:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
     # A rank that waits for a key is waited for only where no other rank is elsewhere: that one may be to set it.
-    absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key] or [r for r in alive if r.waits_for_a_key]
+    absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
+    if not absent:
+        absent = [r for r in alive if r.waits_for_a_key]
+        if absent and 2 * len(absent) > len(alive) > len(absent) and len({last_seen(r) for r in absent}) == 1:
+            return _went_past_a_key(evidence, absent)
     if not absent:
         return _all_wait(evidence, alive)
     whys = {rank.rank: why for rank in absent if (why := _why(rank)) is not None}
@@ -66,8 +70,10 @@ def blocked(evidence: Evidence) -> Finding | None:
     rank = next(r for r in absent if r.rank in whys)
     why = whys[rank.rank]
     culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
-    # A rank that holds the lock and waits itself is half of the deadlock.
-    culprits = tuple(sorted({*culprits, *(h for h in why.holders if evidence.ranks[h].is_waiting)}))
+    # A rank that holds the lock and waits itself is half of the deadlock; where several wait for it, the one to look at.
+    holders = tuple(h for h in why.holders if evidence.ranks[h].is_waiting)
+    if holders:
+        culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders
     waiting = tuple(
         r.rank for r in alive if r.rank not in culprits and r not in absent and (r.is_waiting or r.waits_for_a_key)
     )
@@ -90,13 +96,31 @@ def blocked(evidence: Evidence) -> Finding | None:
     )
 
 
+def _went_past_a_key(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
+    """Conclude of most ranks, which wait for a key at one line, that the others went on without setting it."""
+    n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
+    gone = tuple(r.rank for r in evidence.ranks if r.rank not in ranks)
+    call = next((c for r in gone if (board := evidence.ranks[r].board) and (c := board.waits_in)), None)
+    went = f"went on to {call.describe()}" if call is not None else "went on"
+    where = last_seen(waiting[0])
+    reason = f"{describe_ranks(gone, n)} {went}; {describe_ranks(ranks, n)} wait for a key of a store that is not set, at {where}"
+    return Finding(
+        cause="missing_collective",
+        ranks=gone,
+        where=where,
+        reason=reason,
+        confidence=0.7,
+        facts=all_facts(evidence.ranks),
+    )
+
+
 def _why(rank: RankEvidence) -> Why | None:
     """Return why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest
     first.
     """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
-        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _file_lock, _polled_lock, _lock_by_frame, _sleeping,
-        _starved, _io, _lock, _io_by_source, _backward,
+        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
+        _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
 
@@ -183,7 +207,8 @@ def _busy(rank: RankEvidence) -> Why | None:
 
 def _starved(rank: RankEvidence) -> Why | None:
     """Find that it computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
-    return _what_computes(rank) if rank.process.get("cpu_share", 0.0) >= STARVED else None
+    share = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
+    return _what_computes(rank) if share >= STARVED else None
 
 
 def _what_computes(rank: RankEvidence) -> Why:
@@ -215,12 +240,7 @@ def _what_computes(rank: RankEvidence) -> Why:
 
 
 def _sleeping(rank: RankEvidence) -> Why | None:
-    return (
-        Why("sleeping", "sleeps", 0.8)
-        if re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0])
-        or any(w in _wchan(rank) for w in ("nanosleep", "pause", "sigsuspend"))
-        else None
-    )
+    return Why("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
 
 
 def _io(rank: RankEvidence) -> Why | None:
@@ -250,6 +270,19 @@ def _file_lock(rank: RankEvidence) -> Why | None:
         return None
     held = f", which rank {holders[0]} holds" if holders else ""
     return Why("lock_deadlock", f"waits for a lock on {path}{held}", 0.9, holders=holders)
+
+
+def _polled_file(rank: RankEvidence) -> Why | None:
+    """Find that it sleeps, in Python or in a library, with a file open that another rank holds a lock on: it polls for it."""
+    path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
+    if not path or not _sleeps(rank):
+        return None
+    return Why("lock_deadlock", f"polls for a lock on {path}, which rank {holders[0]} holds", 0.85, holders=holders)
+
+
+def _sleeps(rank: RankEvidence) -> bool:
+    in_kernel = any(word in _wchan(rank) for word in ("nanosleep", "pause", "sigsuspend"))
+    return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
 
 
 def _polled_lock(rank: RankEvidence) -> Why | None:
