@@ -10,6 +10,7 @@ from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.divergence import Checksums
 from nsa.trace.events import record
+from nsa.trace.exits import note_own_end
 from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.loaders import count_batches
 from nsa.trace.observe import Observer
@@ -29,6 +30,7 @@ class TraceSession:
         self.recorder.install()
         self.observer.install()
         count_batches(self.board)
+        note_own_end(self.board)
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:

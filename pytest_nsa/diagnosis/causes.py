@@ -323,7 +323,10 @@ _REGISTRY = (
         chapter="Speed",
         summary="it moves, and not fast enough for its time.",
         advice="it moves: raise the timeout, or make the step smaller",
-        rules=("speed.slow",),
+        rules=(
+            "stalls.blocked",
+            "speed.slow",
+        ),
         outcome="SLOW",
         at_work=True,
     ),

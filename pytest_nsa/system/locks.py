@@ -32,7 +32,9 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         wanted = next((inode for inode, waiters in waited.items() if pid in waiters), "")
         paths, facts = _open_files(pid), dict[str, Any]()
         others = {
-            i: sorted(ranks[p] for p in pids if p in ranks and p != pid) for i, pids in held.items() if i in paths
+            i: sorted({ranks[h] for h in holders if h in ranks and h != pid})
+            for i, holders in held.items()
+            if i in paths
         }
         polled = next((i for i, holders in others.items() if holders), "")
         if polled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.order import NEW_GROUP, STOPS, awaited, rings
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
@@ -43,7 +43,7 @@ def groups_apart(evidence: Evidence) -> Finding | None:
         other = waits[outside[0]]
         does = f" and waits in {other.describe()}" if other is not None else ""
         return _finding(
-            evidence, "init_timeout", outside, other.site if other is not None else last_seen(evidence.ranks[outside[0]]),
+            evidence, "init_timeout", outside, call.site,
             f"{who} does not make group {call.note}{does}; the others wait for it at {call.site}",
         )  # fmt: skip
     kinds = {_members(c, evidence.job.world_size) for c in making.values()}

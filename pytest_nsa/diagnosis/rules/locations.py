@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pytest_nsa.diagnosis.rules.source import is_here, is_in_loop, is_past_the_loop, share_a_loop
+from pytest_nsa.diagnosis.rules.source import end_of_with, is_here, is_in_loop, is_past_the_loop, share_a_loop
 from pytest_nsa.evidence.load import RankEvidence
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
@@ -57,8 +57,16 @@ def where_they_part(sources: Sources, one: RankEvidence, site: str, other: RankE
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
-    """Return the outermost first."""
-    return [f for f in reversed(rank.stack.frames) if f.is_user] if rank.stack is not None else []
+    """Return the outermost first. One that leaves a ``with`` is past its body, whatever line Python names for it."""
+    found, inner = [], ""
+    for frame in rank.stack.frames if rank.stack is not None else ():
+        if frame.is_user:
+            leaves = inner in ("__exit__", "__aexit__")
+            found.append(
+                replace(frame, line=end_of_with(rank.sources, frame.describe()) or frame.line) if leaves else frame
+            )
+        inner = frame.function
+    return found[::-1]
 
 
 def _place_in(rank: RankEvidence, site: str) -> str:

@@ -34,7 +34,8 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
-    culprits, cause, why = _explained(evidence, *(_swapped(evidence, entered) or blame(evidence, entered)))
+    blamed = _swapped(evidence, entered) or blame(evidence, entered)
+    culprits, cause, why = _explained(evidence, *blamed)
     why += _ran_out(evidence, culprits, cause)
     facts = tuple(
         Fact(
@@ -47,7 +48,7 @@ def departed(evidence: Evidence) -> Finding | None:
     )
     first = entered[culprits[0]] if culprits else next(iter(entered.values()))
     others = next((c for r, c in entered.items() if r not in culprits), first)
-    skipped = cause == "skipped_collective"
+    skipped = cause == "skipped_collective" or (blamed[1] == "skipped_collective" and cause == "data_dependent_branch")
     return Finding(
         cause=cause,
         ranks=culprits,

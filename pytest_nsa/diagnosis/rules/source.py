@@ -51,6 +51,16 @@ def is_in_while(sources: Sources, place: str) -> bool:
     return any(isinstance(loop, ast.While) for loop in _loops(sources, place))
 
 
+def loops_around(sources: Sources, place: str) -> tuple[str, ...]:
+    """Return the kinds of the loops around a line, outermost first: 'for', 'while', or 'endless' for one over what has no end."""
+    kinds = []
+    for loop in _loops(sources, place):
+        over = ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
+        endless = re.search(r"\b(count|cycle|repeat|iter)\(", over)
+        kinds.append("while" if not over else "endless" if endless else "for")
+    return tuple(kinds)
+
+
 def is_in_for(sources: Sources, place: str) -> bool:
     """Return whether the innermost loop of a line is a ``for``: that comes to an end, where its iterator does."""
     loops = _loops(sources, place)
@@ -60,6 +70,14 @@ def is_in_for(sources: Sources, place: str) -> bool:
 def is_in_loop(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``for`` or a ``while``."""
     return bool(_loops(sources, place))
+
+
+def end_of_with(sources: Sources, place: str) -> int:
+    """Return the line behind the body of the ``with`` that begins at a line; 0 where none does."""
+    match = LOCATION.match(place)
+    line = int(match["line"]) if match else 0
+    found = [s for s in sources.around(place) if isinstance(s, ast.With | ast.AsyncWith) and s.lineno == line]
+    return (found[-1].end_lineno or 0) + 1 if found else 0
 
 
 def is_here(sources: Sources, place: str) -> bool:

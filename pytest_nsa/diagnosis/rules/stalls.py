@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
 from pytest_nsa.diagnosis.rules.pairs import is_paired
-from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while
+from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import SILENT_S, Evidence, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
@@ -235,8 +235,30 @@ def _what_computes(rank: RankEvidence) -> Why:
     ):  # only the stack can show it; a tracer's frame does not count
         in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
     if in_python:
+        recursion = _recursion(rank)
+        if recursion:
+            return Why("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
+        if _is_in_for_loops(rank):
+            return Why("slow", "computes in a for loop that has not come to its end", 0.6)
         return Why("infinite_loop", "runs in Python without making progress", 0.8)
     return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
+
+
+def _recursion(rank: RankEvidence) -> str:
+    """Return where a function was called that calls itself, three times deep and more; '' where there is none."""
+    frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
+    if not frames:
+        return ""
+    inner = (frames[0].file, frames[0].function)
+    depth = [i for i, f in enumerate(frames) if (f.file, f.function) == inner]
+    return frames[depth[-1] + 1].describe() if len(depth) > 2 and depth[-1] + 1 < len(frames) else ""
+
+
+def _is_in_for_loops(rank: RankEvidence) -> bool:
+    """Return whether the innermost function that has a loop around the rank's line has ``for`` loops alone: they end."""
+    frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
+    kinds = next((k for f in frames[:3] if (k := loops_around(rank.sources, f.describe()))), ())
+    return bool(kinds) and all(kind == "for" for kind in kinds)
 
 
 def _sleeping(rank: RankEvidence) -> Why | None:
