@@ -119,8 +119,10 @@ class Heartbeat:
     def beat(self) -> None:
         """One beat: the main thread's line, finished collectives, the counters."""
         board = self.board
-        frames = sys._current_frames()
-        line = describe(user_frame(frames.get(self._main or 0)))
+        if len(sys.modules) != self._modules:  # an import is under way
+            self._modules = len(sys.modules)
+            board.add("progress")
+        line, place, stacks = self._look_at_frames()
         if line:
             board.text("line", line)
             board.number("line_time", time.time())
@@ -129,35 +131,58 @@ class Heartbeat:
         if self._owes_line:
             self._owes_line, self._changed = False, time.monotonic()
             self.record(at=board.phase_since)
-        if len(sys.modules) != self._modules:  # an import is under way
-            self._modules = len(sys.modules)
-            board.add("progress")
-        self._look_at_standing(frames)
+        if self._look_at_standing(place) and stacks:
+            self._write_standing(stacks)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())
         board.add("beat")
 
-    def _look_at_standing(self, frames: dict[int, FrameType]) -> None:
+    def _look_at_frames(self) -> tuple[str, tuple[int, int] | None, str]:
+        """Return the main thread's line, its code and instruction, and all stacks where they are due.
+
+        A frame that is held here keeps its function's locals alive, and would end them in this thread: a generator's ``finally``
+        would run here. So a rank that moves is not looked at, nothing in here releases the interpreter's lock, and no frame
+        outlives the look.
+        """
+        if self.board.moves != self._moves_seen:
+            return "", None, ""
+        frames = sys._current_frames()
+        main = frames.get(self._main or 0)
+        place = (id(main.f_code), main.f_lasti) if main is not None else None
+        return describe(user_frame(main)), place, self._stacks(frames) if self._is_due() else ""
+
+    def _is_due(self) -> bool:
+        """Return whether the stacks of a stall should be written now."""
+        if self._standing is None:
+            return False
+        now = time.monotonic()
+        waited = now - self._written if self._written else now - self._since
+        return waited >= (STANDING_AGAIN_S if self._written else STANDING_S)
+
+    def _look_at_standing(self, place: tuple[int, int] | None) -> bool:
+        """Count the looks of a stall; return whether it goes on."""
         now, moves = time.monotonic(), self.board.moves
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
             self._place, self._looks, self._moves = (0, 0), 0, 0
             self.board.number("still_looks", 0)
-            return
-        main = frames.get(self._main or 0)
-        if main is not None:
-            place = (id(main.f_code), main.f_lasti)
+            return False
+        if place is not None:
             self._looks += 1
             self._moves += place != self._place
             self._place = place
             self.board.number("still_looks", self._looks)
             self.board.number("still_moves", self._moves)
-        waited = now - self._written if self._written else now - self._since
-        if self._standing is None or waited < (STANDING_AGAIN_S if self._written else STANDING_S):
+        return True
+
+    def _write_standing(self, stacks: str) -> None:
+        """Replace standing.json by what the rank knows of its stall."""
+        if self._standing is None:
             return
+        now = time.monotonic()
         self._written = now
         found = {
-            "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": self._stacks(frames),
+            "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": stacks,
         }  # fmt: skip
         partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business

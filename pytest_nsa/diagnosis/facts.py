@@ -123,7 +123,10 @@ def last_seen(rank: RankEvidence) -> str:
     if board is None:
         return ""
     # In a phase of the model the line that began it: a recomputed forward inside backward has a line of its own.
-    return board.phase_line if board.phase in ("forward", "backward", "optimizer") and board.phase_line else board.line
+    if board.phase in ("forward", "backward", "optimizer") and board.phase_line:
+        return board.phase_line
+    last = board.collectives[-1] if board.collectives else None
+    return last.site if last is not None and last.entered > board.numbers.get("line_time", 0.0) else board.line
 
 
 def user_frame(rank: RankEvidence) -> Frame | None:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nsa.trace.board import Board
+from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.names import plain_name
 from nsa.trace.session import TraceSession, installed
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
@@ -209,3 +211,27 @@ def test_a_compiled_model_keeps_one_graph_and_its_optimizer_is_seen(tmp_path: Pa
 
 def test_names_lose_wrappers_alone() -> None:
     assert plain_name("module._orig_mod.vision_module.conv.weight") == "vision_module.conv.weight"
+
+
+def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that holds another thread's frame ends that frame's locals: a ``finally`` with a collective would run in it."""
+    monkeypatch.setattr("nsa.trace.heartbeat.INTERVAL", 0.003)
+    board, ended_in = Board(tmp_path / "board.bin"), set()
+    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0)
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from range(10)
+        finally:
+            ended_in.add(threading.current_thread().name)
+
+    def leave_early() -> int:
+        numbered = numbers()
+        return next(n for n in numbered if n == 3)
+
+    heart.start()
+    while board.count("beat") < 400:
+        board.add("progress")
+        leave_early()
+    heart.stop()
+    assert ended_in == {threading.main_thread().name}
