@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 import traceback
 from pathlib import Path
@@ -28,6 +29,15 @@ def append(path: Path, entry: dict[str, Any]) -> None:
 def record(folder: Path, **event: Any) -> None:
     """Append to ``events.jsonl``."""
     append(folder / "events.jsonl", {"time": time.time(), **event})
+
+
+def machine(*, on_gpu: bool = False) -> str:
+    """'node5', or 'node5, GPU 2' of a rank on a GPU: as the machine numbers it, whichever this process may see."""
+    if not on_gpu:
+        return platform.node()
+    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    return f"{platform.node()}, GPU {visible[local % len(visible)] if visible else local}"
 
 
 def cut(text: str) -> str:

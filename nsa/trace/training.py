@@ -16,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nsa.trace.events import SCHEMA, record, record_exception
+import torch
+
+from nsa.trace.events import SCHEMA, machine, record, record_exception
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
@@ -31,7 +33,7 @@ class TracedTraining:
         for old in ("events.jsonl", "standing.json", "stacks.txt"):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
-        record(self.folder, event="start", pid=os.getpid(), notes=[])
+        record(self.folder, event="start", pid=os.getpid(), notes=[], machine=machine(on_gpu=torch.cuda.is_available()))
         self.session = installed()
         self.session.begin(self.folder, rank, world_size, label, beats=run)
         record_models(self.session.observer, self.folder, self.session.heartbeat)

@@ -17,7 +17,8 @@ class Cause:
     ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank`` is
     true for causes that no model has part in. ``unmet`` is true where other ranks wait for a call that never comes, so that
     an abort among them is a consequence. ``at_work``: the rank computes, and may come yet: it is announced late, as what it is.
-    ``rules`` are 'module.function' of `rules/`.
+    ``retry``: whether it helps to run the same again: never for what the program does, once for what may pass, elsewhere for what
+    may lie with the machine. ``rules`` are 'module.function' of `rules/`.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Cause:
     of_the_rank: bool = False
     unmet: bool = False
     at_work: bool = False
+    retry: Literal["never", "once", "elsewhere"] = "never"
 
 
 _REGISTRY = (
@@ -140,6 +142,7 @@ _REGISTRY = (
         ),
         outcome="CRASH",
         of_the_rank=True,
+        retry="once",
     ),
     Cause(
         name="rank_stopped",
@@ -148,6 +151,7 @@ _REGISTRY = (
         advice="continue the process (SIGCONT), or detach the debugger that holds it",
         rules=("stalls.blocked",),
         of_the_rank=True,
+        retry="once",
     ),
     Cause(
         name="oom",
@@ -170,6 +174,7 @@ _REGISTRY = (
             "absence.not_entered",
         ),
         of_the_rank=True,
+        retry="once",
     ),
     Cause(
         name="lock_deadlock",
@@ -200,6 +205,7 @@ _REGISTRY = (
         advice="the rank is at work in native code: give it time, or make the call smaller",
         rules=("stalls.blocked",),
         at_work=True,
+        retry="once",
     ),
     Cause(
         name="gil_held",
@@ -214,6 +220,7 @@ _REGISTRY = (
         summary="a rank waits for a file, a pipe or a socket.",
         advice="the file, pipe or socket does not answer: check the mount, the writer at the other end, add a timeout",
         rules=("stalls.blocked",),
+        retry="elsewhere",
     ),
     Cause(
         name="child_process",
@@ -221,6 +228,7 @@ _REGISTRY = (
         summary="a rank waits for a process that it has started.",
         advice="the rank waits for a process it started: see why that one does not end, or wait with a timeout",
         rules=("stalls.blocked",),
+        retry="once",
     ),
     Cause(
         name="dataloader_stuck",
@@ -231,6 +239,7 @@ _REGISTRY = (
             "stalls.blocked",
             "exits.rank_raised",
         ),
+        retry="once",
     ),
     Cause(
         name="compiling",
@@ -239,6 +248,7 @@ _REGISTRY = (
         advice="a compile is under way on this rank: warm up before timing, or raise the timeout",
         rules=("stalls.blocked",),
         at_work=True,
+        retry="once",
     ),
     Cause(
         name="transport_stuck",
@@ -246,6 +256,7 @@ _REGISTRY = (
         summary="every rank is inside the same collective, and it does not end.",
         advice="all ranks are inside the same collective: look at the network, the interface, or NCCL's settings",
         rules=("stalls.blocked",),
+        retry="elsewhere",
     ),
     Cause(
         name="ready_twice",
@@ -329,6 +340,7 @@ _REGISTRY = (
         ),
         outcome="SLOW",
         at_work=True,
+        retry="once",
     ),
     Cause(
         name="graph_explosion",
@@ -347,6 +359,7 @@ _REGISTRY = (
         rules=("speed.straggler",),
         outcome="SLOW",
         at_work=True,
+        retry="elsewhere",
     ),
     Cause(
         name="assertion",
@@ -369,6 +382,7 @@ _REGISTRY = (
             "engine.unknown",
             "engine.refused",
         ),
+        retry="once",
     ),
 )
 

@@ -150,7 +150,9 @@ def diagnose(evidence: Evidence) -> Verdict:
     culprits = [r for r in ranks if r.rank in finding.ranks]
     in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
     missing = in_backward[0].missing if in_backward else ()
-    return _from(finding, job.root, outcome=_outcome(evidence, finding), parameters_missing=missing, **common)
+    machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
+    outcome = _outcome(evidence, finding)
+    return _from(finding, job.root, outcome=outcome, parameters_missing=missing, machines=machines, **common)
 
 
 def suspect(evidence: Evidence) -> Finding | None:
@@ -172,6 +174,7 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
         reason=finding.reason,
         confidence=finding.confidence,
         advice=CAUSES[finding.cause].advice,
+        retry=CAUSES[finding.cause].retry,
         rule=finding.rule,
         **fields,
     )

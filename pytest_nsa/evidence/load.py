@@ -97,6 +97,7 @@ class RankEvidence:
     folder: Path
     sources: Sources
     backend: str = ""
+    machine: str = ""
 
     @property
     def stack(self) -> ThreadStack | None:
@@ -294,6 +295,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         folder=folder,
         sources=sources,
         backend=backend,
+        machine=next((str(e.get("machine", "")) for e in events if e["event"] == "start"), ""),
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
-from nsa.trace.events import record, record_exception
+from nsa.trace.events import machine, record, record_exception
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.system.children import end_leftovers
@@ -91,7 +91,8 @@ class RankProcess:
         from nsa.trace.session import installed
         from nsa.trace.training import record_models
 
-        record(folder, event="start", pid=os.getpid(), notes=self.notes)
+        on_gpu = self.spec.device == "cuda"
+        record(folder, event="start", pid=os.getpid(), notes=self.notes, machine=machine(on_gpu=on_gpu))
         session = installed()
         session.begin(
             folder,

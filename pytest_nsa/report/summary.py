@@ -12,6 +12,8 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.report.terminal import short_place
 
+RETRY = {"never": "it will end the same way", "once": "it may have passed", "elsewhere": "on other machines"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
@@ -103,6 +105,8 @@ def _verdict(entry: Entry) -> list[str]:
     out.append(f"- cause: `{v.cause}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:
         out.append(f"- where: `{short_place(v.where)}`" + (f", module `{v.module}`" if v.module else ""))
+    if v.machines:
+        out.append(f"- on: {'; '.join(v.machines)}")
     out.append(f"- why: {v.reason}")
     if v.parameters_missing:
         # Last first: backward goes from the model's end, so these are the ones that were due next.
@@ -114,6 +118,8 @@ def _verdict(entry: Entry) -> list[str]:
     if v.stood_still_s:
         out.append(f"- stalled for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
     out.append(f"- do: {v.advice}")
+    if v.retry in RETRY:
+        out.append(f"- run again: {RETRY[v.retry]}")
     if v.reads_as:
         out.append(f"- the plan reads it as: {v.reads_as}")
     out += [

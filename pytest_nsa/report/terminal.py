@@ -110,14 +110,17 @@ def _error_lines(text: str) -> str:
 
 
 def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Report sections: what each rank printed, and its stack when it was stopped or crashed."""
+    """Report sections: what each rank printed, and its stack when it was stopped or crashed; equal stacks once."""
+    stacks: dict[str, list[int]] = {}
     for rank in evidence.ranks:
         output = excerpt(rank.folder / "output.log")
         if output:
             yield f"output of rank {rank.rank}", output
         stack = _stack_text(rank)
         if stack:
-            yield f"stack of rank {rank.rank}", stack
+            stacks.setdefault(stack, []).append(rank.rank)
+    for stack, ranks in stacks.items():
+        yield f"stack of {number_ranks(ranks)}", stack
 
 
 def _stack_text(rank: RankEvidence) -> str:

@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_nsa.fixtures import DDP, FSDP
-from tests_cpu.faults.planting import AT, Block, Net, batch, loss_of, net, planted, train
+from tests_cpu.faults.planting import (
+    AT,
+    Block,
+    Net,
+    batch,
+    loss_of,
+    net,
+    planted,
+    train,
+)
 
 
 def inner(model: nn.Module) -> Net:

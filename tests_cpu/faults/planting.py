@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,27 +14,48 @@ from torch import nn
 from torch.nn import functional as F
 
 import pytest_nsa
+from pytest_nsa.evidence.source import LOCATION
 
 AT = 3  # the step in which a fault happens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planted:
-    """What the verdict on a planted fault must be. ``where`` is a part of it; ``reason`` a part of its reason."""
+    """What the verdict on a planted fault must be. ``where`` is a part of it; ``reason`` a part of its reason.
+
+    With ``marked`` its line is one that ends in ``# HERE`` in the fault's module.
+    """
 
     cause: str
     ranks: tuple[int, ...]
     where: str
     reason: str
+    marked: bool = False
+
+    def allows(self, where: str, module: ModuleType) -> bool:
+        """Return whether a verdict's location is right."""
+        if not self.marked:
+            return self.where in where
+        text = Path(module.__file__ or "").read_text(encoding="utf-8")
+        marks = {n for n, line in enumerate(text.splitlines(), start=1) if line.endswith("# HERE")}
+        lines = set(marks)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.stmt) and not hasattr(node, "body"):  # a statement of several lines
+                own = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+                lines |= own if own & marks else set()
+        location = LOCATION.match(where)
+        return (
+            location is not None and Path(location["file"]).name == "test_planted.py" and int(location["line"]) in lines
+        )
 
 
 def planted(
-    cause: str, ranks: Sequence[int], *, n: int = 2, where: str = "", reason: str = ""
+    cause: str, ranks: Sequence[int], *, n: int = 2, where: str = "", reason: str = "", marked: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test on ``n`` ranks with a fault in it, and the cause and ranks that its verdict must name."""
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
-        expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason)
+        expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked)
         function.planted = expected  # type: ignore[attr-defined]
         return pytest_nsa.world_size(n)(function)
 

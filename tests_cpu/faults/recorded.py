@@ -6,11 +6,14 @@ are replaced: the module becomes /tests/test_planted.py, the repository /repo.
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
+import platform
 import re
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +30,8 @@ MOST_LINES = 200  # of a rank's reports and heartbeats, the latest
 def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
     """Write a module's archive from the ``run`` of its tests in ``folder``. ValueError: a path is too short to be replaced."""
     replaced = {str(folder): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
+    replaced |= {str(Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}"): "/tests/tmp"}
+    replaced |= {f'"machine": "{platform.node()}': '"machine": "node'}
     folders = {}
     for line in (run / "verdicts.jsonl").read_text(encoding="utf-8").splitlines():
         verdict = json.loads(line)
