@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders, load, with_sources
@@ -44,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
     command.add_argument("--json", action="store_true", help="print a JSON object at each change, one a line")
     command.add_argument("--once", action="store_true", help="print what is known now, and exit")
+    command.add_argument(
+        "--on-verdict",
+        metavar="CMD",
+        help="run a shell command once per verdict, with the verdict as JSON on its standard input",
+    )
+    command.add_argument("--metrics", metavar="FILE", type=Path, help="keep a textfile for Prometheus's node exporter")
     arguments = parser.parse_args(argv)
     try:
         return _diagnose(arguments) if arguments.command == "diagnose" else _watch(arguments)
@@ -99,4 +106,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     if not folders:
         print("error: give --run DIR, or the process id of a rank", file=sys.stderr)
         return 2
-    return watch(sorted(folders), as_json=arguments.json, once=arguments.once)
+    command = VerdictCommand(arguments.on_verdict) if arguments.on_verdict else None
+    return watch(
+        sorted(folders), as_json=arguments.json, once=arguments.once, command=command, metrics=arguments.metrics
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from pytest_nsa.cli.outputs import VerdictCommand, retry_of, write_metrics
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
@@ -20,9 +21,12 @@ from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StandStill
+from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.wire.files import append_line
 
 LOOK_S = 0.25
+METRICS_S = 1.0
+MANY = 8  # ranks: more are shown by state
 GRACE_S = 1.0
 ENOUGH_S = 4.5  # to see which ranks make progress, and to look twice at those that do not
 _BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
@@ -106,14 +110,29 @@ class Watcher:
         append_line(log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)})
 
     def lines(self) -> list[str]:
-        """One line per rank, and the verdict where there is one."""
+        """One line per rank, of many ranks one per state, the rarest first; and the verdict where there is one."""
         found = [self._line(rank, board) for rank, board in self.boards.items()]
+        if len(found) > MANY:
+            found = self._states()
         if self.finding is not None:
             f = self.finding
             who = describe_ranks(f.ranks, int(max(b.numbers["world_size"] for b in self.boards.values())))
             kind = "verdict" if f.certain else "suspicion"
             found.append(f"{kind}: {f.cause} on {who}" + (f" at {f.where}" if f.where else "") + f": {f.reason}")
         return found
+
+    def _states(self) -> list[str]:
+        """One line per state: step, phase, location or collective; the ranks in it, and since when the first of them is still."""
+        ranks: dict[str, list[int]] = {}
+        for rank, board in self.boards.items():
+            state = self._line(rank, board).partition("  ")[2].partition("  still for")[0]
+            ranks.setdefault(re.sub(r"\s+\d+/\d+ gradients", "", state), []).append(rank)
+        lines = []
+        for state, members in sorted(ranks.items(), key=lambda entry: len(entry[1])):
+            still = max(self.watch.stood_for(rank) for rank in members)
+            told = f"  still for {still:.0f} s" if still >= 2 and "done" not in state else ""
+            lines.append(f"{len(members):>5}  {number_ranks(members)}: {state}{told}")
+        return lines
 
     def _line(self, rank: int, board: BoardSnapshot) -> str:
         n = board.numbers
@@ -141,18 +160,34 @@ class Watcher:
         f = self.finding
         verdict = None if f is None else {
             "cause": f.cause, "ranks": f.ranks, "where": f.where, "module": f.module, "reason": f.reason, "certain": f.certain,
-            "confidence": f.confidence,
+            "confidence": f.confidence, "retry": retry_of(f.cause),
         }  # fmt: skip
         return {"time": time.time(), "folder": str(self.folder), "ranks": ranks, "verdict": verdict}
 
 
-def watch(folders: Iterable[Path], *, as_json: bool, once: bool, out: TextIO = sys.stdout) -> int:
-    """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when there is a verdict."""
+def watch(
+    folders: Iterable[Path],
+    *,
+    as_json: bool,
+    once: bool,
+    command: VerdictCommand | None = None,
+    metrics: Path | None = None,
+    out: TextIO = sys.stdout,
+) -> int:
+    """Follow until every rank has ended, or Ctrl-C; 0 when nothing is wrong at the end, 1 when there is a verdict.
+
+    ``command`` is run once per verdict; the textfile ``metrics`` is replaced every second.
+    """
     watchers = [Watcher(folder) for folder in folders]
-    shown, last, began = 0, 0.0, time.monotonic()
+    shown, last, written, began = 0, 0.0, 0.0, time.monotonic()
     try:
         while True:
             changed = [w.look() for w in watchers]
+            if command is not None and any(changed):
+                command.give([w.to_json() for w in watchers])
+            if metrics is not None and time.monotonic() - written >= METRICS_S:
+                written = time.monotonic()
+                write_metrics(metrics, [w.to_json() for w in watchers])
             is_over = all(w.is_over for w in watchers)
             due = time.monotonic() - last >= (1.0 if out.isatty() else 5.0)
             has_seen = any(w.boards for w in watchers)
@@ -165,6 +200,10 @@ def watch(folders: Iterable[Path], *, as_json: bool, once: bool, out: TextIO = s
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         pass
+    if metrics is not None:
+        write_metrics(metrics, [w.to_json() for w in watchers])
+    if command is not None:
+        command.finish()
     return int(any(w.finding is not None for w in watchers))
 
 

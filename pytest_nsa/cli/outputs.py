@@ -1,0 +1,101 @@
+"""What `watch` gives to machines: a command per verdict, and a textfile for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.wire.files import write_atomically
+
+Status = dict[str, Any]  # what `Watcher.to_json` returns
+
+
+@dataclass
+class VerdictCommand:
+    """Runs a shell command once per verdict or suspicion, without waiting for it.
+
+    It gets the verdict as JSON on its standard input, and NSA_CAUSE, NSA_RANKS (comma separated), NSA_RETRY and NSA_CERTAIN
+    (1 or 0) in its environment.
+    """
+
+    command: str
+    _told: set[str] = field(default_factory=set)
+    _running: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def give(self, statuses: Sequence[Status]) -> None:
+        """Run it for each verdict that is new."""
+        for status in statuses:
+            verdict = status["verdict"]
+            if verdict is None:
+                continue
+            key = json.dumps([status["folder"], verdict["cause"], verdict["ranks"], verdict["certain"]])
+            if key not in self._told:
+                self._told.add(key)
+                self._run({**verdict, "folder": status["folder"]})
+        self._running = [run for run in self._running if run.poll() is None]
+
+    def _run(self, verdict: dict[str, Any]) -> None:
+        environment = {
+            **os.environ, "NSA_CAUSE": verdict["cause"], "NSA_RANKS": ",".join(map(str, verdict["ranks"])),
+            "NSA_RETRY": verdict["retry"], "NSA_CERTAIN": str(int(verdict["certain"])),
+        }  # fmt: skip
+        run = subprocess.Popen(
+            self.command, shell=True, env=environment, stdin=subprocess.PIPE, stdout=sys.stderr, text=True
+        )
+        assert run.stdin is not None
+        with contextlib.suppress(BrokenPipeError), run.stdin:  # it need not read
+            run.stdin.write(json.dumps(verdict) + "\n")
+        self._running.append(run)
+
+    def finish(self, seconds: float = 60.0) -> None:
+        """Wait for the commands that still run."""
+        for run in self._running:
+            try:
+                run.wait(seconds)
+            except subprocess.TimeoutExpired:
+                print(f"warning: --on-verdict {self.command!r}: still runs after {seconds:g} s", file=sys.stderr)
+
+
+def metrics(statuses: Sequence[Status]) -> str:
+    """Return the state of the ranks in Prometheus's text format."""
+    rows = [
+        "# HELP nsa_step The optimizer step that a rank is in.", "# TYPE nsa_step gauge",
+        *(f'nsa_step{{{_labels(s, r)}}} {r["step"]}' for s in statuses for r in s["ranks"]),
+        "# HELP nsa_seconds_since_progress Seconds since a rank made progress.", "# TYPE nsa_seconds_since_progress gauge",
+        *(f'nsa_seconds_since_progress{{{_labels(s, r)}}} {r["still_s"]}' for s in statuses for r in s["ranks"]),
+        "# HELP nsa_rank_gone 1 where a rank's process is no more.", "# TYPE nsa_rank_gone gauge",
+        *(f'nsa_rank_gone{{{_labels(s, r)}}} {int(r["gone"])}' for s in statuses for r in s["ranks"]),
+        "# HELP nsa_verdict 1 where a rank is a culprit of the verdict or suspicion.", "# TYPE nsa_verdict gauge",
+    ]  # fmt: skip
+    for status in statuses:
+        verdict = status["verdict"]
+        for rank in verdict["ranks"] if verdict is not None else ():
+            labels = f'run="{_escaped(status["folder"])}",rank="{rank}",cause="{verdict["cause"]}",retry="{verdict["retry"]}"'
+            rows.append(f"nsa_verdict{{{labels}}} 1")
+    return "\n".join(rows) + "\n"
+
+
+def write_metrics(path: Path, statuses: Sequence[Status]) -> None:
+    """Replace the textfile that Prometheus's node exporter collects."""
+    write_atomically(path, metrics(statuses))
+
+
+def retry_of(cause: str) -> str:
+    """'never', 'once' or 'elsewhere'."""
+    return CAUSES[cause].retry
+
+
+def _labels(status: Status, rank: dict[str, Any]) -> str:
+    return f'run="{_escaped(status["folder"])}",rank="{rank["rank"]}"'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,94 @@
+"""What `pytest-nsa watch` shows of many ranks, and what it gives to machines: a command per verdict, a textfile for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsa.trace.board import Board
+from pytest_nsa.cli.outputs import VerdictCommand, metrics
+from pytest_nsa.cli.watch import Watcher
+
+SLEEPS = """
+import sys, time
+from pathlib import Path
+from nsa.trace.board import Board
+boards = [Board(Path(sys.argv[1]) / f"rank{r}" / "board.bin", r, 12) for r in range(12)]
+for rank, board in enumerate(boards):
+    board.phase("body")
+    board.text("line", "train.py:7 in load")
+    if rank != 3:
+        board.enter("barrier", "0", 1, "", 0, "train.py:9 in main", size=12)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def twelve(tmp_path: Path) -> Iterator[Path]:
+    """The folder of twelve ranks, of which rank 3 is not in the barrier of the others."""
+    for rank in range(12):
+        (tmp_path / f"rank{rank}").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", SLEEPS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield tmp_path
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_many_ranks_are_shown_by_state_the_rarest_first(twelve: Path) -> None:
+    watcher = Watcher(twelve)
+    watcher.look()
+    first, second = watcher.lines()
+    assert first.startswith("    1  rank 3: step 0  body  at train.py:7 in load")
+    assert second.startswith("   11  ranks 0-2, 4-11: step 0  body  in barrier #1 at train.py:9 in main")
+
+
+def test_metrics_are_prometheus_s(twelve: Path) -> None:
+    watcher = Watcher(twelve)
+    watcher.look()
+    status = watcher.to_json()
+    status["verdict"] = {"cause": "sleeping", "ranks": [3], "retry": "never"}
+    rows = metrics([status]).splitlines()
+    assert f'nsa_step{{run="{twelve}",rank="11"}} 0' in rows
+    assert f'nsa_verdict{{run="{twelve}",rank="3",cause="sleeping",retry="never"}} 1' in rows
+    names = {row.split("{")[0] for row in rows if not row.startswith("#")}
+    assert names == {row.split()[2] for row in rows if row.startswith("# TYPE")}
+
+
+def test_a_command_is_run_once_per_verdict(tmp_path: Path) -> None:
+    command = VerdictCommand(
+        f"cat >> {tmp_path / 'verdicts'}; echo $NSA_CAUSE $NSA_RANKS $NSA_RETRY >> {tmp_path / 'log'}"
+    )
+    verdict = {"cause": "transport_stuck", "ranks": [0, 1], "certain": False, "retry": "elsewhere", "reason": "..."}
+    for _ in range(3):
+        command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    command.give([{"folder": "run", "ranks": [], "verdict": None}])
+    command.finish()
+    assert (tmp_path / "log").read_text() == "transport_stuck 0,1 elsewhere\n"
+    assert json.loads((tmp_path / "verdicts").read_text())["folder"] == "run"
+
+
+def test_a_command_that_does_not_read_is_no_error(tmp_path: Path) -> None:
+    command = VerdictCommand("true")
+    verdict = {"cause": "slow", "ranks": [0], "certain": False, "retry": "once", "reason": "x" * (1 << 20)}
+    command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    command.finish()
+
+
+def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:
+    (tmp_path / "rank0").mkdir()
+    board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
+    board.phase("body")
+    watcher = Watcher(tmp_path)
+    watcher.look()
+    assert watcher.to_json()["ranks"][0] | {"line": ""} == watcher.to_json()["ranks"][0]
+    assert watcher.to_json()["ranks"][0]["pid"] == os.getpid()
