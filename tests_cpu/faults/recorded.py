@@ -31,7 +31,6 @@ def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
     """Write a module's archive from the ``run`` of its tests in ``folder``. ValueError: a path is too short to be replaced."""
     replaced = {str(folder): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
     replaced |= {str(Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}"): "/tests/tmp"}
-    replaced |= {f'"machine": "{platform.node()}': '"machine": "node'}
     folders = {}
     for line in (run / "verdicts.jsonl").read_text(encoding="utf-8").splitlines():
         verdict = json.loads(line)
@@ -43,6 +42,8 @@ def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
         for name in sorted(names):
             for file in sorted({f for pattern in FILES for f in folders[name].glob(pattern)}):
                 data = _replace(file.read_bytes(), replaced, is_padded=file.name == "board.bin")
+                if file.name == "events.jsonl":
+                    data = data.replace(f'"machine": "{platform.node()}'.encode(), b'"machine": "node')
                 if file.suffix == ".jsonl" and file.name not in ("events.jsonl", "host.jsonl", "source.jsonl"):
                     data = b"\n".join(data.split(b"\n")[-MOST_LINES:])
                 entry = tarfile.TarInfo(f"{name}/{file.relative_to(folders[name])}")
