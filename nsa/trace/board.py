@@ -31,6 +31,7 @@ _NUMBERS = {
     "gradients": "q", "gradients_expected": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
     "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
+    "on_device": "q",  # 1: collectives were seen that outlast their wait
     "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that came to their end
 }  # fmt: skip
 _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160}

@@ -49,6 +49,8 @@ class CollectiveRecorder:
         self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
         self._blocked_in = 0
+        self._waits: set[Any] = set()
+        self._groups: set[Any] = set()  # classes of Python that are wrapped
         self.on_group: Callable[[str, list[int]], None] = _ignore  # a new group's name and ranks
 
     def forget(self) -> None:
@@ -67,22 +69,7 @@ class CollectiveRecorder:
             original = getattr(group_class, name, None)
             if original is not None:
                 setattr(group_class, name, self._wrap(name, original))
-        # Python subclasses of Work override wait; the C++ ones share this method.
-        work_class = torch._C._distributed_c10d.Work
-        wait = work_class.wait
-
-        def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            entry = self._pending.get(id(work))
-            if entry is None:
-                return wait(work, *args, **kwargs)
-            with self._blocked(entry[0]):
-                result = wait(work, *args, **kwargs)
-            # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
-            if work.is_completed():
-                self._leave(id(work))
-            return result
-
-        work_class.wait = outside_graphs(recorded_wait)
+        self._wrap_wait(torch._C._distributed_c10d.Work)
         # What DDP does between backwards, in C++: agree on new buckets, broadcast buffers.
         self._wrap_blocking(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", "ddp_rebuild_buckets")
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
@@ -94,6 +81,38 @@ class CollectiveRecorder:
         self._wrap_functional_wait()
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
+
+    def _wrap_wait(self, work_class: Any) -> None:
+        """Wrap ``wait`` of a class of Work: C++'s own, or one of Python's that overrides it."""
+        wait = work_class.wait
+
+        def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            entry = self._pending.get(id(work))
+            if entry is None:
+                return wait(work, *args, **kwargs)
+            with self._blocked(entry[0]):
+                result = wait(work, *args, **kwargs)
+            # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
+            if work.is_completed():
+                self._leave(id(work))
+            else:
+                self.board.number("on_device", 1)
+            return result
+
+        work_class.wait = outside_graphs(recorded_wait)
+        self._waits.add(work_class)
+
+    def _wrap_python_group(self, group: Any) -> None:
+        """Wrap what a backend that is written in Python overrides of ProcessGroup."""
+        for owner in type(group).__mro__:
+            if owner is dist.ProcessGroup:
+                return
+            if owner in self._groups:
+                continue
+            self._groups.add(owner)
+            for name in (*_METHODS, *_POINT_TO_POINT):
+                if name in vars(owner):
+                    setattr(owner, name, self._wrap(name, vars(owner)[name]))
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
         """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as a group's of its own."""
@@ -112,6 +131,10 @@ class CollectiveRecorder:
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
+            if op == NEW_GROUP and isinstance(
+                made := result[0] if isinstance(result, tuple) else result, dist.ProcessGroup
+            ):
+                self._wrap_python_group(made)
             if op == NEW_GROUP and len(args) > 5 and args[2]:
                 self.on_group(str(args[5]), list(args[2]))
             return result
@@ -225,6 +248,8 @@ class CollectiveRecorder:
             if work is None:
                 self.board.leave(index)
             else:
+                if "wait" in vars(type(work)) and type(work) not in self._waits:
+                    self._wrap_wait(type(work))
                 with self._lock:
                     self._pending[id(work)] = (index, work)
             return work

@@ -131,7 +131,7 @@ class RankEvidence:
     @property
     def _is_in_one_call_on_a_device(self) -> bool:
         """Whether the main thread stays in one native call where collectives run on a device: the host's thread may spin there."""
-        if self.board is None or self.backend in ("", "gloo"):
+        if self.board is None or not (self.board.numbers.get("on_device") or self.backend not in ("", "gloo")):
             return False
         n = self.board.numbers
         return n.get("still_looks", 0.0) >= STILL_LOOKS and n.get("still_moves", 0.0) <= 1

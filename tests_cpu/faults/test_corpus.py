@@ -21,7 +21,7 @@ from tests_cpu.plugin.test_faults import EXPECTED
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training",
-    "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits",
+    "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
 )  # fmt: skip
 
 
