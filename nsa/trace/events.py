@@ -7,6 +7,7 @@ import os
 import platform
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,12 @@ def message_of(error: BaseException) -> str:
         return f"<its text could not be made: {type(failure).__name__} in __str__>"
 
 
-def _user_line(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+def _user_line(frames: traceback.StackSummary, *, recursion: bool = False) -> traceback.FrameSummary | None:
+    """Return the innermost frame of the user's code; of a recursion the one that recurs most."""
+    if recursion:
+        lines = Counter((f.filename, f.lineno) for f in frames if is_user_file(f.filename))
+        most = lines.most_common(1)[0][0] if lines else None
+        return next((f for f in frames if (f.filename, f.lineno) == most), None)
     return next((f for f in reversed(frames) if is_user_file(f.filename)), None)
 
 
@@ -79,7 +85,7 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
         inner = traceback.extract_tb(cause.__traceback__)
         chain.append((message_of(cause), inner[-1].filename if inner else "", type(cause).__name__))
         cause = cause.__cause__ or cause.__context__
-    place = _user_line(frames) or (frames[-1] if frames else None)
+    place = _user_line(frames, recursion=isinstance(error, RecursionError)) or (frames[-1] if frames else None)
     record(
         folder,
         event="exception",

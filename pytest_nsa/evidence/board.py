@@ -14,7 +14,8 @@ HEADER = 4096
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
 ANY = -2  # the peer of a receive that takes from anybody
-DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", "new_group")
+NEW_GROUP = "new_group"  # the operation of making a group
+DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", NEW_GROUP)
 # One rank gives or gets all, or each as much as it likes.
 UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 

@@ -16,6 +16,11 @@ STARVED = 0.1  # of a core, on a busy machine
 _RECORDER = "nsa/trace/collectives.py"  # its wrappers are in every recorded call
 _STORE_OF_OURS = ("pytest_nsa/rank/store.py", "pytest_nsa/wire/messages.py")  # the store of ranks is a class of Python
 _TORCH_S = ("torch/distributed/", "nn/parallel/distributed.py", "torch/futures/", _RECORDER, *_STORE_OF_OURS)
+# What torch puts between a call of Python and its own code.
+_DISPATCH = (
+    "torch/_ops.py", "torch/_library/", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_contextlib.py",
+    "nsa/trace/compiled.py",
+)  # fmt: skip
 _WAITS = re.compile(
     r"_?(barrier|monitored_barrier|store_based_barrier|wait\w*|all_?reduce\w*|all_?gather\w*|all_?to_?all\w*|broadcast\w*"
     r"|reduce\w*|gather\w*|scatter\w*|i?send\w*|i?recv\w*|sync_\w+|rpc_sync|shutdown|synchronize|recorded|recorded_wait)$"
@@ -39,6 +44,8 @@ def torch_s_wait(frames: Sequence[Frame]) -> str:
     """
     found = ""
     for frame in frames:
+        if any(part in frame.file for part in _DISPATCH):
+            continue
         if frame.is_user or not any(part in frame.file for part in _TORCH_S):
             break
         if _WAITS.match(frame.function):
@@ -47,8 +54,9 @@ def torch_s_wait(frames: Sequence[Frame]) -> str:
 
 
 def _depth(frames: Sequence[Frame]) -> int:
-    """Return how many frames of the ranks' own store are innermost."""
-    return next((i for i, f in enumerate(frames) if not any(part in f.file for part in _STORE_OF_OURS)), len(frames))
+    """Return how many frames of the ranks' own store, and of torch's dispatch, are innermost."""
+    skipped = (*_STORE_OF_OURS, *_DISPATCH)
+    return next((i for i, f in enumerate(frames) if not any(part in f.file for part in skipped)), len(frames))
 
 
 def in_recorded_call(frames: Sequence[Frame]) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
-from pytest_nsa.diagnosis.rules.order import NEW_GROUP, STOPS, awaited, skipped
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, skipped
 from pytest_nsa.diagnosis.rules.source import is_for_a_later_rank
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.load import Evidence, RankEvidence
 
 

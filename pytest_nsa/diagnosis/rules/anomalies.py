@@ -29,7 +29,8 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
         for event in rank.anomalies:
             if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
                 continue
-            if event["kind"] not in usual | everywhere:
+            is_consequence = any(error.time <= event["time"] for error in rank.exceptions)
+            if event["kind"] not in usual | everywhere and not is_consequence:
                 by_step.setdefault((event["step"], event["kind"]), {})[rank.rank] = event
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):

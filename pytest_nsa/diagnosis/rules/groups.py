@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.order import NEW_GROUP, STOPS, awaited, rings
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, rings
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import can_complete
 from pytest_nsa.evidence.load import Evidence, RankEvidence
 

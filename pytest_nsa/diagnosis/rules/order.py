@@ -15,13 +15,13 @@ from pytest_nsa.diagnosis.rules.locations import (
     user_frames,
     where_they_part,
 )
+from pytest_nsa.diagnosis.rules.shifts import Shift, first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure
 from pytest_nsa.evidence.load import Evidence, RankEvidence
 
-NEW_GROUP = "new_group"
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 
@@ -34,6 +34,9 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
+    shift = first_shift(evidence)
+    if shift is not None:
+        return _of_a_shift(evidence, shift)
     blamed = _swapped(evidence, entered) or blame(evidence, entered)
     culprits, cause, why = _explained(evidence, *blamed)
     why += _ran_out(evidence, culprits, cause)
@@ -93,6 +96,14 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     crossed = len({_group(c) for c in found.values()}) > 1
     if crossed:
         shown += _members(evidence, found)
+    shift = first_shift(evidence)
+    if shift is not None:
+        return _of_a_shift(evidence, shift)
+    omitted = left_out(evidence, found) if crossed else None
+    if omitted is not None:
+        who = describe_ranks(omitted[0], evidence.job.world_size)
+        why = f"{who} left {omitted[1].describe()} out, in which another rank waits (call skipped): {shown}"
+        return skipped(evidence, *omitted, why)
     # Who takes the groups in another order than so far is known by its own calls.
     departing = _departs_over_groups(evidence, found) if crossed else ()
     ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else _went_ahead(evidence, found)
@@ -104,9 +115,11 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
             confidence=0.85 if crossed else 0.6, facts=facts,
         )  # fmt: skip
     behind = tuple(r for r in sorted(found) if r not in ahead)
+    has_left = all(_has_left(evidence, found, r, behind[0]) for r in ahead) if behind else False
     # Only members of the group that the others wait in can have gone on without its call.
     ahead = tuple(r for r in ahead if r in evidence.members(_group(found[behind[0]]))) or ahead
-    if len(behind) < len(ahead) or any(_is_for_a_later_rank(evidence, r, found[r]) for r in behind):
+    is_for_them = any(_is_for_a_later_rank(evidence, r, found[r]) for r in behind)
+    if not has_left and (len(behind) < len(ahead) or is_for_them):
         who = describe_ranks(behind, evidence.job.world_size)
         why = f"{who} entered {found[behind[0]].describe()}, which the others went on without: {shown}"
         culprits, cause, why = _explained(evidence, behind, "extra_collective", why)
@@ -117,6 +130,16 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
     return skipped(evidence, ahead, missed, why)
+
+
+def _of_a_shift(evidence: Evidence, shift: Shift) -> Finding:
+    """Report the call that some ranks alone made, and that was taken for the others' next one."""
+    who = describe_ranks(shift.ranks, evidence.job.world_size)
+    why = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}: one call apart from then on"
+    return Finding(
+        cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, reason=why, certain=True, confidence=0.85,
+        facts=all_facts(evidence.ranks),
+    )  # fmt: skip
 
 
 def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
@@ -360,7 +383,9 @@ def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int
     ranks = sorted(entered)
     steps = {r: entered[r].step for r in ranks}
     if len(set(steps.values())) > 1:
-        return tuple(r for r in ranks if steps[r] == max(steps.values()))
+        fewest = tuple(r for r in ranks if steps[r] == min(steps.values()))
+        most = tuple(r for r in ranks if steps[r] == max(steps.values()))
+        return fewest if all(_has_left(evidence, entered, r, most[0]) for r in fewest) else most
     # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
     again = tuple(
         r

@@ -93,13 +93,27 @@ def share_a_loop(sources: Sources, place: str, other: str) -> bool:
 
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one line is in the branch of an ``if`` whose other branch has the other line."""
+    """Return whether one line is in the branch of an ``if`` whose other branch has the other line: or what follows it, where the
+    first returns.
+    """
     a, b = sources.around(place), sources.around(other)
     for statement in (n for n in a if isinstance(n, ast.If) and n in b):
         first = next((s for s in statement.body if s in a or s in b), None)
         second = next((s for s in statement.orelse if s in a or s in b), None)
         if first is not None and second is not None:
             return True
+    return _returns_before(a, b) or _returns_before(b, a)
+
+
+def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
+    """Return whether ``a`` is in an ``if`` that ends in a return, and ``b`` behind it in the same block."""
+    for outer, inner in itertools.pairwise(a):
+        block = getattr(outer, "body", [])
+        if isinstance(inner, ast.If) and inner in block and isinstance(inner.body[-1], ast.Return | ast.Raise):
+            is_in_body = any(statement in inner.body for statement in a)
+            behind = block[block.index(inner) + 1 :]
+            if is_in_body and outer in b and any(statement in behind for statement in b):
+                return True
     return False
 
 

@@ -13,6 +13,7 @@ SHARE = 0.5  # of a forward's nodes that one module makes
 RECENT = 20  # collectives
 OFTEN = 0.7
 LATE = 0.4  # of the time
+AGAIN = 0.25  # of the time that the others wait now: what it was late by before
 _ENGINE = "_engine_run_backward"
 
 
@@ -92,11 +93,18 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
             if c.peer == -1 and not c.group.startswith("ddp"):  # what DDP does by itself goes with its buckets
                 by_place.setdefault(c.place, {})[rank.rank] = c.entered
     whole = sorted((min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks))[-RECENT:]
-    if len(whole) < 3:
+    if not whole:
         return None
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
+    end = max(max(e.values()) for _, e in whole)
+    awaited = _awaited_now(evidence, by_place)
+    if awaited is not None and any(last == awaited[1] and span >= AGAIN * awaited[0] for span, last in spans):
+        spans.append(awaited)  # it was as late before
+        end = evidence.stop_time
+    if len(spans) < 3:
+        return None
     waited = sum(span for span, _ in spans)
-    time = max(max(e.values()) for _, e in whole) - whole[0][0]
+    time = end - whole[0][0]
     if waited < LATE * time:
         return None
     blame: dict[int, float] = {}
@@ -110,6 +118,15 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
         f"rank {culprit} came last to {count} of the last {len(spans)} collectives; the others waited for it "
         f"{min(100.0, 100 * most / max(time, 1e-9)):.0f}% of the time"
     )
+
+
+def _awaited_now(evidence: Evidence, by_place: dict[tuple[str, int], dict[int, float]]) -> tuple[float, int] | None:
+    """Return for how long all others have waited for one rank, and that rank; None where they do not."""
+    for entered in by_place.values():
+        absent = [r.rank for r in evidence.ranks if r.rank not in entered]
+        if len(absent) == 1 and evidence.stop_time > max(entered.values()):
+            return evidence.stop_time - min(entered.values()), absent[0]
+    return None
 
 
 def _now_waits_itself(evidence: Evidence, culprit: int) -> bool:

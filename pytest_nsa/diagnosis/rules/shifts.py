@@ -1,0 +1,96 @@
+"""Calls that are one off: paired with another rank's call of another line, or left out of a round of several groups' calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.rules.departures import is_same_line
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.load import Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A call ``extra`` that some ranks made from a line of their own, paired with the others' ``usual`` call."""
+
+    ranks: tuple[int, ...]
+    extra: Collective
+    usual: Collective
+
+
+def first_shift(evidence: Evidence) -> Shift | None:
+    """Return the first call that ranks made from a line which had not called in that group before, paired with the others' usual
+    call. Alike as the two are, neither waits: the ranks are one call apart from then on.
+
+    None where another departure came first, or where the ranks' lines differ by the program's design.
+    """
+    by_place: dict[tuple[str, int], dict[int, Collective]] = {}
+    rings = {r.rank: _calls(evidence, r.rank) for r in evidence.ranks}
+    for rank, calls in rings.items():
+        for call in calls:
+            by_place.setdefault(call.place, {})[rank] = call
+    for entered in sorted(by_place.values(), key=lambda calls: min(c.entered for c in calls.values())):
+        if len({c.shape for c in entered.values()}) > 1:
+            return None
+        lines = {_line(c) for c in entered.values()}
+        if len(entered) < 2 or len(lines) < 2:
+            continue
+        before = {
+            rank: {_line(c) for c in rings[rank] if c.group == call.group and c.sequence < call.sequence}
+            for rank, call in entered.items()
+        }
+        new = tuple(rank for rank, call in sorted(entered.items()) if _line(call) not in before[rank])
+        others = [rank for rank in entered if rank not in new]
+        if not new or not others or len(new) > len(others):
+            return None
+        usual = entered[others[0]]
+        # It has gone back to its usual calls: one that goes on at its own line has left them.
+        returned = {r: any(c.index > entered[r].index and _line(c) in before[r] for c in rings[r]) for r in new}
+        if all(_line(usual) in before[rank] and returned[rank] for rank in new):
+            return Shift(new, entered[new[0]], usual)
+        return None
+    return None
+
+
+def left_out(evidence: Evidence, found: Mapping[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
+    """Return the ranks that left a group's calls out of their round, and the call of it in which another rank waits.
+
+    A round of a rank is what it calls from one call of the line that it waits in to the next. It has left a group out where this
+    round has fewer of the group's calls than the one before, and already one of those that follow them.
+    """
+    ranks: dict[int, Collective] = {}
+    for waiter, missed in found.items():
+        for rank in evidence.members(missed.group):
+            awaited = found.get(rank)
+            is_elsewhere = rank != waiter and awaited is not None and awaited.group != missed.group
+            if is_elsewhere and _has_left_out(_calls(evidence, rank), awaited, missed.group):
+                ranks.setdefault(rank, missed)
+    if not ranks or len(ranks) == len(found):
+        return None
+    return tuple(sorted(ranks)), ranks[min(ranks)]
+
+
+def _has_left_out(calls: list[Collective], awaited: Collective | None, group: str) -> bool:
+    if awaited is None:
+        return False
+    calls = [c for c in calls if c.index < awaited.index]
+    same = [c.index for c in calls if c.group == awaited.group and is_same_line(c, awaited)]
+    if len(same) < 2:
+        return False
+    last = [c for c in calls if same[-2] < c.index < same[-1]]
+    now = [c for c in calls if c.index > same[-1]]
+    of_group = [c.index for c in last if c.group == group]
+    if sum(c.group == group for c in now) >= len(of_group):
+        return False
+    follow = {(c.group, _line(c)) for c in last if c.index > of_group[-1]}
+    return any((c.group, _line(c)) in follow for c in now)
+
+
+def _calls(evidence: Evidence, rank: int) -> list[Collective]:
+    board = evidence.ranks[rank].board
+    return [c for c in (board.collectives if board is not None else ()) if c.peer == -1 and c.op != NEW_GROUP]
+
+
+def _line(call: Collective) -> str:
+    return call.site.rpartition(" in ")[0]
