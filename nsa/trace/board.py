@@ -24,7 +24,7 @@ PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 
 _NUMBERS = {
     "pid": "q", "rank": "q", "world_size": "q", "step": "q", "phase": "q", "phase_time": "d",
-    "beat": "q", "beat_time": "d", "gil_late": "d", "line_time": "d",
+    "beat": "q", "beat_time": "d", "beat_monotonic": "d", "gil_late": "d", "line_time": "d",
     "modules_entered": "q", "progress": "q",
     "path_base": "q",  # what modules_entered was as the forward began
     "path_length": "q",  # of a forward that has ended; -1: it runs, and its length is what was entered since it began

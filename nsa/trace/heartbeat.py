@@ -135,6 +135,7 @@ class Heartbeat:
             self._write_standing(stacks)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())
+        board.number("beat_monotonic", time.monotonic())
         board.add("beat")
 
     def _look_at_frames(self) -> tuple[str, tuple[int, int] | None, str]:

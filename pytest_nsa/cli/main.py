@@ -15,7 +15,7 @@ from pathlib import Path
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import find_test_folders, load, with_sources
+from pytest_nsa.evidence.load import Evidence, find_test_folders, load, with_sources
 from pytest_nsa.report import html
 from pytest_nsa.report.run import read_decision
 from pytest_nsa.report.summary import Entry
@@ -75,6 +75,11 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         if not evidence.sources.snippets:  # the process that ran the ranks did not come to keep them
             evidence = with_sources(evidence)
         verdict = diagnose(evidence)
+        if is_live(evidence):
+            print(
+                f"{verdict.scenario or verdict.nodeid}: it runs still; what follows is how it stands now",
+                file=sys.stderr,
+            )
         failed = failed or verdict.failed
         name = str(folder.relative_to(first))
         entries.append(Entry(folder=name, verdict=verdict))
@@ -90,6 +95,12 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         )
         print(first / "report.html", file=sys.stderr)
     return 1 if failed else 0
+
+
+def is_live(evidence: Evidence) -> bool:
+    """Return whether a rank of the evidence runs on this machine, and maps its board still."""
+    folders = {rank.folder.parent.resolve(): int(rank.board.numbers["pid"]) for rank in evidence.ranks if rank.board}
+    return evidence.stop == "host_died" and any(folder_of(pid) == folder for folder, pid in folders.items())
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -249,6 +249,7 @@ _REGISTRY = (
         rules=("stalls.blocked",),
         at_work=True,
         retry="once",
+        outcome="SLOW",
     ),
     Cause(
         name="transport_stuck",

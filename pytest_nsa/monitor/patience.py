@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.rules.source import is_in_for
+from pytest_nsa.diagnosis.rules.source import is_in_retries
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import Evidence, RankEvidence
@@ -91,7 +91,7 @@ class Patience:
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
     """Return whether the ranks of a suspicion are at work by themselves, and may come yet: they compute, import, compile, or
-    write; one waits for a thread of its own that is at work; or it sleeps in a ``for`` loop, which ends.
+    write; one waits for a thread of its own that is at work; or it sleeps between attempts that are counted.
     """
     if CAUSES[finding.cause].at_work:
         return True
@@ -101,7 +101,9 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
     if finding.cause == "lock_deadlock":
         return any(_has_thread_at_work(rank) for rank in ranks)
     places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
-    return finding.cause == "sleeping" and any(is_in_for(evidence.sources, frame.describe()) for frame in places[:2])
+    return finding.cause == "sleeping" and any(
+        is_in_retries(evidence.sources, frame.describe()) for frame in places[:2]
+    )
 
 
 def _has_thread_at_work(rank: RankEvidence) -> bool:

@@ -13,6 +13,7 @@ from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure
 from pytest_nsa.monitor.patience import Past
 
 QUIET_S = 0.2
+HELD_UP_S = 0.6  # between two looks, which are 0.05 s apart
 BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
 
@@ -31,6 +32,7 @@ class ProgressWatch:
     _moves: dict[int, float] = field(init=False, default_factory=dict)
     _last_look: float = field(init=False)
     _departed_since: float = 0.0
+    _held_up: float = 0.0  # when this process last came too late to a look
 
     def __post_init__(self) -> None:
         self.readers = {rank: BoardReader(folder / "board.bin") for rank, folder in self.folders.items()}
@@ -46,9 +48,11 @@ class ProgressWatch:
         """Seconds since a rank moved."""
         return time.monotonic() - self._moves.get(rank, time.monotonic())
 
-    def look(self) -> None:
-        """Read every board and note what moved."""
+    def look(self, *, worked: bool = False) -> None:
+        """Read every board and note what moved. ``worked``: the caller itself has taken time since the last look."""
         now = time.monotonic()
+        if not worked and now - self._last_look > HELD_UP_S:
+            self._held_up = now
         if now - self._last_look > 5.0:
             self.last_move = now  # this process itself was suspended: that is not a stall of the ranks
         self._last_look = now
@@ -95,8 +99,12 @@ class ProgressWatch:
 
     @property
     def beat_ages(self) -> dict[str, float]:
-        """Seconds since each rank's heartbeat beat."""
-        return {str(rank): time.time() - board.numbers["beat_time"] for rank, board in self.boards.items()}
+        """Seconds since each rank's heartbeat beat, by the clock that no one sets; since this process was held up, where it was
+        too: a silence that all processes share is the machine's.
+        """
+        now = time.monotonic()
+        beats = {rank: board.numbers.get("beat_monotonic", 0.0) for rank, board in self.boards.items()}
+        return {str(rank): now - max(beat, self._held_up) for rank, beat in beats.items() if beat}
 
     def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
         """Return a stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""

@@ -83,7 +83,7 @@ class RanksRun:
                 return reason
             self.watch.look()
             self._look_closer()
-            self.watch.look()  # that may have taken long: what moved meanwhile is not stalled
+            self.watch.look(worked=True)  # that may have taken long: what moved meanwhile is not stalled
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
@@ -178,7 +178,7 @@ class RanksRun:
         beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
         sample_processes(alive, self.log, beats)
         self._note("gpus", gpus=look_at_gpus())
-        self.watch.look()
+        self.watch.look(worked=True)
         self._note("sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}

@@ -52,7 +52,8 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
         frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
     if verdict.stood_still_s:
-        out.append(f"  stalled  for {verdict.stood_still_s:.1f} s before it was stopped")
+        until = "when it was last looked at" if evidence.stop == "host_died" else "before it was stopped"
+        out.append(f"  stalled  for {verdict.stood_still_s:.1f} s {until}")
     if verdict.advice:
         out.append(f"  do       {verdict.advice}")
     out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")

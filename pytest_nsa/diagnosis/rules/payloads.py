@@ -29,7 +29,10 @@ def aborted(evidence: Evidence) -> Finding | None:
         sizes = Counter((c.dtype, c.count) for c in entered.values()).most_common()
         odd = tuple(n for n, c in sorted(entered.items()) if (c.dtype, c.count) != sizes[0][0])
         clear = len(sizes) > 1 and sizes[0][1] > sizes[1][1]
-        shown = "; ".join(f"rank {n} gave {c.dtype} x {c.count}" for n, c in sorted(entered.items()))
+        shown = "; ".join(
+            f"rank {n} gave {c.dtype} x {c.count}" + (f", {c.note}" if c.note else "")
+            for n, c in sorted(entered.items())
+        )
         return Finding(
             cause="collective_mismatch", ranks=odd if clear else tuple(sorted(entered)), where=at.site,
             reason=f"gloo aborted rank {rank.rank} inside {at.op} #{at.sequence}: others expected something else ({shown})",

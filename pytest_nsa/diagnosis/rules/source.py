@@ -61,10 +61,12 @@ def loops_around(sources: Sources, place: str) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def is_in_for(sources: Sources, place: str) -> bool:
-    """Return whether the innermost loop of a line is a ``for``: that comes to an end, where its iterator does."""
+def is_in_retries(sources: Sources, place: str) -> bool:
+    """Return whether the innermost loop of a line is a ``for`` around a ``try``: attempts, which come to an end."""
     loops = _loops(sources, place)
-    return bool(loops) and isinstance(loops[-1], ast.For)
+    if not loops or not isinstance(loops[-1], ast.For):
+        return False
+    return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
 def is_in_loop(sources: Sources, place: str) -> bool:

@@ -119,7 +119,8 @@ def _why(rank: RankEvidence) -> Why | None:
     first.
     """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
-        _stopped, _compiling, _loader, _child, _gil_held, _busy, _store, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
+        _stopped, _compiling, _importing,
+        _loader, _child, _gil_held, _busy, _store, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
         _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
@@ -170,6 +171,16 @@ def _compiling(rank: RankEvidence) -> Why | None:
         return None
     imports = any(file.startswith("<frozen importlib") for file in _library_files(rank))
     return Why("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
+
+
+def _importing(rank: RankEvidence) -> Why | None:
+    """Find that it imports a module, which reads files and runs their code."""
+    frames = _library_frames(rank)
+    if not any(f.file.startswith("<frozen importlib") for f in frames):
+        return None
+    module = next((f.file for f in frames if f.function == "<module>"), "a module")
+    works = computes(rank.process) or rank.process.get("state") == "D"
+    return Why("slow", f"imports {module}", 0.8) if works else None
 
 
 def _loader(rank: RankEvidence) -> Why | None:
