@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -152,7 +153,20 @@ def diagnose(evidence: Evidence) -> Verdict:
     missing = in_backward[0].missing if in_backward else ()
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
     outcome = _outcome(evidence, finding)
-    return _from(finding, job.root, outcome=outcome, parameters_missing=missing, machines=machines, **common)
+    caller = caller_of(evidence, finding.where).replace(job.root.rstrip("/") + "/", "") if job.root else ""
+    return _from(
+        finding, job.root, outcome=outcome, parameters_missing=missing, machines=machines, called_from=caller, **common
+    )
+
+
+def caller_of(evidence: Evidence, where: str) -> str:
+    """Return the user's line that called the function of ``where``; '' where that is the test itself, or not in a stack."""
+    for rank in evidence.ranks:
+        frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
+        for inner, outer in itertools.pairwise(frames):
+            if inner.describe() == where:
+                return outer.describe()
+    return ""
 
 
 def suspect(evidence: Evidence) -> Finding | None:

@@ -45,7 +45,8 @@ class Verdict:
     """The verdict on a test on ranks. ``cause`` is '' for PASS and SKIP; times in seconds.
 
     ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what the plan takes a
-    failure of the scenario for; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit.
+    failure of the scenario for; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
+    ``called_from`` is the user's line that called the function of ``where``.
     """
 
     scenario: str = ""
@@ -72,6 +73,7 @@ class Verdict:
     reads_as: str = ""
     retry: str = ""
     machines: tuple[str, ...] = ()
+    called_from: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that verdict.json holds."""

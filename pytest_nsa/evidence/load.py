@@ -215,7 +215,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
     return Evidence(
         job=job,
-        ranks=tuple(_load_rank(_folder_of(folders, r), r, host, sources, job.backend) for r in range(job.world_size)),
+        ranks=tuple(_load_rank(_folder_of(folders, r), r, host, sources, job) for r in range(job.world_size)),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),
@@ -234,7 +234,7 @@ def _folder_of(folders: Sequence[Path], rank: int) -> Path:
     return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
 
 
-def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, backend: str) -> RankEvidence:
+def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job) -> RankEvidence:
     events = list(read_lines(folder / "events.jsonl"))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
@@ -274,11 +274,11 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
-        threads=parse_dump(_text(folder / "stacks.txt") or own.get("stacks", "")),
+        threads=parse_dump(_text(folder / "stacks.txt") or own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
         children_threads=parse_children(_text(folder / "stacks.txt")),
-        fatal=parse_dump(_text(folder / "fatal.txt")),
+        fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
         reports=tuple(read_lines(folder / "reports.jsonl")),
         heartbeats=tuple(read_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
@@ -294,7 +294,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         groups={e["name"]: tuple(e["ranks"]) for e in events if e["event"] == "group"},
         folder=folder,
         sources=sources,
-        backend=backend,
+        backend=job.backend,
         machine=next((str(e.get("machine", "")) for e in events if e["event"] == "start"), ""),
     )
 

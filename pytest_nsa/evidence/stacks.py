@@ -27,11 +27,12 @@ _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconf
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of a Python stack."""
+    """One frame of a Python stack. ``is_own``: of the test's own file, wherever that lies."""
 
     file: str
     line: int
     function: str
+    is_own: bool = False
 
     def describe(self) -> str:
         """Return ``file:line in function``."""
@@ -40,6 +41,8 @@ class Frame:
     @property
     def is_user(self) -> bool:
         """Neither Python's own, nor an installed package, nor a compiler's output, nor this plugin's machinery."""
+        if self.is_own:
+            return True
         ours = any(part in self.file for part in _OURS) or self.file.startswith("<")
         library = self.file.startswith(_LIBRARIES) or _PYTHON_LIBRARY.search(self.file)
         return not ours and not library and not _GENERATED.search(self.file)
@@ -102,8 +105,11 @@ def parse_children(text: str) -> tuple[tuple[ThreadStack, ...], ...]:
     return tuple(stacks for part in text.split(CHILD_MARK)[1:] if (stacks := parse_dump(part)))
 
 
-def parse_dump(text: str) -> tuple[ThreadStack, ...]:
-    """Return the threads of the rank's dump in a file. The main thread is the one whose outermost frames are the oldest call."""
+def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
+    """Return the threads of the rank's dump in a file; ``own`` is the test's own file.
+
+    The main thread is the one whose outermost frames are the oldest call.
+    """
     text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
     current: list[Frame] | None = None
@@ -113,7 +119,7 @@ def parse_dump(text: str) -> tuple[ThreadStack, ...]:
             current = threads[-1] if header[1] == "Current thread" else current
         elif threads and (match := _FRAME.match(line)):
             number = int(match["line"]) if match["line"].isdigit() else 0
-            threads[-1].append(Frame(match["file"], number, match["function"]))
+            threads[-1].append(Frame(match["file"], number, match["function"], is_own=match["file"] == own))
     stacks = [frames for frames in threads if frames]
     # faulthandler names no main thread before Python 3.14: it is one that does not begin in threading's bootstrap, and of those
     # (threads of C++ that call Python are others) the one that got the signal.

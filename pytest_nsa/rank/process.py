@@ -88,12 +88,14 @@ class RankProcess:
         _redirect_output(folder)
         self._arm_stack_dumps(folder)
 
+        from nsa.trace.frames import add_user_file
         from nsa.trace.session import installed
         from nsa.trace.training import record_models
 
         on_gpu = self.spec.device == "cuda"
         record(folder, event="start", pid=os.getpid(), notes=self.notes, machine=machine(on_gpu=on_gpu))
         session = installed()
+        add_user_file(job.body)
         session.begin(
             folder,
             self.number,

@@ -105,6 +105,8 @@ def _verdict(entry: Entry) -> list[str]:
     out.append(f"- cause: `{v.cause}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:
         out.append(f"- where: `{short_place(v.where)}`" + (f", module `{v.module}`" if v.module else ""))
+        if v.called_from:
+            out.append(f"- called from: `{short_place(v.called_from)}`")
     if v.machines:
         out.append(f"- on: {'; '.join(v.machines)}")
     out.append(f"- why: {v.reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import time
 from collections.abc import Mapping
@@ -58,8 +59,15 @@ def job_of(
         in_use=tuple(path for lease in leases.values() for path in lease.in_use),
         debugger=debugger,
         debug_rank=settings.debug_rank,
+        body=_file_of(item),
         **tracing_of(item, settings),
     )
+
+
+def _file_of(item: pytest.Function) -> str:
+    """Return the file of the test's own code: of a base class's method that may be an installed package's."""
+    code = getattr(inspect.unwrap(item.function), "__code__", None)
+    return code.co_filename if code is not None else ""
 
 
 def scenario_of(item: pytest.Function, tried: dict[str, str] | None) -> str:

@@ -53,7 +53,7 @@ class Job:
     a bisection tries; times are in seconds. ``reuse`` names the class or module whose tests share their ranks, '' for fresh
     ones; with ``stay`` they wait for another test after this one. ``gpus`` and ``cores`` are those that were leased,
     ``in_use`` the files that ranks hold while they use them; ``debugger`` names the socket at which the host lends its
-    terminal, to ``debug_rank`` (-1: to any).
+    terminal, to ``debug_rank`` (-1: to any); ``body`` is the file of the test's own code, the user's wherever it lies.
     """
 
     nodeid: str
@@ -86,6 +86,7 @@ class Job:
     debug_rank: int = -1
     reuse: str = ""
     stay: bool = False
+    body: str = ""
 
     @property
     def group_spec(self) -> GroupSpec:
