@@ -86,6 +86,7 @@ class RankEvidence:
     notes: tuple[str, ...]
     warnings: tuple[dict[str, Any], ...]
     left_running: tuple[str, ...]
+    left_threads: tuple[tuple[str, str], ...]
     quit_debugger: bool
     gone: bool
     anomalies: tuple[dict[str, Any], ...]
@@ -240,7 +241,11 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
     sampled = next((e for e in host if e["event"] == "sampled"), {})
     # The signal that requests a stack may wake the very call that hung: what the rank did from then on is not evidence.
     woken = sampled.get("time", float("inf"))
-    events = [e for e in events if e["time"] <= woken or e["event"] in ("warning", "left_running", "quit_debugger")]
+    events = [
+        e
+        for e in events
+        if e["time"] <= woken or e["event"] in ("warning", "left_running", "left_thread", "quit_debugger")
+    ]
     done = next((e for e in events if e["event"] == "done"), None)
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
@@ -283,6 +288,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         heartbeats=tuple(read_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
         warnings=tuple(e for e in events if e["event"] == "warning"),
+        left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
         gone=any(e["event"] == "gone" and e["rank"] == rank for e in host),

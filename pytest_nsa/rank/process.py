@@ -90,6 +90,7 @@ class RankProcess:
 
         from nsa.trace.frames import add_user_file
         from nsa.trace.session import installed
+        from nsa.trace.threads import lasting_threads
         from nsa.trace.training import record_models
 
         on_gpu = self.spec.device == "cuda"
@@ -124,6 +125,8 @@ class RankProcess:
         coverage.save(measuring)
         session.board.phase("done")
         session.end(SETTLE_S if job.stay else 0.0)
+        for name, place in lasting_threads():
+            record(folder, event="left_thread", name=name, where=place)
         for command in end_leftovers():
             record(folder, event="left_running", command=command)
         record(folder, event="done", passed=passed)
