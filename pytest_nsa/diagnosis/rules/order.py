@@ -106,6 +106,14 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return skipped(evidence, *omitted, why)
     # Who takes the groups in another order than so far is known by its own calls.
     departing = _departs_over_groups(evidence, found) if crossed else ()
+    apart = departing or (_minority(found) if crossed else ())
+    unhooked = _without_hook(evidence, apart, found)
+    if unhooked is not None:
+        who = describe_ranks(apart, evidence.job.world_size)
+        why = f"{who} went on without {unhooked.describe()}, which the others make in a gradient hook (call skipped): {shown}"
+        return skipped(evidence, apart, unhooked, why)
+    if 2 * len(departing) > len(found):  # the program itself has changed the order: none of them is another's victim
+        departing = tuple(sorted(found)) if len({c.place for c in found.values()}) == len(found) else departing
     ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else _went_ahead(evidence, found)
     if not ahead:
         ranks = departing or (_minority(found) if crossed else tuple(sorted(found)))
@@ -245,6 +253,16 @@ def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
     )
 
 
+def _without_hook(evidence: Evidence, departing: tuple[int, ...], found: dict[int, Collective]) -> Collective | None:
+    """Return the call that all others make in a gradient hook, where the departing ranks are in none: it did not run there."""
+    others = [r for r in found if r not in departing]
+    stacks = {r: evidence.ranks[r].stack for r in found}
+    in_hook = {r for r, stack in stacks.items() if stack is not None and stack.is_in_hook}
+    if not departing or not others or in_hook != set(others):
+        return None
+    return found[others[0]]
+
+
 def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks whose call is not what their own calls of all groups so far expect next, but a call that they know."""
     departing = []
@@ -294,6 +312,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         evidence.sources, evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site
     )
     cause, why = kind_of(_before(evidence, culprits[0], mine), mine, other, parted)
+    if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
+        cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
@@ -325,6 +345,10 @@ def _swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[
     who = describe_ranks(culprits, evidence.job.world_size)
     why = f"{who} entered {mine.describe()} before {theirs.describe()}, the others after it: the two calls in another order"
     return culprits, "collective_mismatch", why
+
+
+def _is_finalizer(rank: RankEvidence) -> bool:
+    return rank.stack is not None and any(f.function == "__del__" and f.is_user for f in rank.stack.frames)
 
 
 def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:

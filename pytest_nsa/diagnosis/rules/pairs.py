@@ -34,7 +34,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None  # it may be under way
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
     outside = {end for found in ends.values() for end in found if end not in halves}
-    culprits = tuple(sorted(outside)) or _of_the_circle({r for found in ends.values() for r in found}, halves)
+    culprits = tuple(sorted(outside)) or _of_the_circle(evidence, {r for found in ends.values() for r in found}, halves)
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
@@ -80,9 +80,35 @@ def _end(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> set[in
         way.append(call.peer)
 
 
-def _of_the_circle(ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the rank of a circle that more ranks wait for than for any other; all of them where there is none."""
+def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the rank of a circle that made fewer of the calls that are waited for than other ranks did of the same line; else
+    the one that more ranks wait for than for any other; all of them where there is none.
+    """
+    fewer = tuple(sorted(r for r in ranks if _made_fewer(evidence, r, ranks, halves)))
+    if len(fewer) == 1:
+        return fewer
     counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
     if len(counts) > 1 and counts[0][1] > counts[1][1]:
         return (counts[0][0],)
     return tuple(sorted(ranks))
+
+
+def _made_fewer(evidence: Evidence, rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:
+    """Return whether a rank made fewer of the halves that a rank of the circle waits for than all others at that line."""
+    for waiter in (w for w in ranks if halves[w].peer == rank):
+        op = "recv" if halves[waiter].op.startswith("send") else "send"
+        mine = [c for c in _calls(evidence, rank) if c.peer == waiter and c.op.startswith(op)]
+        if not mine:
+            continue
+        line = mine[-1].site
+        counts = [sum(c.site == line for c in _calls(evidence, r.rank)) for r in evidence.ranks if r.rank != rank]
+        others = [n for n in counts if n]
+        if others and sum(c.site == line for c in mine) < min(others):
+            return True
+    return False
+
+
+def _calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
+    """Return what a rank has called and completed."""
+    board = evidence.ranks[rank].board
+    return tuple(c for c in board.collectives if not c.is_inside) if board is not None else ()
