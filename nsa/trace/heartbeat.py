@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.events import SCHEMA
 from nsa.trace.flight import dump_flight_recorder
-from nsa.trace.frames import describe, user_frame
+from nsa.trace.frames import is_user_file
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
@@ -25,7 +26,8 @@ CHANGES = 2000  # that are written each for itself; then a quick loop would writ
 CHANGE_EVERY = 0.05  # seconds
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
-MAX_FRAMES = 200
+MAX_STACKS = 1 << 20  # bytes of all threads' stacks
+_FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Heartbeat:
@@ -61,6 +63,7 @@ class Heartbeat:
         self.rank = rank
         self.label = label
         self._file = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._stacks_file = os.memfd_create("nsa-stacks", os.MFD_CLOEXEC)
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
@@ -77,6 +80,7 @@ class Heartbeat:
             self._thread.join()
         self.record()
         os.close(self._file)
+        os.close(self._stacks_file)
 
     def change(self) -> None:
         """The rank is in another phase."""
@@ -142,15 +146,35 @@ class Heartbeat:
         """Return the main thread's line, its code and instruction, and all stacks where they are due.
 
         A frame that is held here keeps its function's locals alive, and would end them in this thread: a generator's ``finally``
-        would run here. So a rank that moves is not looked at, nothing in here releases the interpreter's lock, and no frame
-        outlives the look.
+        would run here. So a rank that moves is not looked at; stacks are written by faulthandler, in C, which holds no frame; and
+        the one frame whose instruction is needed is held for a line.
         """
         if self.board.moves != self._moves_seen:
             return "", None, ""
-        frames = sys._current_frames()
-        main = frames.get(self._main or 0)
-        place = (id(main.f_code), main.f_lasti) if main is not None else None
-        return describe(user_frame(main)), place, self._stacks(frames) if self._is_due() else ""
+        text = self._dump()
+        line = next(
+            (f"{m[1]}:{m[2]} in {m[3]}" for m in _FRAME.finditer(self._of_main(text)) if is_user_file(m[1])), ""
+        )
+        time.sleep(0)  # whoever waits for the interpreter's lock gets it now, and not within the next line
+        place = _place_of(self._main or 0)
+        return line, place, self._without_own(text) if self._is_due() else ""
+
+    def _dump(self) -> str:
+        os.lseek(self._stacks_file, 0, os.SEEK_SET)
+        os.ftruncate(self._stacks_file, 0)
+        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
+        return os.pread(self._stacks_file, MAX_STACKS, 0).decode(errors="replace")
+
+    def _of_main(self, text: str) -> str:
+        """Return the frames of the main thread in a dump."""
+        return text.partition(f"Thread 0x{self._main or 0:016x}")[2].partition("\n\n")[0]
+
+    def _without_own(self, text: str) -> str:
+        """Return a dump without this thread, the main thread named as the current one, as a dump by signal does."""
+        parts = [part for part in text.split("\n\n") if not part.startswith("Current thread")]
+        return "\n\n".join(parts).replace(
+            f"Thread 0x{self._main or 0:016x}", f"Current thread 0x{self._main or 0:016x}"
+        )
 
     def _is_due(self) -> bool:
         """Return whether the stacks of a stall should be written now."""
@@ -191,18 +215,8 @@ class Heartbeat:
             partial.replace(self._standing)
             dump_flight_recorder(self._standing.with_name("flight_recorder.json"))
 
-    def _stacks(self, frames: dict[int, FrameType]) -> str:
-        """Return all threads but this one, as faulthandler writes them."""
-        lines = []
-        for thread, innermost in frames.items():
-            if thread == threading.get_ident():
-                continue
-            kind = "Current thread" if thread == self._main else "Thread"
-            lines.append(f"{kind} 0x{thread:016x} (most recent call first):")
-            frame: FrameType | None = innermost
-            for _ in range(MAX_FRAMES):
-                if frame is None:
-                    break
-                lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
-                frame = frame.f_back
-        return "\n".join(lines) + "\n"
+
+def _place_of(thread: int) -> tuple[int, int] | None:
+    """Return code and instruction of a thread."""
+    frame = sys._current_frames().get(thread)
+    return (id(frame.f_code), frame.f_lasti) if frame is not None else None

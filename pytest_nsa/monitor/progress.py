@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ class ProgressWatch:
     _moves: dict[int, float] = field(init=False, default_factory=dict)
     _last_look: float = field(init=False)
     _departed_since: float = 0.0
-    _held_up: float = 0.0  # when this process last came too late to a look
+    _held_up: deque[tuple[float, float]] = field(init=False, default_factory=lambda: deque(maxlen=100))
 
     def __post_init__(self) -> None:
         self.readers = {rank: BoardReader(folder / "board.bin") for rank, folder in self.folders.items()}
@@ -52,7 +53,7 @@ class ProgressWatch:
         """Read every board and note what moved. ``worked``: the caller itself has taken time since the last look."""
         now = time.monotonic()
         if not worked and now - self._last_look > HELD_UP_S:
-            self._held_up = now
+            self._held_up.append((self._last_look, now))
         if now - self._last_look > 5.0:
             self.last_move = now  # this process itself was suspended: that is not a stall of the ranks
         self._last_look = now
@@ -99,12 +100,14 @@ class ProgressWatch:
 
     @property
     def beat_ages(self) -> dict[str, float]:
-        """Seconds since each rank's heartbeat beat, by the clock that no one sets; since this process was held up, where it was
-        too: a silence that all processes share is the machine's.
+        """Seconds since each rank's heartbeat beat, by the clock that no one sets, without those for which this process was held
+        up as well: a silence that all processes share is the machine's.
         """
         now = time.monotonic()
-        beats = {rank: board.numbers.get("beat_monotonic", 0.0) for rank, board in self.boards.items()}
-        return {str(rank): now - max(beat, self._held_up) for rank, beat in beats.items() if beat}
+        # One that has not beaten yet has been silent since its rank moved.
+        beats = {r: b.numbers.get("beat_monotonic") or self._moves.get(r, now) for r, b in self.boards.items()}
+        shared = {r: sum(max(0.0, end - max(start, beat)) for start, end in self._held_up) for r, beat in beats.items()}
+        return {str(rank): now - beat - shared[rank] for rank, beat in beats.items()}
 
     def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
         """Return a stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import SILENT_S, Evidence, RankEvidence
+from pytest_nsa.evidence.load import SILENT_S, STILL_LOOKS, Evidence, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes
 
@@ -228,8 +228,9 @@ def _what_computes(rank: RankEvidence) -> Why:
     # On a busy machine its heartbeat is late for want of a core, too.
     limit = GIL_WAIT_MS if rank.process.get("cpu_share", 0.0) >= BUSY else GIL_WAIT_STARVED_MS
     fights = rank.process.get("gil_wait_ms", 0.0) > limit
-    looks = n.get("still_looks", 0.0)
-    in_python = n.get("still_moves", 0.0) > MOVES * looks or fights
+    looks, moves = n.get("still_looks", 0.0), n.get("still_moves", 0.0)
+    # One that stays at an instruction runs no Python: on a busy machine its heartbeat is late for want of a core.
+    in_python = moves > MOVES * looks or (fights and not (looks >= STILL_LOOKS and moves <= 1))
     # A loop that polls the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
     if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
