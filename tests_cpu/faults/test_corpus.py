@@ -6,14 +6,17 @@ evidence of all are tested in seconds (tests_cpu/diagnosis/test_recorded.py); wh
 
 from __future__ import annotations
 
+import functools
 import importlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from pytest_nsa.testing import ExampleResult, run_in
+from pytest_nsa.wire.files import read_lines
 from tests_cpu.faults.planting import Planted
 from tests_cpu.faults.recorded import record
 from tests_cpu.plugin.test_faults import EXPECTED
@@ -99,19 +102,43 @@ def test_the_verdict(
     assert verdict.failed
 
 
-HEALTHY = [n for n in vars(importlib.import_module("tests_cpu.faults.healthy")) if n.startswith("test_")]
+HEALTHY = ("healthy", "healthy_services", "healthy_training")
+
+
+def healthy_tests(module: str) -> list[str]:
+    """The tests of a module in which nothing is wrong."""
+    loaded = importlib.import_module(f"tests_cpu.faults.{module}")
+    return [n for n in vars(loaded) if n.startswith("test_")]
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
-    """Those in which nothing is wrong, where a suspicion that stands for longer than they last would end them."""
-    folder = tmp_path_factory.mktemp("healthy")
-    shutil.copy(ROOT / "tests_cpu" / "faults" / "healthy.py", folder / "test_healthy.py")
-    options = ("ranks_hang_after=30", "ranks_check_divergence=true", f"pythonpath={ROOT}")
-    return run_in(folder, "-p", "xdist", "-n", "2", *(a for o in options for a in ("-o", o)), timeout=280)
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ExampleResult]:
+    """Runs a module once, where a suspicion that lasts for longer than its tests do would end them."""
+
+    @functools.cache
+    def run_module(module: str) -> ExampleResult:
+        folder = tmp_path_factory.mktemp(module)
+        shutil.copy(ROOT / "tests_cpu" / "faults" / f"{module}.py", folder / "test_healthy.py")
+        options = ("ranks_hang_after=30", "ranks_check_divergence=true", f"pythonpath={ROOT}")
+        arguments = [a for option in options for a in ("-o", option)]
+        return run_in(folder, "-p", "xdist", "-n", "2", "--ranks-keep", "all", *arguments, timeout=280)
+
+    return run_module
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_no_alarm(name: str, healthy: ExampleResult) -> None:
-    verdict = healthy.verdicts[name]
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(module, name, marks=() if module == "healthy" else pytest.mark.slow)
+        for module in HEALTHY
+        for name in healthy_tests(module)
+    ],
+)
+def test_no_alarm(module: str, name: str, healthy: Callable[[str], ExampleResult]) -> None:
+    result = healthy(module)
+    verdict = result.verdicts[name]
     assert verdict.outcome == "PASS", verdict.reason
+    announced = [s for s in read_lines(result.folder(name) / "suspicions.jsonl") if "cause" in s]
+    assert not any(s["certain"] for s in announced)
+    # A pause is announced once, as what it is.
+    assert len({(s["cause"], *s["ranks"]) for s in announced}) == len(announced) <= 1, announced

@@ -1,0 +1,75 @@
+"""When a stall is announced: by what the rank does, and never sooner than its own past suggests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pytest_nsa.monitor import patience
+from pytest_nsa.testing import run_example
+from pytest_nsa.wire.files import read_lines
+
+
+def board(step: int, line: str) -> Any:
+    """As much of a board as the past needs."""
+    return SimpleNamespace(numbers={"step": step}, line=line, blocked=None)
+
+
+def test_a_pause_may_last_twice_as_long_as_the_longest_at_its_place() -> None:
+    past = patience.Past()
+    past.moved(0, board(0, "train.py:8 in save"), board(0, "train.py:9 in save"), 18.0)
+    assert past.limit(3.0, "train.py:12 in save") == 36.0
+    assert past.limit(3.0, "train.py:12 in load") == 3.0
+
+
+def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now))
+    past = patience.Past()
+    for step in range(6):
+        past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
+        now += 2.0
+    assert past.limit(3.0, "train.py:1 in step") == 10.0
+
+
+PAUSES = """
+def save(rank):
+    if rank == 1:
+        time.sleep(4.5)
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_saves_twice(group):
+    for _ in range(2):
+        save(group.rank)
+        dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_pause_that_recurs_is_announced_once(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, PAUSES, "--ranks-keep", "all")
+    assert result.outcomes == {"passed": 1}
+    announced = list(read_lines(result.folder("test_saves_twice") / "suspicions.jsonl"))
+    assert [(a["cause"], a["ranks"]) for a in announced] == [("sleeping", [1])]
+
+
+COMPUTES = """
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_computes(group):
+    end = time.monotonic() + 12.5
+    while group.rank == 1 and time.monotonic() < end:
+        sum(range(1000))
+    dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_at_work_is_announced_late_as_that(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, COMPUTES)
+    assert result.outcomes == {"passed": 1}
+    assert "test_computes: rank 1 at work for 1" in result.stdout
+    assert "infinite_loop" not in result.stdout
