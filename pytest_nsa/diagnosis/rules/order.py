@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.rules.locations import (
     where_they_part,
 )
 from pytest_nsa.diagnosis.rules.shifts import Shift, first_shift, left_out
-from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, share_a_loop
+from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop, is_for_a_later_rank, share_a_loop
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure
@@ -409,7 +409,9 @@ def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int
     if len(set(steps.values())) > 1:
         fewest = tuple(r for r in ranks if steps[r] == min(steps.values()))
         most = tuple(r for r in ranks if steps[r] == max(steps.values()))
-        return fewest if all(_has_left(evidence, entered, r, most[0]) for r in fewest) else most
+        # In a loop around both, the others may have come round to the inner one again.
+        ended = all(_has_left(evidence, entered, r, most[0], for_good=True) for r in fewest)
+        return fewest if ended else most
     # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
     again = tuple(
         r
@@ -425,9 +427,11 @@ def _went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int
     return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))
 
 
-def _has_left(evidence: Evidence, entered: dict[int, Collective], rank: int, other: int) -> bool:
-    """Return whether a rank is past a loop that the other one is in."""
-    ranks = evidence.ranks
-    return where_they_part(
-        evidence.sources, ranks[rank], entered[rank].site, ranks[other], entered[other].site
-    ).has_left
+def _has_left(
+    evidence: Evidence, entered: dict[int, Collective], rank: int, other: int, *, for_good: bool = False
+) -> bool:
+    """Return whether a rank is past a loop that the other one is in; ``for_good``: and no loop around both leads back."""
+    ranks, sources = evidence.ranks, evidence.sources
+    parted = where_they_part(sources, ranks[rank], entered[rank].site, ranks[other], entered[other].site)
+    returns = for_good and (parted.in_loop or have_a_common_loop(sources, parted.here, parted.there))
+    return parted.has_left and not returns

@@ -94,6 +94,11 @@ def share_a_loop(sources: Sources, place: str, other: str) -> bool:
     )
 
 
+def have_a_common_loop(sources: Sources, place: str, other: str) -> bool:
+    """Return whether one loop has both lines, whichever other loops they are in or past."""
+    return any(loop in _loops(sources, other) for loop in _loops(sources, place))
+
+
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
     """Return whether one line is in the branch of an ``if`` whose other branch has the other line: or what follows it, where the
     first returns.
