@@ -208,15 +208,22 @@ def load(folder: Path, *others: Path) -> Evidence:
     job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
     folders, sources = (folder, *others), Sources([s for f in (folder, *others) for s in read_sources(f).snippets])
     host = sorted((e for f in folders for e in read_lines(f / "host.jsonl")), key=lambda e: e.get("time", 0.0))
-    standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
-    stop = next((e for e in host if e["event"] == "stop"), standing)
+    of_all: list[dict[str, Any]] = []
+    of_rank: dict[int, list[dict[str, Any]]] = {}
+    for event in host:  # once, and not once a rank
+        (of_rank.setdefault(event["rank"], []) if "rank" in event else of_all).append(event)
+    standing: dict[str, Any] = next((e for e in reversed(of_all) if e["event"] == "standing"), {})
+    stop = next((e for e in of_all if e["event"] == "stop"), standing)
     ended = next((e for e in host if e["event"] == "ended"), {})
     began = next((e["time"] for e in host if e["event"] == "started"), 0.0)
     started = began or job.created
     refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
     return Evidence(
         job=job,
-        ranks=tuple(_load_rank(_folder_of(folders, r), r, host, sources, job) for r in range(job.world_size)),
+        ranks=tuple(
+            _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job)
+            for r in range(job.world_size)
+        ),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),

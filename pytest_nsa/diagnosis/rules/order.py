@@ -331,8 +331,9 @@ def _swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[
     votes = Counter(c.shape for c in entered.values()).most_common()
     if len(votes) != 2:
         return None
+    calls = rings(evidence)
     following = {
-        rank: next((n for n in rings(evidence)[rank] if n.place == (c.group, c.sequence + 1)), None)
+        rank: next((n for n in calls[rank] if n.place == (c.group, c.sequence + 1)), None)
         for rank, c in entered.items()
     }
     one, other = votes[0][0], votes[1][0]
