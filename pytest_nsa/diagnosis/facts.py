@@ -43,7 +43,7 @@ def stack_fact(rank: RankEvidence) -> Fact | None:
     stack = rank.stack
     if stack is None:
         return None
-    says = " <- ".join(frame.describe() for frame in stack.frames[:4])
+    says = " <- ".join([frame.describe() for frame in stack.frames if not frame.is_ours][:4])
     return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/stacks.txt", says=says)
 
 

@@ -39,11 +39,16 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
     @property
+    def is_ours(self) -> bool:
+        """Of the plugin, or of its tracers' wrappers: no evidence."""
+        return any(part in self.file for part in _OURS)
+
+    @property
     def is_user(self) -> bool:
         """Neither Python's own, nor an installed package, nor a compiler's output, nor this plugin's machinery."""
         if self.is_own:
             return True
-        ours = any(part in self.file for part in _OURS) or self.file.startswith("<")
+        ours = self.is_ours or self.file.startswith("<")
         library = self.file.startswith(_LIBRARIES) or _PYTHON_LIBRARY.search(self.file)
         return not ours and not library and not _GENERATED.search(self.file)
 

@@ -136,7 +136,7 @@ def _stack_text(rank: RankEvidence) -> str:
 
 def frame_lines(thread: ThreadStack) -> list[str]:
     """Return a thread's frames down to where the test was called, the user's own marked."""
-    return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames]
+    return [("> " if f.is_user else "  ") + short_place(f.describe()) for f in thread.test_frames if not f.is_ours]
 
 
 def excerpt(path: Path) -> str:
