@@ -32,11 +32,16 @@ def record(folder: Path, **event: Any) -> None:
     append(folder / "events.jsonl", {"time": time.time(), **event})
 
 
+def local_rank(otherwise: int) -> int:
+    """Return this rank's number on its machine, as torchrun or SLURM names it."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or otherwise)
+
+
 def machine(*, on_gpu: bool = False) -> str:
-    """'node5', or 'node5, GPU 2' of a rank on a GPU: as the machine numbers it, whichever this process may see."""
+    """Return 'node5', or 'node5, GPU 2' of a rank on a GPU: as the machine numbers it, whichever this process may see."""
     if not on_gpu:
         return platform.node()
-    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    local = local_rank(0)
     visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
     return f"{platform.node()}, GPU {visible[local % len(visible)] if visible else local}"
 

@@ -155,7 +155,7 @@ class Heartbeat:
         line = next(
             (f"{m[1]}:{m[2]} in {m[3]}" for m in _FRAME.finditer(self._of_main(text)) if is_user_file(m[1])), ""
         )
-        time.sleep(0)  # whoever waits for the interpreter's lock gets it now, and not within the next line
+        time.sleep(0)  # a thread that waits for the interpreter's lock gets it now, and not within the next line
         place = _place_of(self._main or 0)
         return line, place, self._without_own(text) if self._is_due() else ""
 

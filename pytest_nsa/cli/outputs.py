@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.wire.files import write_atomically
 
 Status = dict[str, Any]  # what `Watcher.to_json` returns
@@ -86,11 +85,6 @@ def metrics(statuses: Sequence[Status]) -> str:
 def write_metrics(path: Path, statuses: Sequence[Status]) -> None:
     """Replace the textfile that Prometheus's node exporter collects."""
     write_atomically(path, metrics(statuses))
-
-
-def retry_of(cause: str) -> str:
-    """'never', 'once' or 'elsewhere'."""
-    return CAUSES[cause].retry
 
 
 def _labels(status: Status, rank: dict[str, Any]) -> str:

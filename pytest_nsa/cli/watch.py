@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from pytest_nsa.cli.outputs import VerdictCommand, retry_of, write_metrics
+from pytest_nsa.cli.outputs import VerdictCommand, write_metrics
+from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
@@ -160,7 +161,7 @@ class Watcher:
         f = self.finding
         verdict = None if f is None else {
             "cause": f.cause, "ranks": f.ranks, "where": f.where, "module": f.module, "reason": f.reason, "certain": f.certain,
-            "confidence": f.confidence, "retry": retry_of(f.cause),
+            "confidence": f.confidence, "retry": CAUSES[f.cause].retry,
         }  # fmt: skip
         return {"time": time.time(), "folder": str(self.folder), "ranks": ranks, "verdict": verdict}
 

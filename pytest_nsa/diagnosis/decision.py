@@ -71,16 +71,16 @@ def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
 
 def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:
     """State what is wrong: how many fail of which causes, and the scenario, rank, line and cause of the verdict ``first``."""
-    same = sum(v.cause == first.cause for v in failed.values())
     where = f" at {first.where}" if first.where else ""
     share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
-    share += f", {same} of them so" if same < len(failed) else ", all of them so" if len(failed) > 1 else ""
     cause = f" ({first.cause})" if first.cause else ""
     culprits = first.culprits() if first.ranks else ""
     counts = Counter(v.cause or "no cause" for v in failed.values()).most_common()
     if len(counts) > 1:
-        shown = ", ".join(f"{cause} {n}" for cause, n in counts[:5]) + (" ..." if len(counts) > 5 else "")
-        share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail, of {len(counts)} causes: {shown}"
+        shown = ", ".join(f"{name} {n}" for name, n in counts[:5]) + (" ..." if len(counts) > 5 else "")
+        share += f", of {len(counts)} causes: {shown}"
+    elif len(failed) > 1:
+        share += ", all of them so"
     subject = f"{name} ends in {first.outcome}{cause}" + (f" on {culprits}" if culprits else "")
     return f"{subject}{where}: {first.reason}. {share}."
 
@@ -88,18 +88,13 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
 def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
     """Return what to do by the verdict ``first``, and the step that led there."""
     causes = sorted({v.cause for v in failed.values() if v.cause})
+    step = f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}"
     if len(causes) > 1:
         same = sum(v.cause == first.cause for v in failed.values())
-        step = f"do the verdicts name one cause? no: {', '.join(causes)}; the advice is for {first.cause}, {same} of {len(failed)}"
-        return _advice(name, first), step
-    step = f"do the verdicts name one cause? {'yes' if causes else 'no'}: {', '.join(causes) or 'none'}"
-    return _advice(name, first), step
-
-
-def _advice(name: str, first: Verdict) -> str:
+        step += f"; the advice is for {first.cause}, {same} of {len(failed)}"
     if not first.advice:
-        return "read the verdicts below"
-    return f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})"
+        return "read the verdicts below", step
+    return f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})", step
 
 
 def count(n: int, noun: str) -> str:

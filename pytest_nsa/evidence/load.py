@@ -122,12 +122,9 @@ class RankEvidence:
             return True
         if computes(self.process):
             return False
-        if board is None or not torch_s_wait(stack.frames):
-            line = self._line(stack)
-            return bool(torch_s_wait(stack.frames)) or (
-                board is not None and bool(board.inside) and waits_for_a_result(stack.frames, line)
-            )
-        return board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
+        if not torch_s_wait(stack.frames):
+            return board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
+        return board is None or board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
 
     @property
     def _is_in_one_call_on_a_device(self) -> bool:

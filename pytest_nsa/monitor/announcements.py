@@ -9,7 +9,7 @@ from pathlib import Path
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import Evidence, load, with_sources
-from pytest_nsa.monitor.patience import Patience, is_at_work
+from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
@@ -42,11 +42,10 @@ class Suspicions:
 
     def _consider(self, found: Finding, evidence: Evidence, watch: ProgressWatch) -> None:
         seconds = stalled_for(found, watch)
-        at_work = is_at_work(found, evidence)
-        state = ("at work" if at_work else found.cause, found.ranks)
-        if not self._patience.is_due(found, evidence, watch.past, seconds) or state == self._announced:
+        is_due = self._patience.is_due(found, evidence, watch.past, seconds)
+        if not is_due or self._patience.state == self._announced:
             return
-        self._announced = state
+        self._announced, at_work = self._patience.state, self._patience.at_work
         append_line(
             self.folder / "suspicions.jsonl",
             {

@@ -67,25 +67,26 @@ class Patience:
     """Decides whether a suspicion has lasted long enough to be announced. Fed with each assessment of a stall."""
 
     def __init__(self) -> None:
-        self._state: tuple[object, ...] = ()
+        self.at_work = False  # whether the ranks of the last suspicion are at work by themselves
+        self.state: tuple[object, ...] = ()  # what the last suspicion's ranks are stalled in, and which they are
         self._since = 0.0
 
     def is_due(self, finding: Finding, evidence: Evidence, past: Past, stalled_s: float) -> bool:
         """Return whether to announce now; ``stalled_s``: since the culprits moved, or since all have been stalled."""
         now = time.monotonic()
-        at_work = is_at_work(finding, evidence)
-        state = ("at work" if at_work else finding.cause, finding.ranks)
-        if state != self._state:
+        self.at_work = is_at_work(finding, evidence)
+        state = ("at work" if self.at_work else finding.cause, finding.ranks)
+        if state != self.state:
             # What was seen first has lasted since the rank moved; what follows, since it was seen.
-            self._since = now if self._state else now - stalled_s
-            self._state = state
+            self._since = now if self.state else now - stalled_s
+            self.state = state
         self._since = max(self._since, now - stalled_s)
         if finding.certain:
             return True
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
         waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
         all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
-        least = AT_WORK_S if at_work or not (waited_for or all_wait) else WAITED_FOR_S
+        least = AT_WORK_S if self.at_work or not (waited_for or all_wait) else WAITED_FOR_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
 
 

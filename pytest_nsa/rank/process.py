@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
-from nsa.trace.events import machine, record, record_exception
+from nsa.trace.events import local_rank, machine, record, record_exception
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.system.children import end_leftovers
@@ -166,7 +166,7 @@ class RankProcess:
                 raise RuntimeError(
                     f"torch {torch.__version__} sees no GPU, though the machine shows one; install a CUDA build of torch"
                 )
-            local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or self.number)
+            local = local_rank(self.number)
             self.device = f"cuda:{local % torch.cuda.device_count()}"
             torch.cuda.set_device(self.device)
         dist.set_debug_level_from_env()

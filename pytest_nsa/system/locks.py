@@ -23,9 +23,9 @@ def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
         fields = line.replace("-> ", "").split()
         if len(fields) >= 6 and fields[4].lstrip("-").isdigit():
             (waited if "->" in line else held).setdefault(fields[5], []).append(int(fields[4]))
-    if not held:
-        return {}
     ranks = {pid: rank for rank, pid in pids.items()}
+    if not any(pid in ranks for holders in (*held.values(), *waited.values()) for pid in holders):
+        return {}  # the open files of many ranks are many
     found: dict[int, dict[str, Any]] = {}
     for pid, rank in ranks.items():
         mine = [inode for inode, holders in held.items() if pid in holders]
