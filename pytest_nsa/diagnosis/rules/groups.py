@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, rings
+from pytest_nsa.diagnosis.rules.blame import rings
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import can_complete

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, rings
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import can_complete

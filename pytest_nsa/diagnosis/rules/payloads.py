@@ -6,7 +6,7 @@ import signal
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.order import blame, rings
+from pytest_nsa.diagnosis.rules.blame import blame, rings
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import UNEVEN
 from pytest_nsa.evidence.collectives import first_departure

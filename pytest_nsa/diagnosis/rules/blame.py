@@ -1,0 +1,169 @@
+"""Which ranks depart where calls differ: by majority, by the pattern of their own earlier calls, by their place in the program."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of
+from pytest_nsa.diagnosis.rules.locations import lines_where_paths_part, recomputes, where_they_part
+from pytest_nsa.diagnosis.rules.source import have_a_common_loop, share_a_loop
+from pytest_nsa.diagnosis.verdict import describe_ranks
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import Rings
+from pytest_nsa.evidence.load import Evidence, RankEvidence
+
+
+def rings(evidence: Evidence) -> Rings:
+    return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
+
+
+def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str]:
+    """Return (culprits, cause, reason) for a departure."""
+    votes = Counter(c.shape for c in entered.values())
+    (winner, most), *rest = votes.most_common()
+    if not rest or most > rest[0][1]:  # a majority, on three ranks and more
+        culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
+    else:
+        early = _left_the_loop_early(evidence, entered)
+        if early is not None:
+            return early
+        culprits = _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
+    if not culprits:
+        shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
+        return (
+            tuple(sorted(entered)),
+            "collective_mismatch",
+            f"the ranks are in different collectives: {shown}",
+        )
+    mine = entered[culprits[0]]
+    other = next(c for r, c in entered.items() if r not in culprits)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    another = next(r for r in entered if r not in culprits)
+    parted = where_they_part(
+        evidence.sources, evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site
+    )
+    cause, why = kind_of(_before(evidence, culprits[0], mine), mine, other, parted)
+    if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
+        cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
+    if cause == "collective_mismatch":
+        return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
+    if cause == "extra_collective":
+        where_others = f"where the others entered {other.describe()}"
+        return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
+    told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
+    return culprits, cause, f"{told} ({why})"
+
+
+def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Return the finding that ranks made the same two calls in another order; None where they did not.
+
+    A second call is entered while the first waits where another thread makes it, or where calls are asynchronous.
+    """
+    votes = Counter(c.shape for c in entered.values()).most_common()
+    if len(votes) != 2:
+        return None
+    calls = rings(evidence)
+    following = {
+        rank: next((n for n in calls[rank] if n.place == (c.group, c.sequence + 1)), None)
+        for rank, c in entered.items()
+    }
+    one, other = votes[0][0], votes[1][0]
+    for rank, c in entered.items():
+        after = following[rank]
+        if after is None or after.shape != (other if c.shape == one else one):
+            return None
+    culprits = tuple(r for r, c in sorted(entered.items()) if c.shape == other or votes[0][1] == votes[1][1])
+    mine, theirs = entered[culprits[0]], next(c for c in entered.values() if c.shape != entered[culprits[0]].shape)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    why = f"{who} entered {mine.describe()} before {theirs.describe()}, the others after it: the two calls in another order"
+    return culprits, "collective_mismatch", why
+
+
+def _is_finalizer(rank: RankEvidence) -> bool:
+    return rank.stack is not None and any(f.function == "__del__" and f.is_user for f in rank.stack.frames)
+
+
+def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+    """Return what a rank entered in the same group before ``at``, as far as its ring goes back."""
+    board = evidence.ranks[rank].board
+    return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
+
+
+def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Ranks that made fewer steps and have gone on to something else, while the others are in a further step's backward.
+
+    Uneven batches look so. Where the same place of earlier rounds saw both calls, it is not known which rank is right: all are
+    named then. None when this is not the picture.
+    """
+    steps = {rank: c.step for rank, c in entered.items()}
+    behind = tuple(rank for rank, step in steps.items() if step < max(steps.values()))
+    ahead = [rank for rank in entered if rank not in behind]
+    if not behind or entered[behind[0]].phase == "backward" or any(entered[r].phase != "backward" for r in ahead):
+        return None
+    mine, other = entered[behind[0]], entered[ahead[0]]
+    before = _before(evidence, behind[0], mine)
+    shapes = [c.shape for c in before]
+    followers = {shapes[i + 1] for i in range(len(shapes) - 1) if shapes[i] == shapes[-1]}
+    who = describe_ranks(behind, evidence.job.world_size)
+    told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
+    if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
+        parted = where_they_part(
+            evidence.sources, evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site
+        )
+        if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:
+            return behind, "extra_collective", f"{told}: a call that no round before had"
+        return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"
+    if {mine.shape, other.shape} <= followers:
+        return (
+            tuple(sorted(entered)),
+            "collective_mismatch",
+            f"{told}: uneven batches, or a call skipped before that step",
+        )
+    return None
+
+
+def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
+    departing = []
+    for rank, collective in entered.items():
+        expected = expected_next([c.shape for c in _before(evidence, rank, collective)])
+        if expected is None:
+            return ()
+        if expected != collective.shape:
+            departing.append(rank)
+    return tuple(sorted(departing)) if len(departing) < len(entered) else ()
+
+
+def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
+    ranks = sorted(entered)
+    steps = {r: entered[r].step for r in ranks}
+    if len(set(steps.values())) > 1:
+        fewest = tuple(r for r in ranks if steps[r] == min(steps.values()))
+        most = tuple(r for r in ranks if steps[r] == max(steps.values()))
+        # In a loop around both, the others may have come round to the inner one again.
+        ended = all(has_left_loop(evidence, entered, r, most[0], for_good=True) for r in fewest)
+        return fewest if ended else most
+    # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
+    again = tuple(
+        r
+        for r in ranks
+        if entered[r].site in {c.site for c in _before(evidence, r, entered[r])} and not recomputes(evidence.ranks[r])
+    )
+    if again and len(again) < len(ranks):
+        others = tuple(r for r in ranks if r not in again)
+        return others if all(has_left_loop(evidence, entered, r, again[0]) for r in others) else again
+    lines = lines_where_paths_part([evidence.ranks[r] for r in ranks])
+    if lines is None:
+        return ()
+    return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))
+
+
+def has_left_loop(
+    evidence: Evidence, entered: dict[int, Collective], rank: int, other: int, *, for_good: bool = False
+) -> bool:
+    """Return whether a rank is past a loop that the other one is in; ``for_good``: and no loop around both leads back."""
+    ranks, sources = evidence.ranks, evidence.sources
+    parted = where_they_part(sources, ranks[rank], entered[rank].site, ranks[other], entered[other].site)
+    returns = for_good and (parted.in_loop or have_a_common_loop(sources, parted.here, parted.there))
+    return parted.has_left and not returns
