@@ -20,6 +20,7 @@ from attention_gpu import DEVICE, SHAPES, SIZES, Call, captured, timed
 from figures import keep
 
 from nsa.kernels import blocks
+from nsa.kernels.sizes import Sizes
 from nsa.model.decoding import attend_gated
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -42,7 +43,7 @@ def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
     mask = None if T == 1 else torch.ones(T, S, dtype=torch.bool, device=DEVICE).tril(S - T)
 
     def ours() -> Any:
-        return attend_gated(q, cmp, sel, win, gates, S - T, **SIZES, scale=scale, backend="auto")
+        return attend_gated(q, cmp, sel, win, gates, S - T, Sizes(**SIZES), scale=scale, backend="auto")
 
     def dense() -> Any:
         k, v = (x.transpose(1, 2) for x in sel)

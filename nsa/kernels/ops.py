@@ -88,14 +88,31 @@ def compressed_backward(
     return _contiguous(*_module(backend, "compressed").compressed_backward(grad, q, k, v, out, lse, l, d, scale))
 
 
+def alone_has_a_gradient(ctx: Any, *others: torch.Tensor) -> None:
+    """The first output, that is, and not ``others``; autograd would fill gradients of zeros for them, of their size."""
+    ctx.mark_non_differentiable(*others)
+    ctx.set_materialize_grads(False)
+
+
+def of_the_first(backward: Callable[[Any, torch.Tensor], Any]) -> Callable[..., Any]:
+    """``backward``, given the gradient of the first output alone; without one nothing has any."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, grad: torch.Tensor | None, *_: Any) -> Any:
+        return tuple(None for _ in ctx.needs_input_grad) if grad is None else backward(ctx, grad)
+
+    return run
+
+
 def _compressed_setup(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, ctx.l, ctx.d, _, ctx.scale, ctx.backend = inputs
     out, lse, importance = output
-    ctx.mark_non_differentiable(lse, importance)
+    alone_has_a_gradient(ctx, lse, importance)
     ctx.save_for_backward(q, k, v, out, lse)
 
 
-def _compressed_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+@of_the_first
+def _compressed_backward(ctx: Any, grad: torch.Tensor) -> Any:
     q, k, v, out, lse = ctx.saved_tensors
     grads = compressed_backward(grad.to(q.dtype), q, k, v, out, lse, ctx.l, ctx.d, ctx.scale, ctx.backend)
     return *grads, None, None, None, None, None
@@ -173,11 +190,12 @@ def selected_backward(
 
 def _selected_setup(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend = inputs
-    ctx.mark_non_differentiable(output[1])
+    alone_has_a_gradient(ctx, output[1])
     ctx.save_for_backward(q, k, v, chosen, *output)
 
 
-def _selected_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+@of_the_first
+def _selected_backward(ctx: Any, grad: torch.Tensor) -> Any:
     q, k, v, chosen, out, lse = ctx.saved_tensors
     grads = selected_backward(grad.to(q.dtype), q, k, v, out, lse, chosen, ctx.l_sel, ctx.n_sel, ctx.scale, ctx.backend)
     return *grads, None, None, None, None, None
@@ -215,11 +233,12 @@ def sliding_backward(
 
 def _sliding_setup(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, ctx.w, ctx.scale, ctx.backend = inputs
-    ctx.mark_non_differentiable(output[1])
+    alone_has_a_gradient(ctx, output[1])
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _sliding_backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+@of_the_first
+def _sliding_backward(ctx: Any, grad: torch.Tensor) -> Any:
     q, k, v, out, lse = ctx.saved_tensors
     grads = sliding_backward(grad.to(q.dtype), q, k, v, out, lse, ctx.w, ctx.scale, ctx.backend)
     return *grads, None, None, None

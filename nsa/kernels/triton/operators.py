@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.ops import Pair, plainly, positive_scale, refuse
+from nsa.kernels.ops import Pair, alone_has_a_gradient, of_the_first, plainly, positive_scale, refuse
 
 KEPT = 7  # outputs behind the first, which have no gradient
 
@@ -77,12 +77,13 @@ def _(grad: torch.Tensor, *others: Any) -> Any:
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*output[1:])
+    alone_has_a_gradient(ctx, *output[1:])
     tensors, cu_seqlens, ctx.sizes = inputs[:8], inputs[8], inputs[9:]
     ctx.save_for_backward(*tensors, *output[1:], *(() if cu_seqlens is None else (cu_seqlens,)))
 
 
-def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+@of_the_first
+def _backward(ctx: Any, grad: torch.Tensor) -> Any:
     saved, count = ctx.saved_tensors, 8 + KEPT
     cu_seqlens = saved[count] if len(saved) > count else None
     found = attention_backward(grad.to(saved[0].dtype), *saved[:count], cu_seqlens, *ctx.sizes)

@@ -19,6 +19,7 @@ from nsa.kernels.triton.rows import (
     add_product,
     load_part,
     load_two,
+    picks_there,
     product,
     store_part,
     store_two,
@@ -88,14 +89,14 @@ def selected_forward(
 
 @triton.jit
 def merge_parts(
-    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, POSITIONS, OWNERS, CHOICE, S, H, G, FIRST, before,
-    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr,
-    E1: tl.constexpr, HP: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, UNITED: tl.constexpr, PACKED: tl.constexpr,
+    PART, PART_LSE, O, LSE, O_CMP, O_WIN, GATES, OUT, PICKS, OWNERS, CHOICE, S, H, G, FIRST, before,
+    n_sel: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    HP: tl.constexpr, NS: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, UNITED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """A program: the parts of a query and group, merged to O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
 
-    If UNITED, groups that CHOICE marks are left to `union_forward`; of a pack, OWNERS [T] are tokens' sequences, of which
-    ``before`` come before the first at work. Grid (queries * G,).
+    A query without picks gives 0 and -inf. If UNITED, groups that CHOICE marks are left to `union_forward`; of a pack, OWNERS
+    [T] are tokens' sequences, of which ``before`` come before the first at work. Grid (queries * G,).
     """
     row = tl.program_id(0).to(tl.int64)
     token, g = FIRST + row // G, row % G
@@ -106,11 +107,7 @@ def merge_parts(
             b = token // S
         if tl.load(CHOICE + b * G + g) > 0:
             return
-    if PACKED:
-        t = tl.load(POSITIONS + token)
-    else:
-        t = token % S
-    count = tl.minimum(n_sel, (t // L_SEL + 1).to(tl.int32)) * SUB
+    count = picks_there(PICKS, token * G + g, n_sel, NS) * SUB
     slot, i = tl.arange(0, NP), tl.arange(0, HP)
     base = row * (n_sel * SUB)
     lse = tl.load(
@@ -118,9 +115,10 @@ def merge_parts(
         mask=(slot < count)[:, None] & (i < h)[None, :],
         other=float("-inf"),
     )
-    top = tl.where(i < h, tl.max(lse, 0), 0.0)
+    some = (i < h) & (count > 0)
+    top = tl.where(some, tl.max(lse, 0), 0.0)
     total = tl.sum(tl.exp2(lse - top[None, :]), 0)
-    total = tl.where(i < h, total, 1.0)
+    total = tl.where(some, total, 1.0)
     acc0, acc1 = zeros_two(HP, E0, E1)
     for k in range(count):
         place = (base + k) * h + i
@@ -134,7 +132,7 @@ def merge_parts(
     if E1 > 0:
         acc1 = acc1 / total[:, None]
     store_two(O, out * DV, i < h, acc0, acc1, DV, E0, E1)
-    tl.store(LSE + out, (top + tl.log2(total)) / LOG2E, mask=i < h)
+    tl.store(LSE + out, tl.where(some, (top + tl.log2(total)) / LOG2E, float("-inf")), mask=i < h)
     if GATED:
         gate_and_store(O_CMP, O_WIN, GATES, OUT, out, i < h, acc0, 0, E0, DV)
         if E1 > 0:

@@ -14,7 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import load_gate, load_lse, load_two, product, store_part, store_two, tokens_of, zeros_two
+from nsa.kernels.triton.rows import (
+    load_gate,
+    load_lse,
+    load_two,
+    picks_there,
+    product,
+    store_part,
+    store_two,
+    tokens_of,
+    zeros_two,
+)
 from nsa.kernels.triton.strided_backward import rows_give
 
 
@@ -97,9 +107,8 @@ def selected_backward(
 
 @triton.jit
 def merge_dq(
-    PART_DQ, DQ, POSITIONS, S, G, FIRST,
-    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    PACKED: tl.constexpr,
+    PART_DQ, DQ, PICKS, G, FIRST,
+    n_sel: tl.constexpr, SUB: tl.constexpr, NS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq of a query and group: its parts, WIDTH = h * Dk long, added in order, and if ADD to what DQ holds.
 
@@ -107,11 +116,7 @@ def merge_dq(
     """
     row = tl.program_id(0).to(tl.int64)
     token = FIRST + row // G
-    if PACKED:
-        t = tl.load(POSITIONS + token)
-    else:
-        t = token % S
-    count = tl.minimum(n_sel, (t // L_SEL + 1).to(tl.int32)) * SUB
+    count = picks_there(PICKS, token * G + row % G, n_sel, NS) * SUB
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = DQ + (token * G + row % G) * WIDTH + column
     if ADD:

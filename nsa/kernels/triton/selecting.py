@@ -204,7 +204,7 @@ def attend(
     items = make_lists(picks, entries, totals, sequences, at, selection, piece_of(h))
     unions = unite(picks, q, k, v, sequences, at, selection)
     parts = selected_forward(q, k, v, entries, items, unions, sequences, at, selection, scale)
-    merge_parts(parts, unions, out, lse, G, sequences, at, selection, gated)
+    merge_parts(parts, picks, unions, out, lse, G, sequences, at, selection, gated)
     if unions is not None:
         union_forward(q, k, v, unions, sequences, at, selection, scale, out, lse, gated)
 
@@ -301,8 +301,8 @@ def selected_forward(
 
 
 def merge_parts(
-    parts: Pair, unions: Unions | None, out: torch.Tensor, lse: torch.Tensor, groups: int, sequences: Sequences, at: Range,
-    selection: Selection, gated: Gated | None,
+    parts: Pair, picks: torch.Tensor, unions: Unions | None, out: torch.Tensor, lse: torch.Tensor, groups: int,
+    sequences: Sequences, at: Range, selection: Selection, gated: Gated | None,
 ) -> None:  # fmt: skip
     """Write what `attend` does for those sequences and groups whose unions do not serve."""
     H, d_v = out.shape[1:]
@@ -311,9 +311,10 @@ def merge_parts(
     o_cmp, o_win, gates, total = (out, out, out, out) if gated is None else gated
     launch(
         selected.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total,
-        *((out, out) if sequences.positions is None else (sequences.positions, sequences.owners)),
+        picks, out if sequences.owners is None else sequences.owners,
         out if unions is None else unions.choice, sequences.longest, H, groups, at.first, at.before,
-        **selection.settings(), h=h, DV=d_v, E0=part.d0, E1=part.d1, HP=heads, NP=triton.next_power_of_2(selection.parts),
+        n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=d_v, E0=part.d0, E1=part.d1, HP=heads,
+        NS=triton.next_power_of_2(selection.n_sel), NP=triton.next_power_of_2(selection.parts),
         GATED=gated is not None, UNITED=unions is not None, PACKED=sequences.is_packed,
         num_warps=max(2, min(8, heads * part.whole // 512)),
     )  # fmt: skip
@@ -321,8 +322,8 @@ def merge_parts(
 
 def selected_gradients(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    gates: torch.Tensor, entries: torch.Tensor, items: Items, dq: torch.Tensor, d_keys: Pair, sequences: Sequences, at: Range,
-    selection: Selection, scale: float, *, branch: int, add_dq: bool, add_keys: bool,
+    gates: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, items: Items, dq: torch.Tensor, d_keys: Pair,
+    sequences: Sequences, at: Range, selection: Selection, scale: float, *, branch: int, add_dq: bool, add_keys: bool,
 ) -> None:  # fmt: skip
     """Write, or add, what the queries of ``at`` give: to ``dq``, and to the gradients of k and v, ``d_keys``.
 
@@ -352,7 +353,7 @@ def selected_gradients(
     width = h * d_k
     block = min(1024, triton.next_power_of_2(width))
     launch(
-        selected_backward.merge_dq, (at.tokens * G, triton.cdiv(width, block)), q, part_dq, dq,
-        q if sequences.positions is None else sequences.positions, sequences.longest, G, at.first, **selection.settings(),
-        WIDTH=width, BLOCK=block, ADD=add_dq, PACKED=sequences.is_packed, num_warps=4,
+        selected_backward.merge_dq, (at.tokens * G, triton.cdiv(width, block)), q, part_dq, dq, picks, G, at.first,
+        n_sel=selection.n_sel, SUB=selection.sub_blocks, NS=triton.next_power_of_2(selection.n_sel), WIDTH=width, BLOCK=block,
+        ADD=add_dq, num_warps=4,
     )  # fmt: skip

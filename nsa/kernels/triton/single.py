@@ -149,7 +149,7 @@ def selected_backward(
         entries, totals = _room_for_lists(picks, at, selection)
         items = selecting.make_lists(picks, entries, totals, seqs, at, selection, BACKWARD_PIECE)
         selecting.selected_gradients(
-            grad, flat_q, flat_k, flat_v, lse, delta, delta, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
+            grad, flat_q, flat_k, flat_v, lse, delta, delta, picks, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
             scale, branch=NO_GATE, add_dq=False, add_keys=several,
         )  # fmt: skip
     return dq.view(q.shape), d_keys[0].to(k.dtype).view(k.shape), d_keys[1].to(v.dtype).view(v.shape)

@@ -173,8 +173,8 @@ def backward(
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
         items = selecting.cut_lists(kept.picks, totals, seqs, at, selection, BACKWARD_PIECE)
         selecting.selected_gradients(
-            flat_grad, flat_q, k_sel, v_sel, kept.lse[1], delta[1], flat_gates, entries, items, dq, d_sel, seqs, at, selection,
-            scale, branch=1, add_dq=True, add_keys=several,
+            flat_grad, flat_q, k_sel, v_sel, kept.lse[1], delta[1], flat_gates, kept.picks, entries, items, dq, d_sel, seqs, at,
+            selection, scale, branch=1, add_dq=True, add_keys=several,
         )  # fmt: skip
     found.insert(1, (d_sel[0].to(k_sel.dtype), d_sel[1].to(v_sel.dtype)))
     keys = [
