@@ -208,6 +208,16 @@ _REGISTRY = (
         retry="once",
     ),
     Cause(
+        name="device_busy",
+        chapter="What it is blocked in",
+        summary="a rank waits for its GPU, which does not come to the end of what it was given.",
+        advice="a kernel that was launched before this line does not end: run it with CUDA_LAUNCH_BLOCKING=1, and the verdict "
+        "names the line that launches it",
+        rules=("stalls.blocked",),
+        at_work=True,
+        retry="once",
+    ),
+    Cause(
         name="gil_held",
         chapter="What it is blocked in",
         summary="native code holds the interpreter's lock.",

@@ -11,7 +11,19 @@ from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
-from pytest_nsa.diagnosis.rules import absence, autograd, exits, groups, numbers, order, pairs, payloads, speed, stalls
+from pytest_nsa.diagnosis.rules import (
+    absence,
+    autograd,
+    devices,
+    exits,
+    groups,
+    numbers,
+    order,
+    pairs,
+    payloads,
+    speed,
+    stalls,
+)
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
 from pytest_nsa.evidence.load import Evidence
 
@@ -153,10 +165,12 @@ def diagnose(evidence: Evidence) -> Verdict:
     missing = in_backward[0].missing if in_backward else ()
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
     outcome = _outcome(evidence, finding)
+    finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence)))
     caller = caller_of(evidence, finding.where).replace(job.root.rstrip("/") + "/", "") if job.root else ""
-    return _from(
+    verdict = _from(
         finding, job.root, outcome=outcome, parameters_missing=missing, machines=machines, called_from=caller, **common
     )
+    return replace(verdict, retry="elsewhere") if devices.is_of_the_machine(evidence) else verdict
 
 
 def caller_of(evidence: Evidence, where: str) -> str:

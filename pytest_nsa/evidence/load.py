@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ class RankEvidence:
     sources: Sources
     backend: str = ""
     machine: str = ""
+    gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
 
     @property
     def stack(self) -> ThreadStack | None:
@@ -170,6 +171,7 @@ class Evidence:
     lost: str
     folder: Path
     sources: Sources
+    xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
 
     @property
     def was_stalled(self) -> bool:
@@ -232,6 +234,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         lost=refused if began else "",
         folder=folder,
         sources=sources,
+        xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
     )
 
 
@@ -256,6 +259,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
+    machine = next((str(e.get("machine", "")) for e in events if e["event"] == "start"), "")
     return RankEvidence(
         rank=rank,
         exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
@@ -305,8 +309,15 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         folder=folder,
         sources=sources,
         backend=job.backend,
-        machine=next((str(e.get("machine", "")) for e in events if e["event"] == "start"), ""),
+        machine=machine,
+        gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
+
+
+def _gpu_of(machine: str, gpus: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return what is known of the GPU that a rank's machine names ('node5, GPU 2')."""
+    _, named, number = machine.partition(", GPU ")
+    return next((gpu for gpu in gpus if named and str(gpu.get("index")) == number), {})
 
 
 def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:

@@ -26,6 +26,10 @@ _WAITS = re.compile(
     r"|reduce\w*|gather\w*|scatter\w*|i?send\w*|i?recv\w*|sync_\w+|rpc_sync|shutdown|synchronize|recorded|recorded_wait)$"
 )
 _FOR_A_RESULT = re.compile(r"\.(wait|result|value|item|tolist|cpu|numpy|synchronize)\(")
+# What returns when a device has computed it, whichever other rank it may need.
+FOR_A_DEVICE = re.compile(
+    r"\.(item|tolist|cpu|numpy|synchronize|nonzero|elapsed_time)\(|\bprint\(|\bfloat\(|\bint\(|\bbool\(|\bif\b|\bassert\b|\.to\(.cpu"
+)
 _STORE_CALL = re.compile(r"store\w*\.(get|wait|multi_get|barrier)\(", re.IGNORECASE)
 _ENGINE = "_engine_run_backward"
 

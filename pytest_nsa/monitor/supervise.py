@@ -13,7 +13,7 @@ from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import dump_children, dump_stacks, note_process, sample_processes
 from pytest_nsa.monitor.stall import StandStill
-from pytest_nsa.system.gpu import look_at_gpus
+from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
@@ -51,6 +51,7 @@ class RanksRun:
     def run(self) -> None:
         """Start, watch, end. Raises LaunchError; a KeyboardInterrupt passes through once no rank is left."""
         started = time.monotonic()
+        xids = XidWatch() if self.job.device == "cuda" else None
         try:
             self.pids = self.launcher.start(self.job)
             self._note("started", pids=self.pids)
@@ -64,6 +65,10 @@ class RanksRun:
             self._kill()
             for monitor in self.monitors:
                 monitor.finish()
+            if xids is not None:
+                for error in xids.read():
+                    self._note("xid", **error)
+                xids.close()
             self._note("ended", duration_s=time.monotonic() - started)
             with contextlib.suppress(OSError):
                 (self.folder / "store").unlink()

@@ -1,7 +1,12 @@
-"""What nvidia-smi reports of the GPUs at a stall: whether they compute, and how full they are."""
+"""What the driver reports of the GPUs: at a stall, whether they compute and how full they are; and the errors that it logs (Xid).
+
+By NVML where the package nvidia-ml-py is installed (the extra ``gpu``), else by the program nvidia-smi, which knows no errors.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 import subprocess
 from typing import Any
@@ -10,8 +15,26 @@ LIMIT_S = 5.0
 _FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "pstate")
 
 
+@functools.cache
+def nvml() -> Any:
+    """The package pynvml, initialised; None without it, or without a driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
 def look_at_gpus() -> list[dict[str, Any]]:
-    """Return a dictionary a GPU (percent, MiB, °C); [] without nvidia-smi, or when it does not answer."""
+    """Return a dictionary a GPU (percent, MiB, °C); [] where neither NVML nor nvidia-smi answers."""
+    library = nvml()
+    if library is not None:
+        with contextlib.suppress(library.NVMLError):
+            return [_look_at(library, index) for index in range(library.nvmlDeviceGetCount())]
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -24,3 +47,49 @@ def look_at_gpus() -> list[dict[str, Any]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+
+
+def _look_at(library: Any, index: int) -> dict[str, Any]:
+    device = library.nvmlDeviceGetHandleByIndex(index)
+    memory = library.nvmlDeviceGetMemoryInfo(device)
+    values = (
+        index, library.nvmlDeviceGetUtilizationRates(device).gpu, memory.used >> 20, memory.total >> 20,
+        library.nvmlDeviceGetTemperature(device, library.NVML_TEMPERATURE_GPU),
+        f"P{library.nvmlDeviceGetPerformanceState(device)}",
+    )  # fmt: skip
+    return dict(zip(_FIELDS, map(str, values), strict=True))
+
+
+class XidWatch:
+    """The errors that the driver logs of the GPUs from now on. Without NVML there are none to read."""
+
+    def __init__(self) -> None:
+        self._library = nvml()
+        self._events: Any = None
+        if self._library is None:
+            return
+        with contextlib.suppress(self._library.NVMLError):  # a driver, or a virtual GPU, that has no such events
+            self._events = self._library.nvmlEventSetCreate()
+            for index in range(self._library.nvmlDeviceGetCount()):
+                device = self._library.nvmlDeviceGetHandleByIndex(index)
+                self._library.nvmlDeviceRegisterEvents(
+                    device, self._library.nvmlEventTypeXidCriticalError, self._events
+                )
+
+    def read(self) -> list[dict[str, int]]:
+        """Return ``{"gpu": index, "xid": number}`` of each since the last call, oldest first."""
+        found: list[dict[str, int]] = []
+        while self._events is not None:
+            try:
+                event = self._library.nvmlEventSetWait_v2(self._events, 0)
+                found.append({"gpu": self._library.nvmlDeviceGetIndex(event.device), "xid": int(event.eventData)})
+            except self._library.NVMLError:  # none is left
+                break
+        return found
+
+    def close(self) -> None:
+        """Give the driver's events back."""
+        if self._events is not None:
+            with contextlib.suppress(self._library.NVMLError):
+                self._library.nvmlEventSetFree(self._events)
+            self._events = None

@@ -12,6 +12,7 @@ from pytest_nsa.diagnosis.facts import (
     owning_module,
     signal_text,
 )
+from pytest_nsa.diagnosis.rules.devices import LATE_HINT, is_late
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
@@ -155,6 +156,9 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     else:
         cause = "rank_exception"
     reason, where = _told(error)
+    late = is_late(error.message)
+    if late:
+        reason += f"; {LATE_HINT}"
     if waited:
         reason += f" (meanwhile {describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     return Finding(

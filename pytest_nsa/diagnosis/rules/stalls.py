@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
+from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
@@ -120,7 +121,7 @@ def _why(rank: RankEvidence) -> Why | None:
     """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
         _stopped, _compiling, _importing,
-        _loader, _child, _gil_held, _busy, _store, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
+        _loader, _child, _device, _gil_held, _busy, _store, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
         _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
@@ -199,6 +200,11 @@ def _child(rank: RankEvidence) -> Why | None:
         return None
     commands = ", ".join(rank.process.get("children", ())) or "unknown"
     return Why("child_process", f"waits for a child process: {commands}", 0.85)
+
+
+def _device(rank: RankEvidence) -> Why | None:
+    says = waits_for_its_device(rank)
+    return Why("device_busy", says, 0.85) if says else None
 
 
 def _gil_held(rank: RankEvidence) -> Why | None:
