@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -45,6 +46,7 @@ SHAPES = SHAPES if DEVICE == "cuda" else {"tiny": (2, 1, 16, 16)}
 OURS = ("sliding", "compressed", "selected", "nsa")
 AGREEMENT = (0.87, 0.94)  # Jaccard indices of neighbours' picks, as trained models have them
 DENSE = ("flash", "cudnn", "flex", "flash_attn")
+FEWEST, PATIENCE_S = 3, 2.0  # calls that are counted; seconds after which no more than those are made
 WARM_UP = 3 if DEVICE == "cuda" else 0  # calls that are not counted
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 Call = Callable[[], Any]
@@ -55,8 +57,7 @@ def captured(call: Call) -> Call:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            call()
+        call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -65,9 +66,11 @@ def captured(call: Call) -> Call:
 
 
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call, taking turns: the median."""
+    """Milliseconds of each call, taking turns: the median. What takes seconds is called less often, `FEWEST` times at least."""
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + WARM_UP):
+    started, counted = time.monotonic(), 0
+    warm_ups = WARM_UP
+    while counted < rounds and (counted < FEWEST or time.monotonic() - started < PATIENCE_S):
         for name, call in calls.items():
             if DEVICE == "cuda":
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -80,8 +83,12 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
                 began = time.perf_counter()
                 call()
                 took = 1e3 * (time.perf_counter() - began)
-            if number >= WARM_UP:
+            if not warm_ups:
                 found[name].append(took)
+        if warm_ups:
+            warm_ups = 0 if time.monotonic() - started > PATIENCE_S / 4 else warm_ups - 1
+        else:
+            counted += 1
     return {name: statistics.median(values) for name, values in found.items()}
 
 
@@ -265,14 +272,18 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
     }
 
 
-def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[str, Any]:
-    """All contenders at one length."""
-    events: dict[str, float] = {}
-    graph: dict[str, float] = {}
-    absent: dict[str, str] = {}
-    peak = None
+def measure(
+    shape: str, S: int, rounds: int, rates: dict[str, float], said: dict[str, Any], names: Callable[[str], bool]
+) -> dict[str, Any]:
+    """The contenders that ``names`` allows, at one length, beside what was ``said`` of others."""
+    events: dict[str, float] = dict(said.get("ms", {}).get("events", {}))
+    graph: dict[str, float] = dict(said.get("ms", {}).get("graph", {}))
+    absent: dict[str, str] = dict(said.get("absent", {}))
+    peak = said.get("peak_gb")
     # One after another: the graphs of all at 64k tokens would not fit a GPU.
     for name, (forward, inputs) in contenders(shape, S).items():
+        if not names(name):
+            continue
         began = time.monotonic()
         try:
             calls = both_ways(forward, inputs)
@@ -312,11 +323,11 @@ def measure(shape: str, S: int, rounds: int, rates: dict[str, float]) -> dict[st
 
 
 def ways_of(ms: dict[str, float]) -> dict[str, float]:
-    """Forward and backward, from forward and both."""
-    found = {name: value for name, value in ms.items() if name.endswith(" forward")}
-    for name in list(found):
+    """With the backward, which is both less the forward."""
+    found = dict(ms)
+    for name in ms:
         both = name.replace(" forward", " both")
-        if both in ms:
+        if name.endswith(" forward") and both in ms:
             found[name.replace(" forward", " backward")] = ms[both] - ms[name]
     return found
 
@@ -408,14 +419,18 @@ def main() -> None:
         compile_ahead(arguments.shapes, arguments.lengths)
         print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     failed = False
-    for shape in arguments.shapes:
-        figures["shapes"][shape] = {}
-        for S in arguments.lengths:
+    # Ours and dense first; fla last, as it tunes itself for minutes: a run that is cut off keeps what came before.
+    for names in (lambda name: name != "fla", lambda name: name == "fla"):
+        for shape, S in itertools.product(arguments.shapes, arguments.lengths):
+            by_length = figures["shapes"].setdefault(shape, {})
+            before = by_length.get(str(S), {})
+            if "error" in before:
+                continue
             try:
-                found = measure(shape, S, arguments.rounds, rates)
+                found = measure(shape, S, arguments.rounds, rates, before, names)
             except (RuntimeError, torch.OutOfMemoryError) as error:
-                found, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
-            figures["shapes"][shape][str(S)] = found
+                found, failed = {**before, "error": f"{type(error).__name__}: {error}"[:500]}, True
+            by_length[str(S)] = found
             if DEVICE == "cuda":
                 torch.cuda.empty_cache()
             if arguments.json:
