@@ -167,7 +167,7 @@ def nsa_attention(
         q: [B, S, H, Dk]; query head i belongs to KV group i // (H/G).
         k_cmp, v_cmp: [B, Nc, G, Dk] and [B, Nc, G, Dv], already compressed, Nc = max(0, (S - l) // d + 1).
         k_sel, v_sel, k_win, v_win: [B, S, G, Dk] and [B, S, G, Dv].
-        gates: [B, S, H, 3], after the sigmoid, in the order cmp, sel, win.
+        gates: [B, S, H, 3], after the sigmoid, in the order cmp, sel, win. None is below zero: triton makes its gradient NaN.
         l, d, l_sel, n_sel, w: compression block and stride, selection block, blocks selected, window (tokens).
         scale: of the scores; 1/sqrt(Dk) when None.
         cu_seqlens: int [n + 1], for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the

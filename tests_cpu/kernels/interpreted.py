@@ -249,6 +249,8 @@ def _whole(
     n = sum(blocks.num_compressed(s, sizes["l"], sizes["d"]) for s in lengths)
     keys = ((B, m, G, width) for m in (n, S, S) for width in (d_k, d_v))
     inputs = [random(B, S, H, d_k), *(random(*key) for key in keys), random(B, S, H, 3)]
+    with torch.no_grad():  # none below zero, as the sigmoid of Eq. 5 makes them; and one that is shut
+        inputs[-1].abs_()[0, S // 2] = 0
     exact = low(low(inputs, dtype), torch.float64)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]) if len(lengths) > 1 else None
     wanted = nsa_attention(*exact, **sizes, cu_seqlens=ends, scale=scale, backend="reference")

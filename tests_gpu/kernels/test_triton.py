@@ -25,8 +25,9 @@ OTHER_SIZES = {"l": 24, "d": 8, "l_sel": 96, "n_sel": 5, "w": 77}
 
 
 def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Random tensors in ``dtype``, and the same numbers in float64."""
-    rounded = [torch.randn(size, device="cuda", dtype=torch.float64).to(dtype) for size in sizes]
+    """Random tensors in ``dtype``, and the same numbers in float64; gates, three each, are none below zero, as a sigmoid's."""
+    exact = [torch.randn(size, device="cuda", dtype=torch.float64) for size in sizes]
+    rounded = [(x.abs() if x.shape[-1] == 3 else x).to(dtype) for x in exact]
     return [x.clone().requires_grad_() for x in rounded], [x.double().requires_grad_() for x in rounded]
 
 

@@ -23,7 +23,19 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 NO_WINDOW = 1 << 30
 FEW = 1024  # programs of dk and dv below which queries are cut into segments
 MOST_SEGMENTS, LEAST_SEGMENT = 16, 128
-NO_GATE = -1
+
+
+class Rows(NamedTuple):
+    """What the backward needs of each query and head (`gates`): log-sum-exp with the gate in it and delta, float32 [T, H] or, of
+    all branches, [3, T, H].
+    """
+
+    lse: torch.Tensor
+    delta: torch.Tensor
+
+    def of(self, branch: int) -> Rows:
+        """Those of one branch."""
+        return Rows(self.lse[branch], self.delta[branch])
 
 
 class Places(NamedTuple):
@@ -80,25 +92,25 @@ def strided_forward(
 
 
 def strided_dq(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    gates: torch.Tensor, dq: torch.Tensor, sequences: Sequences, places: Places, scale: float, *, branch: int, add: bool,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, dq: torch.Tensor, sequences: Sequences,
+    places: Places, scale: float, *, add: bool,
 ) -> None:  # fmt: skip
-    """Write the gradient of q, or, if ``add``, add it to what ``dq`` holds. ``branch``: its gate, or `NO_GATE`."""
+    """Write the gradient of q, or, if ``add``, add it to what ``dq`` holds."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
     t = tile(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided_backward.strided_dq, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,
-        *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), grad, lse, delta, gates, dq,
+        *descriptors(k, t.bn, by_tma), *descriptors(v, t.bn, by_tma), grad, *rows, dq,
         *sequence_arguments(sequences, q, k), places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset,
-        h=h, BM=bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window, BRANCH=branch, ADD=add, TMA=by_tma,
+        h=h, BM=bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window, ADD=add, TMA=by_tma,
         PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
     )  # fmt: skip
 
 
 def strided_dkv(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    gates: torch.Tensor, sequences: Sequences, places: Places, scale: float, *, branch: int,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, sequences: Sequences, places: Places,
+    scale: float,
 ) -> Pair:  # fmt: skip
     """Gradients of k and v."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
@@ -110,15 +122,15 @@ def strided_dkv(
     segments = triton.cdiv(sequences.longest, segment)
     parts = [x if segments == 1 else x.new_empty(segments, *x.shape, dtype=torch.float32) for x in (dk, dv)]
     launch(
-        strided_backward.strided_dkv, (tiles_of_keys, segments), q, q, k, v, grad, lse, delta, gates, *parts,
+        strided_backward.strided_dkv, (tiles_of_keys, segments), q, q, k, v, grad, *rows, *parts,
         *sequence_arguments(sequences, q, k), places.window, segment, len(k), scale * LOG2E, scale, STRIDE=places.stride,
-        OFFSET=places.offset, h=h, BM=t.bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window, BRANCH=branch,
+        OFFSET=places.offset, h=h, BM=t.bm, BN=t.bn, LOOPS=t.loops, WINDOWED=places.is_window,
         PACKED=sequences.is_packed, **head_dims(q.shape[-1], v.shape[-1], q.dtype), **meta(t),
     )  # fmt: skip
     if segments > 1:
-        rows = len(k) * G
+        keys = len(k) * G
         launch(
-            strided_backward.sum_segments, (triton.cdiv(rows, 16),), q, *parts, dk, dv, rows, segments, DK=k.shape[-1],
+            strided_backward.sum_segments, (triton.cdiv(keys, 16),), q, *parts, dk, dv, keys, segments, DK=k.shape[-1],
             PK=widths(k.shape[-1]).whole, DV=v.shape[-1], PV=widths(v.shape[-1]).whole, BR=16, num_warps=4,
         )  # fmt: skip
     return dk, dv
@@ -135,23 +147,23 @@ def segments_of(longest: int, tiles_of_keys: int, seen: int) -> int:
 
 
 def gates_backward(
-    grad: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gates: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of the gates [T, H, 3], and delta of each branch [3, T, H]."""
-    d_gates, delta = torch.empty_like(gates), grad.new_empty(3, *grad.shape[:2], dtype=torch.float32)
+    grad: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gates: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, Rows]:
+    """Gradient of the gates [T, H, 3], and what the branches' backward needs of their rows, each [3, T, H]."""
+    d_gates, delta, gated = torch.empty_like(gates), torch.empty_like(lse), torch.empty_like(lse)
     rows, part = delta[0].numel(), widths(grad.shape[-1])
     launch(
-        gate_kernels.gates_backward, (triton.cdiv(rows, 32),), grad, grad, *outputs, d_gates, delta, rows,
+        gate_kernels.gates_backward, (triton.cdiv(rows, 32),), grad, grad, *outputs, gates, lse, d_gates, delta, gated, rows,
         D=part.d, D0=part.d0, D1=part.d1, BLOCK=32, num_warps=4,
     )  # fmt: skip
-    return d_gates, delta
+    return d_gates, Rows(gated, delta)
 
 
-def row_sums(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Delta [T, H] of a branch without gates."""
-    delta, part = grad.new_empty(grad.shape[:2], dtype=torch.float32), widths(grad.shape[-1])
+def row_sums(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Rows:
+    """The same of a branch without gates, each [T, H]."""
+    delta, gated, part = torch.empty_like(lse), torch.empty_like(lse), widths(grad.shape[-1])
     launch(
-        gate_kernels.row_sums, (triton.cdiv(delta.numel(), 32),), grad, grad, out, delta, delta.numel(),
+        gate_kernels.row_sums, (triton.cdiv(delta.numel(), 32),), grad, grad, out, lse, delta, gated, delta.numel(),
         D=part.d, D0=part.d0, D1=part.d1, BLOCK=32, num_warps=4,
     )  # fmt: skip
-    return delta
+    return Rows(gated, delta)

@@ -1,9 +1,12 @@
-"""The gates' backward, and delta: the row sums that a softmax's backward takes from its output and the gradient of it.
+"""The gates' backward, and what the branches' backward needs of each row: delta, and the log-sum-exp with the gate in it.
 
-Both are sum(grad * o_c) for branch c: a gate's gradient in the gates' dtype, delta in float32. (A branch's own gradient is
-its gate times grad, and its row sums g_c * delta; the kernels multiply by the gate where it costs least, `strided_backward`.)
+delta_c = sum(grad * o_c) is a gate's gradient, and the row sum that a softmax's backward takes. A branch's own gradient is
+its gate times grad, so its probabilities appear times their gate everywhere: g exp2(s - lse) = exp2(s - (lse - log2 g)). With
+the gate in the log-sum-exp the backward's loops have no gate to load or to multiply by. A gate is what a sigmoid gives (Eq. 5);
+of one below zero the logarithm, and with it the gradient, is NaN.
 
-Layouts: a row per query and head; grad, o [rows, Dv], gates [rows, 3], delta [3, rows].
+Layouts: a row per query and head; grad, o [rows, Dv], gates [rows, 3], lse, delta, gated_lse [3, rows]; the last is base 2,
+and +inf where the row saw no key or its gate is 0, so that exp2(s - lse) is 0 without a mask.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import load_two
+from nsa.kernels.triton.rows import LOG2E, load_two
 
 
 @triton.jit
@@ -25,31 +28,48 @@ def _row_sums(x0, x1, A, at, there, D: tl.constexpr, D0: tl.constexpr, D1: tl.co
 
 @triton.jit
 def gates_backward(
-    GRAD, O_CMP, O_SEL, O_WIN, D_GATES, DELTA, rows,
+    GRAD, O_CMP, O_SEL, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, rows,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the gates, and delta of the three branches. Grid (rows / BLOCK,)."""
+    """Gradients of the gates, delta and gated log-sum-exp of the three branches. Grid (rows / BLOCK,)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = r < rows
     x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)
     x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
-    _sum_of_branch(x0, x1, O_CMP, D_GATES, DELTA, r, there, rows, 0, D, D0, D1)
-    _sum_of_branch(x0, x1, O_SEL, D_GATES, DELTA, r, there, rows, 1, D, D0, D1)
-    _sum_of_branch(x0, x1, O_WIN, D_GATES, DELTA, r, there, rows, 2, D, D0, D1)
+    _of_branch(x0, x1, O_CMP, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 0, D, D0, D1)
+    _of_branch(x0, x1, O_SEL, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 1, D, D0, D1)
+    _of_branch(x0, x1, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, 2, D, D0, D1)
 
 
 @triton.jit
-def _sum_of_branch(
-    x0, x1, O, D_GATES, DELTA, r, there, rows, BRANCH: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr
-):
+def _of_branch(
+    x0, x1, O, GATES, LSE, D_GATES, DELTA, GATED_LSE, r, there, rows, BRANCH: tl.constexpr, D: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr,
+):  # fmt: skip
     total = _row_sums(x0, x1, O, r * D, there, D, D0, D1)
     tl.store(D_GATES + r * 3 + BRANCH, total.to(D_GATES.dtype.element_ty), mask=there)
-    tl.store(DELTA + BRANCH * rows + r, total, mask=there)
+    at = BRANCH * rows + r
+    tl.store(DELTA + at, total, mask=there)
+    gate = tl.load(GATES + r * 3 + BRANCH, mask=there, other=0.0).to(tl.float32)
+    is_open = gate != 0
+    lse = _base_2(LSE, at, there) - tl.log2(tl.where(is_open, gate, 1.0))
+    tl.store(GATED_LSE + at, tl.where(is_open, lse, float("inf")), mask=there)
 
 
 @triton.jit
-def row_sums(GRAD, O, DELTA, rows, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr):
-    """Delta of a branch that has no gate. Grid (rows / BLOCK,)."""
+def _base_2(LSE, at, there):
+    """The log-sum-exp, base 2; +inf where a row saw no key."""
+    lse = tl.load(LSE + at, mask=there, other=0.0) * LOG2E
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def row_sums(
+    GRAD, O, LSE, DELTA, GATED_LSE, rows, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Delta of a branch that has no gate, and its log-sum-exp as the others' are. Grid (rows / BLOCK,)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x0, x1 = load_two(GRAD, r * D, r < rows, D, D0, D1, True)
-    tl.store(DELTA + r, _row_sums(x0.to(tl.float32), x1.to(tl.float32), O, r * D, r < rows, D, D0, D1), mask=r < rows)
+    there = r < rows
+    x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)
+    tl.store(DELTA + r, _row_sums(x0.to(tl.float32), x1.to(tl.float32), O, r * D, there, D, D0, D1), mask=there)
+    tl.store(GATED_LSE + r, _base_2(LSE, r, there), mask=there)

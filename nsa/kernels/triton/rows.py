@@ -175,15 +175,3 @@ def picks_there(PICKS, row, n_sel: tl.constexpr, NS: tl.constexpr):
     slot = tl.arange(0, NS)
     picked = tl.load(PICKS + row.to(tl.int64) * n_sel + slot, mask=slot < n_sel, other=-1)
     return tl.sum((picked >= 0).to(tl.int32), 0)
-
-
-@triton.jit
-def load_gate(GATES, at, there, BRANCH: tl.constexpr, MASKED: tl.constexpr):
-    """The gates of rows ``at`` [T * H]; 1 where BRANCH is negative: a branch that has none."""
-    if BRANCH < 0:
-        gate = tl.full(at.shape, 1.0, tl.float32)
-    elif MASKED:
-        gate = tl.load(GATES + at * 3 + BRANCH, mask=there, other=0.0).to(tl.float32)
-    else:
-        gate = tl.load(GATES + at * 3 + BRANCH).to(tl.float32)
-    return gate

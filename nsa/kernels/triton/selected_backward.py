@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
-    load_gate,
-    load_lse,
     load_two,
     picks_there,
     product,
@@ -41,10 +39,10 @@ def _store_transposed(
 
 @triton.jit
 def selected_backward(
-    Q, K, V, GRAD, LSE, DELTA, GATES, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
+    Q, K, V, GRAD, LSE, DELTA, LISTS, ITEMS, PART_DQ, PART_K, PART_V, SEQUENCES, S, H, G, FIRST, qk, scale,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, BRANCH: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program: an item and a sub-block. Grid (items, SUB)."""
@@ -70,9 +68,8 @@ def selected_backward(
             row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
             q0, q1 = load_two(Q + base * DK, row * DK, there, DK, D0, D1, True)
             do0, do1 = load_two(GRAD + base * DV, row * DV, there, DV, E0, E1, True)
-            lse = load_lse(LSE + base, row, there)
+            lse = tl.load(LSE + base + row, mask=there, other=float("inf"))
             delta = tl.load(DELTA + base + row, mask=there, other=0.0)
-            gate = load_gate(GATES + base * 3, row, there, BRANCH, True)
             p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
             # A list ascends: a block's own queries, which do not see all of it, come first.
             if tl.min(tl.where(there, t, length), 0) < (j + 1) * L_SEL:
@@ -80,7 +77,7 @@ def selected_backward(
             elif SUB * BN > L_SEL:
                 p = tl.where(inside[:, None], p, 0.0)
             dk0, dk1, dv0, dv1, ds = rows_give(
-                p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, gate, D1, E1, PRECISION
+                p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, D1, E1, PRECISION
             )
             part = ((s0 - FIRST + t).to(tl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
             at = (part * h + r % h) * DK

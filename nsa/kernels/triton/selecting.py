@@ -12,7 +12,7 @@ import triton
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import importance, lists, select, selected, selected_backward, union
-from nsa.kernels.triton.branches import Pair, Places, sequence_arguments
+from nsa.kernels.triton.branches import Pair, Places, Rows, sequence_arguments
 from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, head_dims, launch, meta, of_keys_alone, rows_for
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import cache_of, capability, keys_at_once, tile, widths
@@ -321,9 +321,9 @@ def merge_parts(
 
 
 def selected_gradients(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
-    gates: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, items: Items, dq: torch.Tensor, d_keys: Pair,
-    sequences: Sequences, at: Range, selection: Selection, scale: float, *, branch: int, add_dq: bool, add_keys: bool,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, picks: torch.Tensor,
+    entries: torch.Tensor, items: Items, dq: torch.Tensor, d_keys: Pair,
+    sequences: Sequences, at: Range, selection: Selection, scale: float, *, add_dq: bool, add_keys: bool,
 ) -> None:  # fmt: skip
     """Write, or add, what the queries of ``at`` give: to ``dq``, and to the gradients of k and v, ``d_keys``.
 
@@ -337,17 +337,17 @@ def selected_gradients(
     part_k = q.new_empty(keys_of_items, d_k, dtype=torch.float32)
     part_v = q.new_empty(keys_of_items, d_v, dtype=torch.float32)
     launch(
-        selected_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, lse, delta, gates,
+        selected_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
         entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
-        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages, BRANCH=branch,
+        **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages,
         TRANSPOSED=capability(q.device).startswith("sm_9"), WIDE=_is_wide(q, v, sequences), PACKED=at.table is not None,
         **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
     )  # fmt: skip
-    rows = min(16, selection.sub_block)
+    keys = min(16, selection.sub_block)
     launch(
-        selected_backward.sum_items, (at.count * G * selection.n_blocks, triton.cdiv(selection.l_sel, rows)), q, part_k, part_v,
+        selected_backward.sum_items, (at.count * G * selection.n_blocks, triton.cdiv(selection.l_sel, keys)), q, part_k, part_v,
         items.starts, *d_keys, table, sequences.longest, G, selection.n_blocks, L_SEL=selection.l_sel, SUB=selection.sub_blocks,
-        BN=selection.sub_block, DK=d_k, PK=widths(d_k).whole, DV=d_v, PV=widths(d_v).whole, BR=rows, ADD=add_keys,
+        BN=selection.sub_block, DK=d_k, PK=widths(d_k).whole, DV=d_v, PV=widths(d_v).whole, BR=keys, ADD=add_keys,
         PACKED=at.table is not None, num_warps=4,
     )  # fmt: skip
     width = h * d_k

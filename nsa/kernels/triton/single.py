@@ -7,7 +7,7 @@ import triton
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import branches, select, selecting, sequences
-from nsa.kernels.triton.branches import NO_GATE, Places
+from nsa.kernels.triton.branches import Places
 from nsa.kernels.triton.launch import launch
 from nsa.kernels.triton.selecting import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
@@ -38,10 +38,10 @@ def _strided_backward(
     seqs: Sequences, places: Places, scale: float,
 ) -> Triple:  # fmt: skip
     grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
-    dq, delta = torch.empty_like(flat_q), branches.row_sums(grad, out)
-    given = grad, flat_q, flat_k, flat_v, lse, delta, delta
-    branches.strided_dq(*given, dq, seqs, places, scale, branch=NO_GATE, add=False)
-    dk, dv = branches.strided_dkv(*given, seqs, places, scale, branch=NO_GATE)
+    dq = torch.empty_like(flat_q)
+    given = grad, flat_q, flat_k, flat_v, branches.row_sums(grad, out, lse)
+    branches.strided_dq(*given, dq, seqs, places, scale, add=False)
+    dk, dv = branches.strided_dkv(*given, seqs, places, scale)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
@@ -142,14 +142,14 @@ def selected_backward(
     grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
     seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
-    picks, delta, dq = picks_of(chosen, selection.n_sel), branches.row_sums(grad, out), torch.empty_like(flat_q)
+    picks, rows, dq = picks_of(chosen, selection.n_sel), branches.row_sums(grad, out, lse), torch.empty_like(flat_q)
     several = len(seqs.ranges) > 1
     d_keys = tuple(x.new_zeros(x.shape, dtype=torch.float32 if several else x.dtype) for x in (flat_k, flat_v))
     for at in seqs.ranges:
         entries, totals = _room_for_lists(picks, at, selection)
         items = selecting.make_lists(picks, entries, totals, seqs, at, selection, BACKWARD_PIECE)
         selecting.selected_gradients(
-            grad, flat_q, flat_k, flat_v, lse, delta, delta, picks, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
-            scale, branch=NO_GATE, add_dq=False, add_keys=several,
+            grad, flat_q, flat_k, flat_v, rows, picks, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
+            scale, add_dq=False, add_keys=several,
         )  # fmt: skip
     return dq.view(q.shape), d_keys[0].to(k.dtype).view(k.shape), d_keys[1].to(v.dtype).view(v.shape)

@@ -1,12 +1,12 @@
 """Backward of the window and the compressed branch: one kernel for dq, over keys, one for dk and dv, over queries.
 
-As in FlashAttention-2, probabilities are made again from the log-sum-exp. The gradient of the gated sum is read as it is:
-with delta = sum(grad * o), a row's gate multiplies its probabilities alone, or its dq, and no branch's gradient is ever
+As in FlashAttention-2, probabilities are made again from the log-sum-exp. The gradient of the gated sum is read as it is: a
+row's gate is in its log-sum-exp (`gates`), so that probabilities come out times their gate, and no branch's gradient is ever
 written. dk and dv of a tile of keys come from all heads of its group; where tiles are few, queries are cut into segments
 whose sums are written apart and added in order by `sum_segments`. Nothing is added to what another program adds to, so each
 run gives the same bits.
 
-Flat layouts (`rows`); grad [T, H, Dv], delta [T, H] float32, as `gates` makes it.
+Flat layouts (`rows`); grad [T, H, Dv]; delta and gated lse [T, H] float32, as `gates` makes them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton.rows import (
-    LOG2E,
     add_product,
     keys_of,
-    load_gate,
-    load_lse,
     load_two,
     product,
     store_two,
@@ -51,10 +48,10 @@ def _dq_tile(
 
 @triton.jit
 def strided_dq(
-    Q, K, V, KD0, KD1, VD0, VD1, GRAD, LSE, DELTA, GATES, DQ, SEQUENCES, S, N, H, G, BG, WINDOW, qk, scale,
+    Q, K, V, KD0, KD1, VD0, VD1, GRAD, LSE, DELTA, DQ, SEQUENCES, S, N, H, G, BG, WINDOW, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr,
-    WINDOWED: tl.constexpr, BRANCH: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
+    WINDOWED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program: dq of BM // h queries of a group, as `strided_forward`; if ADD, added to what DQ holds. Grid (tiles * BG,)."""
@@ -72,7 +69,7 @@ def strided_dq(
     rows = (s0 + t).to(tl.int64) * H + g * h + r % h
     q0, q1 = load_two(Q, rows * DK, there, DK, D0, D1, True)
     do0, do1 = load_two(GRAD, rows * DV, there, DV, E0, E1, True)
-    lse = load_lse(LSE, rows, there)
+    lse = tl.load(LSE + rows, mask=there, other=float("inf"))
     delta = tl.load(DELTA + rows, mask=there, other=0.0)
     at_k, at_v = K + (key0.to(tl.int64) * G + g) * DK, V + (key0.to(tl.int64) * G + g) * DV
     dq0, dq1 = zeros_two(BM, D0, D1)
@@ -101,10 +98,9 @@ def strided_dq(
             q0, q1, do0, do1, lse, delta, dq0, dq1, n0, at_k, at_v, KD0, KD1, VD0, VD1, key0, g * DK, g * DV, t,
             N, WINDOW, G * DK, G * DV, qk, STRIDE, OFFSET, DK, D0, D1, DV, E0, E1, BN, True, WINDOWED, TMA, PRECISION,
         )  # fmt: skip
-    gate = load_gate(GATES, rows, there, BRANCH, True) * scale
-    dq0 = dq0 * gate[:, None]
+    dq0 = dq0 * scale
     if D1 > 0:
-        dq1 = dq1 * gate[:, None]
+        dq1 = dq1 * scale
     if ADD:
         x0, x1 = load_two(DQ, rows * DK, there, DK, D0, D1, True)
         dq0 += x0.to(tl.float32)
@@ -127,13 +123,13 @@ def rows_give(
     do0,
     do1,
     delta,
-    gate,
     D1: tl.constexpr,
     E1: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What rows of probabilities p^T [keys, rows] add to dk and dv; with ds^T. Both stay in registers, nothing is transposed."""
-    p = p * gate[None, :]
+    """What rows of gated probabilities p^T [keys, rows] add to dk and dv; with ds^T. Both stay in registers, nothing is
+    transposed.
+    """
     dv0, dv1 = add_product(p.to(do0.dtype), do0, do1, dv0, dv1, E1, PRECISION)
     ds = (p * (product(v0, v1, do0, do1, E1, PRECISION) - delta[None, :])).to(q0.dtype)
     dk0, dk1 = add_product(ds, q0, q1, dk0, dk1, D1, PRECISION)
@@ -142,10 +138,10 @@ def rows_give(
 
 @triton.jit
 def _segment_tile(
-    k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, Q, GRAD, LSE, DELTA, GATES, token0, n, N, H, WINDOW, qk,
+    k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, Q, GRAD, LSE, DELTA, token0, n, N, H, WINDOW, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
-    BRANCH: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows r0 ... r0 + BM - 1 of a sequence and group, counted over queries and heads: to the dk and dv of keys n."""
     r = r0 + tl.arange(0, BM)
@@ -157,26 +153,25 @@ def _segment_tile(
     row = (t - t0) * H + r % h
     q0, q1 = load_two(Q + base * DK, row * DK, there, DK, D0, D1, MASKED)
     do0, do1 = load_two(GRAD + base * DV, row * DV, there, DV, E0, E1, MASKED)
-    gate = load_gate(GATES + base * 3, row, there, BRANCH, MASKED)
     if MASKED:
-        lse = load_lse(LSE + base, row, there)
+        lse = tl.load(LSE + base + row, mask=there, other=float("inf"))
         delta = tl.load(DELTA + base + row, mask=there, other=0.0)
     else:
-        lse = tl.load(LSE + base + row) * LOG2E
+        lse = tl.load(LSE + base + row)
         delta = tl.load(DELTA + base + row)
     p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
     if MASKED:
         p = tl.where(hide(n[:, None], t[None, :], N, WINDOW, STRIDE, OFFSET, WINDOWED), p, 0.0)
-    dk0, dk1, dv0, dv1, _ = rows_give(p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, gate, D1, E1, PRECISION)
+    dk0, dk1, dv0, dv1, _ = rows_give(p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, D1, E1, PRECISION)
     return dk0, dk1, dv0, dv1
 
 
 @triton.jit
 def strided_dkv(
-    Q, K, V, GRAD, LSE, DELTA, GATES, OUT_K, OUT_V, SEQUENCES, S, N, H, G, BG, WINDOW, SEGMENT, keys, qk, scale,
+    Q, K, V, GRAD, LSE, DELTA, OUT_K, OUT_V, SEQUENCES, S, N, H, G, BG, WINDOW, SEGMENT, keys, qk, scale,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr,
-    WINDOWED: tl.constexpr, BRANCH: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program: what the queries of a segment give to BN keys of a group. Grid (tiles of keys * BG, segments).
 
@@ -203,7 +198,7 @@ def strided_dkv(
     dk0, dk1 = zeros_two(BN, D0, D1)
     dv0, dv1 = zeros_two(BN, E0, E1)
     at_q, at_grad = Q + g * h * DK, GRAD + g * h * DV
-    at_lse, at_delta, at_gates = LSE + g * h, DELTA + g * h, GATES + g * h * 3
+    at_lse, at_delta = LSE + g * h, DELTA + g * h
     start, end = t_lo * h, tl.maximum(t_lo, t_end) * h
     if LOOPS > 1:
         # Rows that see all BN keys, in whole tiles: from ``clear`` to ``stop``.
@@ -215,19 +210,19 @@ def strided_dkv(
         stop = clear + tl.maximum(0, whole_end - clear) // BM * BM
         for r0 in tl.range(start, tl.minimum(clear, end), BM):
             dk0, dk1, dv0, dv1 = _segment_tile(
-                k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, at_q, at_grad, at_lse, at_delta, at_gates, s0, n, N, H, WINDOW, qk,
-                STRIDE, OFFSET, h, DK, D0, D1, DV, E0, E1, BM, True, WINDOWED, BRANCH, PRECISION,
+                k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, at_q, at_grad, at_lse, at_delta, s0,
+                n, N, H, WINDOW, qk, STRIDE, OFFSET, h, DK, D0, D1, DV, E0, E1, BM, True, WINDOWED, PRECISION,
             )  # fmt: skip
         for r0 in tl.range(clear, stop, BM):
             dk0, dk1, dv0, dv1 = _segment_tile(
-                k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, at_q, at_grad, at_lse, at_delta, at_gates, s0, n, N, H, WINDOW, qk,
-                STRIDE, OFFSET, h, DK, D0, D1, DV, E0, E1, BM, False, WINDOWED, BRANCH, PRECISION,
+                k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, at_q, at_grad, at_lse, at_delta, s0,
+                n, N, H, WINDOW, qk, STRIDE, OFFSET, h, DK, D0, D1, DV, E0, E1, BM, False, WINDOWED, PRECISION,
             )  # fmt: skip
         start = stop
     for r0 in tl.range(start, end, BM):
         dk0, dk1, dv0, dv1 = _segment_tile(
-            k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, at_q, at_grad, at_lse, at_delta, at_gates, s0, n, N, H, WINDOW, qk,
-            STRIDE, OFFSET, h, DK, D0, D1, DV, E0, E1, BM, True, WINDOWED, BRANCH, PRECISION,
+            k0, k1, v0, v1, dk0, dk1, dv0, dv1, r0, end, at_q, at_grad, at_lse, at_delta, s0,
+            n, N, H, WINDOW, qk, STRIDE, OFFSET, h, DK, D0, D1, DV, E0, E1, BM, True, WINDOWED, PRECISION,
         )  # fmt: skip
     dk0 = dk0 * scale
     if D1 > 0:

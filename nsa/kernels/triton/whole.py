@@ -156,14 +156,14 @@ def backward(
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     flat = _flat(grad, q, *cmp, *sel, *win, gates)
     flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat
-    d_gates, delta = branches.gates_backward(flat_grad, (kept.o_cmp, kept.o_sel, kept.o_win), flat_gates)
+    d_gates, rows = branches.gates_backward(flat_grad, (kept.o_cmp, kept.o_sel, kept.o_win), flat_gates, kept.lse)
     dq, G, scale = torch.empty_like(flat_q), k_sel.shape[1], sizes.scale
     strided = ((0, k_cmp, v_cmp, branches.compression(sizes.l, sizes.d)), (2, k_win, v_win, branches.window(sizes.w)))
     found = []
     for branch, k, v, places in strided:
-        given = flat_grad, flat_q, k, v, kept.lse[branch], delta[branch], flat_gates
-        branches.strided_dq(*given, dq, seqs, places, scale, branch=branch, add=branch > 0)
-        found.append(branches.strided_dkv(*given, seqs, places, scale, branch=branch))
+        given = flat_grad, flat_q, k, v, rows.of(branch)
+        branches.strided_dq(*given, dq, seqs, places, scale, add=branch > 0)
+        found.append(branches.strided_dkv(*given, seqs, places, scale))
     selection = _selection(seqs, q, sel[1], kept, sizes)
     several = len(seqs.ranges) > 1
     make = torch.zeros_like if several else torch.empty_like
@@ -173,8 +173,8 @@ def backward(
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
         items = selecting.cut_lists(kept.picks, totals, seqs, at, selection, BACKWARD_PIECE)
         selecting.selected_gradients(
-            flat_grad, flat_q, k_sel, v_sel, kept.lse[1], delta[1], flat_gates, kept.picks, entries, items, dq, d_sel, seqs, at,
-            selection, scale, branch=1, add_dq=True, add_keys=several,
+            flat_grad, flat_q, k_sel, v_sel, rows.of(1), kept.picks, entries, items, dq, d_sel, seqs, at, selection, scale,
+            add_dq=True, add_keys=several,
         )  # fmt: skip
     found.insert(1, (d_sel[0].to(k_sel.dtype), d_sel[1].to(v_sel.dtype)))
     keys = [
