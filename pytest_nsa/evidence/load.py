@@ -88,7 +88,7 @@ class RankEvidence:
     left_running: tuple[str, ...]
     left_threads: tuple[tuple[str, str], ...]
     quit_debugger: bool
-    gone: bool
+    gone: float
     anomalies: tuple[dict[str, Any], ...]
     modules: tuple[str, ...]
     checksums: Path
@@ -172,6 +172,12 @@ class Evidence:
     folder: Path
     sources: Sources
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
+
+    @property
+    def was_ended_at_a_stall(self) -> bool:
+        """Whether all ranks of a training that is only watched have gone together, after they had stood still: someone ended it."""
+        left = [r for r in self.ranks if not r.finished]
+        return bool(left and self.stood_still_s) and all(r.gone > self.stop_time for r in left)
 
     @property
     def was_stalled(self) -> bool:
@@ -299,7 +305,7 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
-        gone=any(e["event"] == "gone" and e["rank"] == rank for e in host),
+        gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0),
         anomalies=tuple(e for e in events if e["event"] == "anomaly"),
         modules=_path(board, next((e.get("modules", ()) for e in reversed(events) if e["event"] == "parameters"), ())),
         checksums=folder / "checksums.jsonl",

@@ -176,7 +176,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
 def rank_gone(evidence: Evidence) -> Finding | None:
     """Find that a rank of a training that is only watched has gone, and how it ended was not observed."""
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
-    if not gone:
+    if not gone or evidence.was_ended_at_a_stall:
         return None
     return Finding(
         cause="rank_died",
