@@ -117,16 +117,17 @@ def test_commands_in_prose_are_there() -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as it is, with this Python as its environment."""
+    """The repository as it is, beside an environment that is this one."""
     folder = tmp_path_factory.mktemp("documented") / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
     changed = subprocess.run(["git", "diff", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
     if changed:
         subprocess.run(["git", "apply"], cwd=folder, input=changed, check=True)
-    (folder / ".venv/bin").mkdir(parents=True)
-    for program in Path(sys.executable).parent.iterdir():
-        (folder / ".venv/bin" / program.name).symlink_to(program)
-    (folder / ".venv/installed-torch==2.13.0").touch()  # make installs nothing
+    environment = folder.parent / "environment"
+    environment.mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (environment / name).symlink_to(Path(sys.prefix) / name)
+    (environment / "installed-torch==2.13.0").touch()  # make installs nothing
     return folder
 
 
@@ -138,13 +139,17 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_a_page(page: Path, block: str, clone: Path) -> None:
     run = run_of(block)
     (clone.parent / "job.sh").write_text(block)
+    # What pytest says to its children, a program that is started by hand is not told.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment = {
-        **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(clone),
-        "VIRTUAL_ENV": sys.prefix, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1",
+        **outer, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1",
+        "VENV": str(clone.parent / "environment"),
     }  # fmt: skip
+    script = clone.parent / "documented.sh"  # a command line of its own would match what a block kills by pattern
+    script.write_text(run.script or block)
     done = subprocess.run(
-        ["bash", "-c", run.script or block], cwd=clone / run.folder, env=environment, text=True, capture_output=True, timeout=165,
-    )  # fmt: skip
+        ["bash", script], cwd=clone / run.folder, env=environment, text=True, capture_output=True, timeout=165
+    )
     said = done.stdout + done.stderr
     assert done.returncode == run.code, said[-3000:]
     assert run.prints in said, said[-3000:]
