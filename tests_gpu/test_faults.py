@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_nsa.settings import find_gpus
 from pytest_nsa.testing import ExampleResult, run_example
 
 # torch is not imported here: `pytester` takes modules that a test has imported out again, and torch cannot be imported twice.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(not find_gpus(), reason="no GPU here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 GPU = """
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(25)]
 SECOND = 1_500_000_000  # cycles, at least

@@ -68,10 +68,17 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    failed = False
+    failed = unread = False
     entries = []
     for folder in folders:
-        evidence = load(folder, *others)
+        try:
+            evidence = load(folder, *others)
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            unread = True
+            continue
+        for what in evidence.unread:
+            print(f"{folder.name}: not read: {what}", file=sys.stderr)
         if not evidence.sources.snippets:  # the process that ran the ranks did not come to keep them
             evidence = with_sources(evidence)
         verdict = diagnose(evidence)
@@ -94,7 +101,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
         )
         print(first / "report.html", file=sys.stderr)
-    return 1 if failed else 0
+    return 2 if unread and not entries else 1 if failed else 0
 
 
 def is_live(evidence: Evidence) -> bool:

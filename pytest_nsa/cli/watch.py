@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -16,7 +17,7 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.load import Evidence, load, with_sources
 from pytest_nsa.monitor.announcements import stalled_for
 from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch
@@ -49,6 +50,7 @@ class Watcher:
     folder: Path
     watch: ProgressWatch = field(init=False)
     finding: Finding | None = None
+    unread: str = ""  # why the folder's evidence cannot be read
     _standing: StandStill = field(default_factory=StandStill)
     _gone: set[int] = field(default_factory=set)
     _patience: Patience = field(default_factory=Patience)
@@ -80,21 +82,34 @@ class Watcher:
         for rank, board in self.boards.items():
             if board.phase != "done" and rank not in self._gone and not self._is_alive(board):
                 self._gone.add(rank)
-                append_line(self.folder / "host.jsonl", {"event": "gone", "time": time.time(), "rank": rank})
-                self.finding = suspect(with_sources(load(self.folder)))
+                with contextlib.suppress(OSError):  # a folder that can only be read
+                    append_line(self.folder / "host.jsonl", {"event": "gone", "time": time.time(), "rank": rank})
+                evidence = self._load()
+                self.finding = None if evidence is None else suspect(evidence)
         waited = self.watch.longest_wait
         if waited < GRACE_S and not self._gone:
             self._standing.reset()
             self.finding = None
         elif self._standing.look(self._alive(), waited):
-            self._note(waited)
-            evidence = with_sources(load(self.folder))
-            found = suspect(evidence)
-            if found is not None and not self._gone:
+            with contextlib.suppress(OSError):
+                self._note(waited)
+            evidence = self._load()
+            found = None if evidence is None else suspect(evidence)
+            if evidence is not None and found is not None and not self._gone:
                 is_due = self._patience.is_due(found, evidence, self.watch.past, stalled_for(found, self.watch))
                 found = found if is_due else None
             self.finding = found
         return (before and before.key) != (self.finding and self.finding.key)
+
+    def _load(self) -> Evidence | None:
+        """The folder's evidence; None, and `unread` says why, where it cannot be read."""
+        try:
+            evidence = with_sources(load(self.folder))
+        except (OSError, ValueError) as error:
+            self.unread = str(error)
+            return None
+        self.unread = ""
+        return evidence
 
     def _alive(self) -> dict[int, int]:
         return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
@@ -120,7 +135,7 @@ class Watcher:
             who = describe_ranks(f.ranks, int(max(b.numbers["world_size"] for b in self.boards.values())))
             kind = "verdict" if f.certain else "suspicion"
             found.append(f"{kind}: {f.cause} on {who}" + (f" at {f.where}" if f.where else "") + f": {f.reason}")
-        return found
+        return [*found, f"not read: {self.unread}"] if self.unread else found
 
     def _states(self) -> list[str]:
         """One line per state: step, phase, location or collective; the ranks in it, and since when the first of them is still."""
@@ -198,6 +213,9 @@ def watch(
                 shown = _show(watchers, as_json, out, shown)
                 if once or is_over:
                     break
+            if once and not has_seen and settled:
+                print(f"error: no rank has left a board in {', '.join(map(str, folders))}", file=sys.stderr)
+                return 2
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         pass

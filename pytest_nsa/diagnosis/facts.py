@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from pytest_nsa.diagnosis.verdict import Fact
 from pytest_nsa.evidence.load import RaisedException, RankEvidence
@@ -106,12 +107,16 @@ def ddp_fact(rank: RankEvidence) -> Fact | None:
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Every rank's location: cited by every verdict on a stall."""
-    found = (
-        fact
-        for rank in ranks
-        for fact in (stack_fact(rank), board_fact(rank), process_fact(rank), native_fact(rank), ddp_fact(rank))
-    )
-    return tuple(fact for fact in found if fact is not None)
+    kinds = stack_fact, board_fact, process_fact, native_fact, ddp_fact
+    return tuple(fact for rank in ranks for kind in kinds if (fact := _made(kind, rank)) is not None)
+
+
+def _made(kind: Callable[[RankEvidence], Fact | None], rank: RankEvidence) -> Fact | None:
+    """Return a fact; None where the evidence for it is not what a rank writes: every verdict has facts, and none fails by one."""
+    try:
+        return kind(rank)
+    except (TypeError, ValueError, LookupError, ArithmeticError):
+        return None
 
 
 def last_seen(rank: RankEvidence) -> str:

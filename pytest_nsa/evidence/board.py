@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.wire.files import parse, read_bytes
+
 HEADER = 4096
+LARGEST = 16 << 20  # bytes of a board
+MOST = 1 << 16  # collectives that a board may hold
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
 ANY = -2  # the peer of a receive that takes from anybody
@@ -99,7 +103,10 @@ class BoardSnapshot:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The last collectives, oldest first."""
-        return self.decode_ring()
+        try:
+            return self.decode_ring()
+        except (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError):
+            return ()  # whose file is damaged
 
     @property
     def signature(self) -> tuple[float, ...]:
@@ -134,20 +141,21 @@ class BoardReader:
     def read(self) -> BoardSnapshot | None:
         """Return the board now. None while there is none, or while its header is being written."""
         try:
-            data = self.path.read_bytes()
+            data = read_bytes(self.path, LARGEST)
         except OSError:
             return None
         if self._layout is None:
-            try:
-                self._layout = json.loads(data[:HEADER].rstrip(b"\0 "))
-            except ValueError:
+            layout = parse(data[:HEADER].rstrip(b"\0 "))
+            if not isinstance(layout, dict):
                 return None
+            self._layout = layout
         try:
             ring = self._layout["ring"]
-            if len(data) < ring["offset"] + ring["size"] * ring["stride"]:
-                return None  # cut short, by a full disk or a copy that broke off
-            return _decode(self._layout, data)
-        except (struct.error, KeyError, IndexError, ValueError):
+            if len(data) < ring["offset"] + ring["size"] * ring["stride"] or not 0 < ring["size"] <= MOST:
+                return None  # cut short, by a full disk or a copy that broke off; or no board of ours
+            board = _decode(self._layout, data)
+            return board if all(map(math.isfinite, board.numbers.values())) else None
+        except (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
             return None
 
 

@@ -10,13 +10,15 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.native import innermost_symbol
+from pytest_nsa.evidence.shapes import has, is_number, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump, telling_thread
 from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
-from pytest_nsa.wire.files import read_lines
+from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
+JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 
 
@@ -171,6 +173,7 @@ class Evidence:
     lost: str
     folder: Path
     sources: Sources
+    unread: tuple[str, ...] = ()  # what could not be read, and why
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
 
     @property
@@ -208,11 +211,18 @@ class Evidence:
 def load(folder: Path, *others: Path) -> Evidence:
     """Read a test's or a training's folder; ``others`` are those of further nodes of the same run, with their ranks.
 
-    Raises FileNotFoundError when ``folder`` holds no job.json.
+    What is damaged in it is passed over, and named in `Evidence.unread`. Raises FileNotFoundError when ``folder`` holds no
+    job.json, ValueError when that cannot be read.
     """
-    job = Job.from_json(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+    try:
+        job = Job.from_stranger(json.loads(read_bytes(folder / "job.json", JOB)))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder / 'job.json'}: {_in_short(error)}") from None
     folders, sources = (folder, *others), Sources([s for f in (folder, *others) for s in read_sources(f).snippets])
-    host = sorted((e for f in folders for e in read_lines(f / "host.jsonl")), key=lambda e: e.get("time", 0.0))
+    host = sorted((e for f in folders for e in read_events(f / "host.jsonl", job.world_size)), key=lambda e: e["time"])
+    unread: list[str] = []
     of_all: list[dict[str, Any]] = []
     of_rank: dict[int, list[dict[str, Any]]] = {}
     for event in host:  # once, and not once a rank
@@ -226,7 +236,7 @@ def load(folder: Path, *others: Path) -> Evidence:
     return Evidence(
         job=job,
         ranks=tuple(
-            _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job)
+            _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
             for r in range(job.world_size)
         ),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
@@ -240,6 +250,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         lost=refused if began else "",
         folder=folder,
         sources=sources,
+        unread=tuple(unread),
         xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
     )
 
@@ -248,8 +259,26 @@ def _folder_of(folders: Sequence[Path], rank: int) -> Path:
     return next((f / f"rank{rank}" for f in folders if (f / f"rank{rank}").is_dir()), folders[0] / f"rank{rank}")
 
 
-def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job) -> RankEvidence:
-    events = list(read_lines(folder / "events.jsonl"))
+def _in_short(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{type(error).__name__}: {reason}"[:200]
+
+
+def _load_rank(
+    folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job, unread: list[str]
+) -> RankEvidence:
+    """Read what a rank left. What a stranger may have written, and no check foresaw, costs this rank's own evidence alone."""
+    try:
+        if folder.is_symlink():
+            raise ValueError("a link, which may lead out of the folder")
+        return _read_rank(folder, rank, host, sources, job)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        unread.append(f"{folder.name}: {_in_short(error)}")
+        return _read_rank(folder / "unread", rank, [], sources, job)
+
+
+def _read_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job) -> RankEvidence:
+    events = list(read_events(folder / "events.jsonl", job.world_size))
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
     # The signal that requests a stack may wake the very call that hung: what the rank did from then on is not evidence.
@@ -298,8 +327,8 @@ def _load_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sou
         native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
         children_threads=parse_children(_text(folder / "stacks.txt")),
         fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
-        reports=tuple(read_lines(folder / "reports.jsonl")),
-        heartbeats=tuple(read_lines(folder.parent / f"heartbeat_rank{rank}.jsonl")),
+        reports=tuple(read_reports(folder / "reports.jsonl")),
+        heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
@@ -335,18 +364,14 @@ def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]
     """Return what the rank's heartbeat wrote of its stall; {} when that was an earlier one. ``until`` 0: nothing was observed
     later.
     """
-    try:
-        own = json.loads(_text(folder / "standing.json"))
-    except ValueError:
+    own = parse(_text(folder / "standing.json"))
+    if not isinstance(own, dict) or not has(own, {"time": is_number, "stacks?": is_text, "beat_age_s?": is_number}):
         return {}
-    return own if isinstance(own, dict) and own.get("time", 0.0) >= until - stood_still - 1.0 else {}
+    return own if own["time"] >= until - stood_still - 1.0 else {}
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return read_text(path, DUMP)
 
 
 def with_sources(evidence: Evidence) -> Evidence:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.wire.files import append_line, read_lines
+from pytest_nsa.wire.files import append_line, read_bytes, read_lines
 
 FILE = "source.jsonl"
 LARGEST = 64 << 10  # bytes of a function that is kept
+SOURCE = 4 << 20  # bytes of a file that is read
 MOST = 200  # functions of a test that are kept
 LOCATION = re.compile(r"^(?P<file>.*):(?P<line>\d+) in ")
 
@@ -112,7 +113,10 @@ def record_sources(folder: Path, locations: Iterable[tuple[str, int]], known: So
 
 def _read(file: str) -> tuple[ast.Module, list[str]] | None:
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        # Named by evidence, which may be a stranger's: nothing but a program's source is read, and kept in the folder.
+        if not file.endswith(".py"):
+            return None
+        text = read_bytes(Path(file), SOURCE, follow=True).decode()
         return ast.parse(text), text.splitlines()
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None

@@ -11,11 +11,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.wire.files import read_lines
+from pytest_nsa.wire.files import read_bytes, read_lines, read_text
 
 Series = dict[str, list[tuple[float, float]]]
 WIDTH, HEIGHT, MARGIN = 420, 170, 44
 COLOURS = ("--forward", "--backward", "--optimizer", "--data")
+DUMP = 4 << 20  # bytes of a dump of memory
 POINTS = 400  # that are drawn of a curve
 
 
@@ -55,18 +56,17 @@ def _selection(folder: Path) -> Series:
     """Mean over the layers of how far back the selected blocks lie, and of the entropy of that."""
     found: dict[str, dict[float, list[float]]] = {"distance": defaultdict(list), "entropy": defaultdict(list)}
     for path in sorted(folder.glob("k_stats*.csv")):
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                for name, column in (("distance", "distance_mean"), ("entropy", "entropy")):
-                    if row.get(column):
-                        found[name][float(row["step"])].append(float(row[column]))
+        for row in csv.DictReader(read_text(path).splitlines()):
+            for name, column in (("distance", "distance_mean"), ("entropy", "entropy")):
+                if row.get(column):
+                    found[name][float(row["step"])].append(float(row[column]))
     return {name: [(step, sum(v) / len(v)) for step, v in sorted(steps.items())] for name, steps in found.items()}
 
 
 def _memory(folder: Path) -> Series:
     found: Series = defaultdict(list)
     for path in folder.glob("mem_step*_rank*.json"):
-        dump = json.loads(path.read_text(encoding="utf-8"))
+        dump = json.loads(read_bytes(path, DUMP))
         found[f"rank {dump['rank']}"].append((dump["step"], dump.get("cuda_allocated_mib", dump["rss_mib"])))
     if not found:
         found["peak"] = [(line["step"], line["peak_mib"]) for line in _of_steps(folder / "metrics.jsonl")]

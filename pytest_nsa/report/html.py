@@ -73,7 +73,7 @@ def _scenario(run: Path, entry: Entry) -> str:
     v = entry.verdict
     try:
         evidence = load(run / entry.folder)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         return f'<h3 id="{escape(entry.folder)}">{escape(entry.name)} {_tag(v.outcome)}</h3><p>Its evidence cannot be read.</p>'
     who = v.reason if v.failed else ""
     meaning = f'<p class="quiet">The plan reads it as: {escape(v.reads_as)}</p>' if v.failed and v.reads_as else ""

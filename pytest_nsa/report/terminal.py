@@ -141,7 +141,7 @@ def frame_lines(thread: ThreadStack) -> list[str]:
 
 def excerpt(path: Path) -> str:
     """Return the head and tail of a rank's output, lines cut to what a terminal bears; '' when there is none."""
-    if not path.is_file():
+    if path.is_symlink() or not path.is_file():  # a stranger's link may lead anywhere
         return ""
     with path.open("rb") as file:
         data = file.read(READ_BYTES)

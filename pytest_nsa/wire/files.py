@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,23 +20,47 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a JSON line in one write: a killed writer loses at most the line in hand."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # What is no file, or a link, may be a stranger's: not waited for, not written to.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         os.write(fd, (json.dumps(record) + "\n").encode())
     finally:
         os.close(fd)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what `append_line` wrote; a torn line (the writer was killed) is passed over, and so is a file that is not there."""
+LARGEST = 64 << 20  # bytes that are read of a file
+
+
+def read_bytes(path: Path, most: int = LARGEST, *, follow: bool = False) -> bytes:
+    """Return a file's bytes, the first ``most``. Raises OSError; for what is no regular file, and, unless ``follow``, for a link: a
+    folder of evidence may come from a stranger, and a pipe or a device in it would be read for ever.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read(most)
+
+
+def read_text(path: Path, most: int = LARGEST) -> str:
+    """Return `read_bytes` as text; '' where that fails."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
+        return read_bytes(path, most).decode(errors="replace")
+    except (OSError, ValueError):  # a name with a zero in it is a ValueError
+        return ""
+
+
+def parse(text: str | bytes) -> Any:
+    """Return what JSON says; None where it is none, or nested deeper than a program writes."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what `append_line` wrote; a torn line (the writer was killed) is passed over, and so is a file that cannot be read."""
+    for line in read_text(path).splitlines():
+        value = parse(line)
         if isinstance(value, dict):
             yield value

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1  # of a test's folder: job.json names it for all files beside it that have no number of their own
+MOST_RANKS = 1 << 17
 DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
@@ -106,9 +107,34 @@ class Job:
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         return cls(**{**known, "traces": tuple(data.get("traces", ())), "in_use": tuple(data.get("in_use", ()))})
 
+    @classmethod
+    def from_stranger(cls, data: Any) -> Job:
+        """Build it from a file that anybody may have written. Raises ValueError that names what is wrong in it."""
+        if not isinstance(data, dict):
+            raise ValueError("it holds no JSON object")
+        for name, value in data.items():
+            wanted = _KINDS.get(name)
+            if wanted is not None and (
+                not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)
+            ):
+                raise ValueError(f"{name} is {str(value)[:80]!r}")
+        missing = [name for name in ("nodeid", "folder", "world_size", "backend") if name not in data]
+        if missing:
+            raise ValueError(f"it has no {missing[0]}")
+        if not 0 < data["world_size"] <= MOST_RANKS:
+            raise ValueError(f"world_size is {str(data['world_size'])[:80]}: from 1 to {MOST_RANKS} can be read")
+        return cls.from_json(data)
+
     def rank_folder(self, rank: int) -> Path:
         """Return where a rank leaves its evidence."""
         return Path(self.folder) / f"rank{rank}"
+
+
+_BY_NAME: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "dict[str, Any]": (dict,), "dict[str, str]": (dict,),
+    "tuple[str, ...]": (list, tuple),
+}  # fmt: skip
+_KINDS = {name: _BY_NAME[str(field.type)] for name, field in Job.__dataclass_fields__.items()}
 
 
 def plain_nodeid(nodeid: str) -> str:

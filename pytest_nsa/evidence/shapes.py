@@ -1,0 +1,130 @@
+"""What the lines of evidence must hold to be read: a folder may come from a stranger, from another version, or from a full disk.
+
+A line that has not what its kind must have is passed over, as a torn one is; kinds and fields that are not known here are left
+alone, so that an older reader reads a newer folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.wire.files import read_lines
+
+Check = Callable[[Any], bool]
+LARGEST = 1e18
+
+
+def is_number(value: Any) -> bool:
+    """Finite, and no larger than what a clock or a counter gives."""
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < LARGEST
+    )
+
+
+def _int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_text(value: Any) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _numbers_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(value is None or is_number(value) for value in value.values())
+
+
+def _tuples(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, list) and all(map(is_text, entry)) for entry in value)
+
+
+_STANDING: dict[str, Check] = {
+    "stood_still_s": is_number, "moved?": _flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
+    "beat_age_s?": _numbers_by_name,
+}  # fmt: skip
+# By the kind of an event: its fields, those with a question mark where they are there at all.
+EVENTS: dict[str, dict[str, Check]] = {
+    "refused": {"reason": is_text},
+    "ended": {"duration_s": is_number},
+    "exit": {"rank": _int, "code?": _int, "signal?": _int, "by_us?": _flag},
+    "stop": _STANDING,
+    "standing": _STANDING,
+    "sampled": {"beat_age_s?": _numbers_by_name},
+    "native": {"rank": _int, "absent": is_text},
+    "gpus": {"gpus": _list_of(_map)},
+    "xid": {"gpu": _int, "xid": _int},
+    "gone": {"rank": _int},
+    "process": {
+        "rank": _int, "state": is_text, "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
+        "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,
+        "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": _flag, "held_by?": _list_of(_int),
+        "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text,
+    },
+    "start": {"notes?": _list_of(is_text), "machine?": is_text},
+    "done": {"passed": _flag},
+    "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
+    "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
+    "exception": {
+        "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
+        "module?": is_text,
+        "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag,
+    },
+    "parameters": {"names": _list_of(is_text), "modules?": _list_of(is_text)},
+    "warning": {"category?": is_text, "message?": is_text},
+    "left_thread": {"name": is_text, "where": is_text},
+    "left_running": {"command": is_text},
+    "parallel": {"kind": is_text},
+    "anomaly": {"kind": is_text, "step": _int},
+    "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
+    "group": {"name": is_text, "ranks": _list_of(_int)},
+}  # fmt: skip
+REPORT: dict[str, Check] = {"report": _map, "text": is_text}
+BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}
+
+
+def has(record: Mapping[str, Any], shape: Mapping[str, Check]) -> bool:
+    """Return whether a record has the fields of a shape, and optional ones of the right kind where it has them."""
+    for name, check in shape.items():
+        wanted = name.removesuffix("?")
+        if wanted not in record:
+            if wanted == name:
+                return False
+        elif not check(record[wanted]):
+            return False
+    return True
+
+
+def read_events(path: Path, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file: each with its kind, the time, and, where it speaks of one, a rank that there is."""
+    for record in read_lines(path):
+        kind = record.get("event")
+        if not isinstance(kind, str) or not is_number(record.get("time")) or not has(record, EVENTS.get(kind, {})):
+            continue
+        if "rank" in record and not (_int(record["rank"]) and 0 <= record["rank"] < world_size):
+            continue
+        yield record
+
+
+def read_beats(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the heartbeats of a file."""
+    return (record for record in read_lines(path) if has(record, BEAT))
+
+
+def read_reports(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield pytest's own reports of a rank."""
+    return (record for record in read_lines(path) if has(record, REPORT))

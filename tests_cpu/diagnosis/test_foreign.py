@@ -1,0 +1,228 @@
+"""A folder of evidence is data from a stranger: whatever is in it, the readers end, soon, with a verdict or a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.cli.main import main
+from pytest_nsa.cli.watch import Watcher
+from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.shapes import read_beats, read_events
+from pytest_nsa.wire.files import read_lines
+from pytest_nsa.wire.messages import Job
+from tests_cpu.faults.recorded import ARCHIVES
+
+MODULES = ("groups", "ranks", "standing", "training", "later")
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1 << 62, 10**30, 1e308, float("nan"), "", "x", "\x1b]0;title\x07", "rank", [], [[]], {}, {"": None},
+    [None, 1],
+    {"step": "x"}, "\ud800",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of planted faults."""
+    folder = tmp_path_factory.mktemp("recorded")
+    for module in MODULES:
+        with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
+            archive.extractall(folder / module, filter="data")
+    return sorted(path.parent for path in folder.glob("*/*/job.json"))
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def any_file(folder: Path, chance: random.Random) -> Path:
+    return chance.choice(sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size < 1 << 20))
+
+
+def bytes_changed(folder: Path, chance: random.Random) -> None:
+    path = any_file(folder, chance)
+    data = bytearray(path.read_bytes())
+    for _ in range(chance.choice((1, 4, 100)) if data else 0):
+        data[chance.randrange(len(data))] = chance.randrange(256)
+    path.write_bytes(data)
+
+
+def cut_short(folder: Path, chance: random.Random) -> None:
+    path = any_file(folder, chance)
+    os.truncate(path, chance.randrange(path.stat().st_size + 1))
+
+
+def gone(folder: Path, chance: random.Random) -> None:
+    any_file(folder, chance).unlink()
+
+
+def doubled(folder: Path, chance: random.Random) -> None:
+    path = any_file(folder, chance)
+    path.write_bytes(path.read_bytes() * 2)
+
+
+def another_s(folder: Path, chance: random.Random) -> None:
+    """A file of another's place."""
+    path, other = any_file(folder, chance), any_file(folder, chance)
+    path.write_bytes(other.read_bytes())
+
+
+def value_changed(folder: Path, chance: random.Random) -> None:
+    """A value of a JSON file is another kind's."""
+    path = chance.choice(sorted(p for p in folder.rglob("*.json*") if p.is_file() and p.stat().st_size < 1 << 20))
+    lines = path.read_text(errors="replace").splitlines()
+    for _ in range(chance.choice((1, 3, 20)) if lines else 0):
+        at = chance.randrange(len(lines))
+        try:
+            record = json.loads(lines[at])
+        except (ValueError, RecursionError):
+            continue
+        inner = record
+        while isinstance(inner, dict) and inner:
+            name = chance.choice(sorted(inner))
+            if isinstance(inner[name], dict) and chance.random() < 0.5:
+                inner = inner[name]
+                continue
+            if chance.random() < 0.2:
+                del inner[name]
+            else:
+                inner[name] = chance.choice(ODD)
+            break
+        lines[at] = json.dumps(record)
+    path.write_text("\n".join(lines) + "\n", errors="replace")
+
+
+def board_s_header_changed(folder: Path, chance: random.Random) -> None:
+    """The layout that the board gives of itself."""
+    path = chance.choice(sorted(path for path in folder.rglob("board.bin") if path.is_file()) or [folder / "job.json"])
+    data = path.read_bytes() if path.is_file() else b""
+    try:
+        layout = json.loads(data[:4096].rstrip(b"\0 "))
+    except (ValueError, RecursionError):  # damaged before
+        return
+    inner: Any = layout
+    while isinstance(inner, dict | list) and inner:
+        name = chance.choice(sorted(inner)) if isinstance(inner, dict) else chance.randrange(len(inner))
+        if isinstance(inner[name], dict | list) and chance.random() < 0.7:
+            inner = inner[name]
+            continue
+        inner[name] = chance.choice(ODD)
+        break
+    path.write_bytes(json.dumps(layout).encode()[:4096].ljust(4096, b"\0") + data[4096:])
+
+
+def not_a_file(folder: Path, chance: random.Random) -> None:
+    path = any_file(folder, chance)
+    path.unlink()
+    kind = chance.choice(("pipe", "folder", "link to a device", "link out", "link to itself", "sparse", "deep"))
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "sparse":
+        path.touch()
+        os.truncate(path, 20 << 30)
+    elif kind == "deep":
+        path.write_text(nested(100_000) + "\n" + '{"event": ' + nested(5000) + "}\n")
+    else:
+        path.symlink_to({"link to a device": "/dev/zero", "link out": "/etc/passwd", "link to itself": path}[kind])
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
+    bytes_changed, cut_short, gone, doubled, another_s, value_changed, value_changed, value_changed, board_s_header_changed,
+    not_a_file,
+)  # fmt: skip
+
+
+def damage(count: int, recorded: list[Path], tmp_path: Path, seed: int) -> None:
+    """Read ``count`` damaged copies by every command that reads; a failure names its seed."""
+    for number in range(count):
+        chance = random.Random(seed + number)
+        folder = tmp_path / "run" / "damaged"
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(chance.choice(recorded), folder)
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            with contextlib.suppress(OSError, MemoryError):  # what an earlier damage has made unreadable
+                chance.choice(DAMAGES)(folder, chance)
+        try:
+            assert main(["diagnose", str(folder)]) in (0, 1, 2)
+            assert main(["diagnose", "--html", str(folder)]) in (0, 1, 2)
+            watcher = Watcher(folder)
+            for _ in range(3):
+                watcher.look()
+            watcher.lines()
+        except Exception as error:
+            raise AssertionError(f"seed {seed + number}") from error
+
+
+@pytest.mark.timeout(120)
+def test_damaged_folders_are_read_or_refused(recorded: list[Path], tmp_path: Path) -> None:
+    damage(100, recorded, tmp_path, random.randrange(1 << 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_damaged_folders(recorded: list[Path], tmp_path: Path) -> None:
+    damage(2000, recorded, tmp_path, random.randrange(1 << 40))
+
+
+def test_no_line_of_the_recorded_folders_is_passed_over(recorded: list[Path]) -> None:
+    """The shapes are those of what ranks and hosts write."""
+    for folder in recorded:
+        for path in (folder / "host.jsonl", *folder.glob("rank*/events.jsonl")):
+            assert [*read_events(path, 1 << 17)] == [*read_lines(path)], path
+        for path in folder.glob("heartbeat_rank*.jsonl"):
+            assert [*read_beats(path)] == [*read_lines(path)], path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"world_size": 10**8}, "world_size is 100000000: from 1 to 131072 can be read"),
+        ({"world_size": -1}, "world_size is -1"),
+        ({"world_size": "2"}, "world_size is '2'"),
+        ({"nodeid": ["x" * 10**6]}, "nodeid is"),
+        ({"traces": "all"}, "traces is 'all'"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_in_a_line(
+    recorded: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    folder = shutil.copytree(recorded[0], tmp_path / "t")
+    job = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps(job | change))
+    assert main(["diagnose", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    assert len(line) < 500
+
+
+def test_a_folder_of_a_later_version_is_read(recorded: list[Path], tmp_path: Path) -> None:
+    """Unknown fields, kinds of events and files are passed over."""
+    before = load(recorded[0])
+    folder = shutil.copytree(recorded[0], tmp_path / "t")
+    job = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps(job | {"schema": 99, "colour": "red"}))
+    with (folder / "host.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "sang", "time": before.started, "song": []}) + "\n")
+    after = load(folder)
+    assert (after.job, after.stop, after.unread) == (Job.from_json(job), before.stop, ())
+    assert [r.exit_code for r in after.ranks] == [r.exit_code for r in before.ranks]
+
+
+def test_links_out_of_the_folder_are_not_followed(recorded: list[Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(recorded[0], tmp_path / "t")
+    (folder / "rank0").rename(tmp_path / "elsewhere")
+    (folder / "rank0").symlink_to(tmp_path / "elsewhere")
+    (said,) = load(folder).unread
+    assert said == "rank0: ValueError: a link, which may lead out of the folder"
