@@ -15,10 +15,8 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 # What runs in one process; the last check of each may change how work is cut, for good.
 QUICK = (
-    ("window", "compression", "selection", "segments"),
-    ("lists", "selected"),
-    ("one_tile",),
-    ("whole", "decoding", "rotary"),
+    ("window", "compression", "selection", "segments", "lists", "selected"),
+    ("whole", "decoding", "rotary", "one_tile"),
     ("union",),
 )
 SLOW = (("ranges",), ("wholes",), ("selected_blocks",), ("tiles",), ("groups",), ("unions",), ("any_shape",) * 5)
