@@ -13,11 +13,12 @@ from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import run as session_report
+from pytest_nsa.report import runs
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.session.interrupts import termination_as_interrupt
+from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
     RankedFunction,
     folder_key,
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for rule in marks.RULES.values():
         config.addinivalue_line("markers", rule.describe())
     resolved = settings.resolve(config)
+    config.stash[signals_key] = Signals()
+    config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     follows = resolved.outer is not None and resolved.outer.rank > 0
     root = outer_hooks.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
@@ -122,8 +125,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         runner.launcher.start(session, between_tests=True)
         runner.open_debugger()
         runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])
-        with termination_as_interrupt():
-            return (yield)
+        config.stash[signals_key].take()
     return (yield)
 
 
@@ -168,6 +170,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     item.config.stash[runner_key].next_item = nextitem
+    item.config.stash[signals_key].goes_on()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -209,12 +212,20 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     follows = runner.attachment is not None and not runner.attachment.leads
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
+        folder = runner.folder
+        for path in runs.cut_off(folder.root, folder.path)[:1]:
+            folder.tell(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
         config.stash[entries_key], config.stash[decision_key] = session_report.write_reports(
             runner.folder.path,
             runner.settings.gpus,
             lambda verdicts: _decide(config, verdicts),
             interrupted=interrupted,
         )
+        failed = sum(entry.verdict.failed for entry in config.stash[entries_key])
+        runs.finish(folder.path, failed, interrupted=interrupted)
+        if runner.settings.keep_runs:
+            for path in runs.delete(runs.surplus(runs.runs_in(folder.root), runner.settings.keep_runs)):
+                folder.note(f"deleted {path.name}, beyond ranks_artifacts_keep = {runner.settings.keep_runs}")
 
 
 def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:

@@ -43,6 +43,7 @@ class Settings:
     hang_after: float
     check_divergence: bool
     keep_passed: bool
+    keep_runs: int
     ahead: bool
     output_limit: int
     debug_rank: int
@@ -100,6 +101,11 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
+    parser.addini(
+        "ranks_artifacts_keep",
+        "How many finished runs are kept, with the 5 newest that failed; older ones are deleted at the end of a run (0: never)",
+        default="20",
+    )
     parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
     parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
     parser.addini(
@@ -134,6 +140,7 @@ def resolve(config: pytest.Config) -> Settings:
         ahead=config.getini("ranks_ahead"),
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--pdb-rank"),
+        keep_runs=_count(config, "ranks_artifacts_keep"),
         keep_passed=config.getoption("--ranks-keep") == "all",
         backend=backend,
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
@@ -178,6 +185,13 @@ def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
         port=int(values[2] or 0),
         serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _count(config: pytest.Config, name: str) -> int:
+    text = str(config.getini(name))
+    if not text.isdecimal():
+        raise pytest.UsageError(f"ini {name} = {text!r}: must be a number, as in {name} = 20; 0 keeps all")
+    return int(text)
 
 
 def _seconds(config: pytest.Config, name: str, at_least: float) -> float:

@@ -1,4 +1,5 @@
-"""The command `pytest-nsa`: `diagnose DIR` reads evidence again, from any machine; `watch` follows a training that runs.
+"""The command `pytest-nsa`: `diagnose DIR` reads evidence again, from any machine; `watch` follows a training that runs; `report`
+writes the reports of a run that was cut off; `clean` deletes old runs.
 
 Exit codes: 0 nothing failed, 1 something did, 2 no evidence there.
 """
@@ -13,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.cli.outputs import VerdictCommand
+from pytest_nsa.cli.report import clean, report
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import Evidence, find_test_folders, load, with_sources
 from pytest_nsa.report import html
 from pytest_nsa.report.run import read_decision
+from pytest_nsa.report.runs import KEPT, KEPT_FAILED
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import write_atomically
@@ -51,12 +54,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="run a shell command once per verdict, with the verdict as JSON on its standard input",
     )
     command.add_argument("--metrics", metavar="FILE", type=Path, help="keep a textfile for Prometheus's node exporter")
+    command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run anew, as after a SIGKILL")
+    command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
+    command = commands.add_parser("clean", help="delete finished runs beyond the newest; nothing else in the folder")
+    command.add_argument(
+        "root", metavar="DIR", type=Path, nargs="?", default=Path("artifacts"), help="default: artifacts"
+    )
+    command.add_argument("--keep", metavar="N", type=_count, default=KEPT, help=f"the newest (default: {KEPT})")
+    command.add_argument(
+        "--keep-failed", metavar="N", type=_count, default=KEPT_FAILED,
+        help=f"and the newest in which a test failed (default: {KEPT_FAILED})",
+    )  # fmt: skip
+    command.add_argument("--dry-run", action="store_true", help="print what would be deleted")
     arguments = parser.parse_args(argv)
     try:
-        return _diagnose(arguments) if arguments.command == "diagnose" else _watch(arguments)
+        match arguments.command:
+            case "diagnose":
+                return _diagnose(arguments)
+            case "watch":
+                return _watch(arguments)
+            case "report":
+                return report(arguments.folders)
+        return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, 0 or more")
+    return int(text)
 
 
 def _diagnose(arguments: argparse.Namespace) -> int:

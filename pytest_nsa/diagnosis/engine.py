@@ -224,15 +224,15 @@ def _relative(finding: Finding, root: str) -> Finding:
 
 def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     """Ctrl-C on a hang is what users do first: report the stall until then, as far as it is known."""
-    found = None
+    found, by = None, evidence.stopped_by or "the user"
     if not evidence.moved_at_stop:
         found, _ = first_finding(RULES, replace(evidence, stop="deadline"))
     if found is None:
         return Verdict(
-            outcome="INTERRUPTED", reason="interrupted by the user", advice="run it again", evidence=all_facts(evidence.ranks),
+            outcome="INTERRUPTED", reason=f"interrupted by {by}", advice="run it again", evidence=all_facts(evidence.ranks),
             **common,
         )  # fmt: skip
-    found = replace(found, reason=f"interrupted by the user; until then {found.reason}")
+    found = replace(found, reason=f"interrupted by {by}; until then {found.reason}")
     return _from(found, evidence.job.root, outcome="INTERRUPTED", **common)
 
 

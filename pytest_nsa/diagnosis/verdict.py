@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from pytest_nsa.wire.messages import check_kinds
+
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
 SCHEMA = 1
 NO_RANK = -1  # of a fact that is not of one rank
@@ -81,7 +83,8 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Verdict:
-        """Build it from what `to_json` returned; keys of a later schema are ignored."""
+        """Build it from what `to_json` returned; keys of a later schema are ignored. Raises ValueError or TypeError for others."""
+        check_kinds(cls, data)
         names = set(cls.__dataclass_fields__)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         values["evidence"] = tuple(Fact(**fact) for fact in values.get("evidence", ()))

@@ -173,6 +173,7 @@ class Evidence:
     lost: str
     folder: Path
     sources: Sources
+    stopped_by: str = ""  # the signal that interrupted the session; '' for Ctrl-C
     unread: tuple[str, ...] = ()  # what could not be read, and why
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
 
@@ -221,8 +222,10 @@ def load(folder: Path, *others: Path) -> Evidence:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / 'job.json'}: {_in_short(error)}") from None
     folders, sources = (folder, *others), Sources([s for f in (folder, *others) for s in read_sources(f).snippets])
-    host = sorted((e for f in folders for e in read_events(f / "host.jsonl", job.world_size)), key=lambda e: e["time"])
     unread: list[str] = []
+    host = sorted(
+        (e for f in folders for e in read_events(f / "host.jsonl", job.world_size, unread)), key=lambda e: e["time"]
+    )
     of_all: list[dict[str, Any]] = []
     of_rank: dict[int, list[dict[str, Any]]] = {}
     for event in host:  # once, and not once a rank
@@ -240,6 +243,7 @@ def load(folder: Path, *others: Path) -> Evidence:
             for r in range(job.world_size)
         ),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
+        stopped_by=stop.get("by", ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
         moved_at_stop=stop.get("moved", False),
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
@@ -271,14 +275,18 @@ def _load_rank(
     try:
         if folder.is_symlink():
             raise ValueError("a link, which may lead out of the folder")
-        return _read_rank(folder, rank, host, sources, job)
+        return _read_rank(folder, rank, host, sources, job, unread)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         unread.append(f"{folder.name}: {_in_short(error)}")
-        return _read_rank(folder / "unread", rank, [], sources, job)
+        return _read_rank(folder / "unread", rank, [], sources, job, [])
 
 
-def _read_rank(folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job) -> RankEvidence:
-    events = list(read_events(folder / "events.jsonl", job.world_size))
+def _read_rank(
+    folder: Path, rank: int, host: list[dict[str, Any]], sources: Sources, job: Job, unread: list[str]
+) -> RankEvidence:
+    odd: list[str] = []
+    events = list(read_events(folder / "events.jsonl", job.world_size, odd))
+    unread += [f"{folder.name}/{what}" for what in odd]
     exit_event = next((e for e in host if e["event"] == "exit" and e["rank"] == rank), {})
     sampled = next((e for e in host if e["event"] == "sampled"), {})
     # The signal that requests a stack may wake the very call that hung: what the rank did from then on is not evidence.

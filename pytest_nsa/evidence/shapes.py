@@ -54,7 +54,8 @@ def _tuples(value: Any) -> bool:
 
 
 _STANDING: dict[str, Check] = {
-    "stood_still_s": is_number, "moved?": _flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
+    "stood_still_s?": is_number, "moved?": _flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
+    "by?": is_text,
     "beat_age_s?": _numbers_by_name,
 }  # fmt: skip
 # By the kind of an event: its fields, those with a question mark where they are there at all.
@@ -109,15 +110,21 @@ def has(record: Mapping[str, Any], shape: Mapping[str, Check]) -> bool:
     return True
 
 
-def read_events(path: Path, world_size: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file: each with its kind, the time, and, where it speaks of one, a rank that there is."""
+def read_events(path: Path, world_size: int, unread: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file: each with its kind, the time, and, where it speaks of one, a rank that there is.
+
+    ``unread`` is given a sentence per kind that was passed over.
+    """
+    odd: dict[str, int] = {}
     for record in read_lines(path):
         kind = record.get("event")
-        if not isinstance(kind, str) or not is_number(record.get("time")) or not has(record, EVENTS.get(kind, {})):
-            continue
-        if "rank" in record and not (_int(record["rank"]) and 0 <= record["rank"] < world_size):
-            continue
-        yield record
+        is_whole = isinstance(kind, str) and is_number(record.get("time")) and has(record, EVENTS.get(kind, {}))
+        if is_whole and ("rank" not in record or (_int(record["rank"]) and 0 <= record["rank"] < world_size)):
+            yield record
+        else:
+            name = str(kind)[:40]
+            odd[name] = odd.get(name, 0) + 1
+    unread += [f"{path.name}: {n} {'line' if n == 1 else 'lines'} of kind {name!r}" for name, n in odd.items()]
 
 
 def read_beats(path: Path) -> Iterator[dict[str, Any]]:

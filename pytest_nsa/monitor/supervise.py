@@ -58,8 +58,8 @@ class RanksRun:
             reason = self._watch(time.monotonic())
             if reason:
                 self._stop(reason)
-        except KeyboardInterrupt:
-            self._stop("interrupted")
+        except KeyboardInterrupt as interrupt:
+            self._stop("interrupted", str(interrupt))
             raise
         finally:
             self._kill()
@@ -169,11 +169,12 @@ class RanksRun:
             by_us = bool(self._ended_by) and rank not in self.launcher.lost
             self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=by_us)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, by: str = "") -> None:
         """Classify first, dump second: a signal may wake the very call that hung."""
         self._note(
             "stop",
             reason=reason,
+            by=by,
             stood_still_s=self.watch.stood_still,
             moved=self.watch.stood_still < GRACE_S,
             moved_ranks=self.watch.moved_within(GRACE_S),

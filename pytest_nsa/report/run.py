@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.decision import Decision
+from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import html, summary
 from pytest_nsa.settings import outer_environment, step_summary
-from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire.files import parse, read_bytes, read_text, write_atomically
 from pytest_nsa.wire.messages import SCHEMA
 
 DECISION = "decision.json"
@@ -43,18 +44,26 @@ def write_environment(run: Path, gpus: int) -> None:
         write_atomically(run / "env.json", json.dumps(environment(gpus), indent=1) + "\n")
 
 
+def write_verdict(folder: Path, verdict: Verdict) -> None:
+    """verdict.json, and result.txt with the outcome's one word."""
+    write_atomically(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1) + "\n")
+    write_atomically(folder / "result.txt", verdict.outcome + "\n")
+
+
 def write_reports(
-    run: Path, gpus: int, decide: summary.Decide, *, interrupted: bool
+    run: Path, gpus: int, decide: summary.Decide, *, interrupted: bool, left: Decision | None = None
 ) -> tuple[list[summary.Entry], Decision]:
-    """Write everything that is about the whole run; returns its verdicts and decision. Starts from files, so may run again."""
+    """Write everything that is about the whole run; returns its verdicts and decision, ``left`` where that is known already.
+
+    Starts from files, so may run again.
+    """
     entries = summary.read_entries(run)
-    decision = summary.decision_of(entries, decide)
+    decision = left or summary.decision_of(entries, decide)
     write_atomically(run / DECISION, json.dumps(decision.to_json(), indent=1) + "\n")
     write_environment(run, gpus)
     _write_lists(run, entries)
-    text = summary.render(
-        entries, decision, json.loads((run / "env.json").read_text(encoding="utf-8")), interrupted=interrupted
-    )
+    env = parse(read_text(run / "env.json"))
+    text = summary.render(entries, decision, env if isinstance(env, dict) else {}, interrupted=interrupted)
     write_atomically(run / "SUMMARY.md", text)
     shown = step_summary()
     if shown is not None:
@@ -67,8 +76,8 @@ def write_reports(
 def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
     """Return the decision that the run left; where there is none, the one by the verdicts alone."""
     try:
-        return Decision.from_json(json.loads((run / DECISION).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        return Decision.from_json(json.loads(read_bytes(run / DECISION)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return summary.decision_of(entries)
 
 
@@ -79,7 +88,7 @@ def _write_lists(run: Path, entries: list[summary.Entry]) -> None:
         names = list(entry.verdict.parameters_missing)
         if entry.folder:
             traces = run / entry.folder / "traces.log"
-            lines = traces.read_text(encoding="utf-8").splitlines() if traces.is_file() else []
+            lines = read_text(traces).splitlines()
             names += [line.partition("MISSING:")[2].strip() for line in lines if "- MISSING:" in line]
             buckets += [f"{entry.name} {line}\n" for line in lines if line.startswith("[DDP] ")]
         missing += [f"{entry.name} {name}\n" for name in dict.fromkeys(names)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.report.terminal import short_place
+from pytest_nsa.wire.files import read_lines
 
+VERDICTS = "verdicts.jsonl"
 RETRY = {"never": "it will end the same way", "once": "it may have passed", "elsewhere": "on other machines"}
 
 
@@ -31,14 +32,14 @@ class Entry:
 def read_entries(run: Path) -> list[Entry]:
     """Return the verdicts of a run, in the order in which they came; the last one wins where a test ran again."""
     entries: dict[str, Entry] = {}
-    path = run / "verdicts.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for data in read_lines(run / VERDICTS):
         try:
-            data = json.loads(line)
             verdict = Verdict.from_json(data)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, AttributeError):
             continue  # torn: the writer was killed
-        folder = data["folder"] if (run / data["folder"]).is_dir() else ""
+        name = data.get("folder")
+        # A folder of the run itself: not one that the line leads elsewhere to.
+        folder = name if isinstance(name, str) and Path(name).name == name and (run / name).is_dir() else ""
         entries[verdict.scenario or verdict.nodeid] = Entry(folder=folder, verdict=verdict)
     return list(entries.values())
 

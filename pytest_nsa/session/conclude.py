@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +10,10 @@ from pathlib import Path
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.load import Evidence, load, with_sources
+from pytest_nsa.report.run import write_verdict
+from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.wire.files import append_line, write_atomically
-
-VERDICTS = "verdicts.jsonl"
+from pytest_nsa.wire.files import append_line
 
 
 def conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
@@ -31,12 +30,6 @@ def conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         write_verdict(folder, verdict)
         _merge_logs(folder, evidence)
     return verdict, evidence
-
-
-def write_verdict(folder: Path, verdict: Verdict) -> None:
-    """verdict.json, and result.txt with the outcome's one word."""
-    write_atomically(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1) + "\n")
-    write_atomically(folder / "result.txt", verdict.outcome + "\n")
 
 
 def _merge_logs(folder: Path, evidence: Evidence) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import time
 from pathlib import Path
 
+from pytest_nsa.report.runs import hold
 from pytest_nsa.wire.files import append_line, read_lines
 
 MAX_NAME = 100
@@ -34,6 +36,7 @@ class RunFolder:
         self.name = name
         self._path: Path | None = None
         self._taken: dict[str, int] = {}
+        self._lock = -1  # held as long as this process writes
 
     @property
     def is_made(self) -> bool:
@@ -45,6 +48,8 @@ class RunFolder:
         """The folder; made on first use."""
         if self._path is None:
             self._path = self._make()
+            with contextlib.suppress(OSError):  # a file system without locks
+                self._lock = hold(self._path)
             self._point_latest(self._path)
         return self._path
 

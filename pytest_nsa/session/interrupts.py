@@ -1,25 +1,66 @@
-"""How a session ends on SIGTERM: with its evidence and reports."""
+"""How a session ends on a signal: with its evidence and reports, however many more come.
+
+SIGTERM (a job's time limit, a cancelled CI job), SIGHUP (a connection that was dropped) and SIGQUIT end a session with tests on
+ranks as Ctrl-C does. The first one interrupts; those that follow, at any distance, change nothing, and once the reports are
+being written none does. The exit code is 128 + the signal's number; Ctrl-C keeps pytest's 2.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from types import FrameType
+
+import pytest
+
+ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-@contextmanager
-def termination_as_interrupt() -> Iterator[None]:
-    """While tests run, SIGTERM (a cancelled CI job) ends the session as Ctrl-C does: with its evidence and reports."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+class Signals:
+    """A session's handling of signals. Takes over what the program has left as it was: a handler of its own stays."""
+
+    def __init__(self) -> None:
+        self.ended_by = 0
+        self._is_interrupted = self._writes = False
+        self._before: dict[int, object] = {}
+
+    def take(self) -> None:
+        """From now on, interrupt at the first signal. Not from a thread, where Python allows none."""
+        if self._before or threading.current_thread() is not threading.main_thread():
+            return
+        for number in ENDS:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                self._before[number] = signal.signal(number, self._end)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._end)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            self.ended_by = self.ended_by or number
+        if self._writes or self._is_interrupted:
+            return
+        self._is_interrupted = True
+        raise KeyboardInterrupt(signal.Signals(number).name if number != signal.SIGINT else "")
+
+    def goes_on(self) -> None:
+        """A test begins: whatever was interrupted before, a test of it has caught."""
+        self._is_interrupted = False
+        self.ended_by = 0
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """The reports are being written: nothing interrupts any more."""
+        self._writes = True
         yield
-        return
+        if self.ended_by and session.exitstatus == pytest.ExitCode.INTERRUPTED:
+            session.exitstatus = 128 + self.ended_by
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt("SIGTERM")
+    def pytest_unconfigure(self) -> None:
+        """Leave the signals as they were."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}
 
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+signals_key = pytest.StashKey[Signals]()

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_nsa.session.choose_launcher import SharedZygote
 from pytest_nsa.session.folders import ANNOUNCEMENTS
+from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.items import runner_key
 from pytest_nsa.wire.files import read_lines
 
@@ -55,6 +56,7 @@ class XdistHooks:
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
         """A worker that found tests on ranks has requested a zygote by now."""
         if self._zygote is not None and self._zygote.is_wanted:
+            node.config.stash[signals_key].take()
             self._zygote.start(node.config, node.config.stash[runner_key].folder.path / "zygote.log")
 
     @pytest.hookimpl(trylast=True)

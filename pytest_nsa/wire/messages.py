@@ -17,6 +17,29 @@ MOST_RANKS = 1 << 17
 DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "dict[str, Any]": (dict,), "dict[str, str]": (dict,),
+    "tuple[str, ...]": (list, tuple), "tuple[int, ...]": (list, tuple), "tuple[Fact, ...]": (list, tuple), "Outcome": (str,),
+}  # fmt: skip
+_MEMBERS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int, "tuple[Fact, ...]": dict}
+
+
+def check_kinds(of: Any, data: Any) -> None:
+    """Raise ValueError where ``data``, which anybody may have written, is no object, or has a field of the dataclass ``of`` that is
+    of another kind.
+    """
+    if not isinstance(data, dict):
+        raise ValueError("it holds no JSON object")
+    for name, field_ in of.__dataclass_fields__.items():
+        if name not in data:
+            continue
+        value, kind = data[name], str(field_.type)
+        wanted, member = _KINDS[kind], _MEMBERS.get(kind, object)
+        is_odd = not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)
+        if is_odd or (member is not object and not all(isinstance(v, member) for v in value)):
+            raise ValueError(f"{name} is {str(value)[:80]!r}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
     """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
@@ -110,14 +133,7 @@ class Job:
     @classmethod
     def from_stranger(cls, data: Any) -> Job:
         """Build it from a file that anybody may have written. Raises ValueError that names what is wrong in it."""
-        if not isinstance(data, dict):
-            raise ValueError("it holds no JSON object")
-        for name, value in data.items():
-            wanted = _KINDS.get(name)
-            if wanted is not None and (
-                not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)
-            ):
-                raise ValueError(f"{name} is {str(value)[:80]!r}")
+        check_kinds(cls, data)
         missing = [name for name in ("nodeid", "folder", "world_size", "backend") if name not in data]
         if missing:
             raise ValueError(f"it has no {missing[0]}")
@@ -128,13 +144,6 @@ class Job:
     def rank_folder(self, rank: int) -> Path:
         """Return where a rank leaves its evidence."""
         return Path(self.folder) / f"rank{rank}"
-
-
-_BY_NAME: dict[str, tuple[type, ...]] = {
-    "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "dict[str, Any]": (dict,), "dict[str, str]": (dict,),
-    "tuple[str, ...]": (list, tuple),
-}  # fmt: skip
-_KINDS = {name: _BY_NAME[str(field.type)] for name, field in Job.__dataclass_fields__.items()}
 
 
 def plain_nodeid(nodeid: str) -> str:

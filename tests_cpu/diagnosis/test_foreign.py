@@ -177,9 +177,10 @@ def test_many_damaged_folders(recorded: list[Path], tmp_path: Path) -> None:
 
 def test_no_line_of_the_recorded_folders_is_passed_over(recorded: list[Path]) -> None:
     """The shapes are those of what ranks and hosts write."""
+    unread: list[str] = []
     for folder in recorded:
         for path in (folder / "host.jsonl", *folder.glob("rank*/events.jsonl")):
-            assert [*read_events(path, 1 << 17)] == [*read_lines(path)], path
+            assert [*read_events(path, 1 << 17, unread)] == [*read_lines(path)], path
         for path in folder.glob("heartbeat_rank*.jsonl"):
             assert [*read_beats(path)] == [*read_lines(path)], path
 
@@ -218,6 +219,14 @@ def test_a_folder_of_a_later_version_is_read(recorded: list[Path], tmp_path: Pat
     after = load(folder)
     assert (after.job, after.stop, after.unread) == (Job.from_json(job), before.stop, ())
     assert [r.exit_code for r in after.ranks] == [r.exit_code for r in before.ranks]
+
+
+def test_what_is_passed_over_is_named(recorded: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(recorded[0], tmp_path / "t")
+    with (folder / "rank0" / "events.jsonl").open("a") as file:
+        file.write('{"event": "exception", "time": 1.0}\n{"event": "exception", "time": "now"}\n')
+    assert main(["diagnose", str(folder)]) == 1
+    assert capsys.readouterr().err.splitlines() == ["t: not read: rank0/events.jsonl: 2 lines of kind 'exception'"]
 
 
 def test_links_out_of_the_folder_are_not_followed(recorded: list[Path], tmp_path: Path) -> None:

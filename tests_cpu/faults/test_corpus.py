@@ -45,7 +45,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 
 
 # In make test: what leaves evidence of each kind. Each module is a session of its own, which takes seconds to start.
-SAMPLED = ("groups", "ranks", "standing", "later")
+SAMPLED = ("ranks", "standing", "later")
 
 
 def sample() -> set[tuple[str, str]]:

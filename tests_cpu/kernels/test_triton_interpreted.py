@@ -16,10 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # What runs in one process; the last check of each may change how work is cut, for good.
 QUICK = (
     ("window", "compression", "selection", "segments", "lists", "selected"),
-    ("whole", "decoding", "rotary", "one_tile"),
+    ("whole", "decoding", "rotary"),
     ("union",),
 )
-SLOW = (("ranges",), ("wholes",), ("selected_blocks",), ("tiles",), ("groups",), ("unions",), ("any_shape",) * 5)
+SLOW = (
+    ("one_tile",),
+    ("ranges",),
+    ("wholes",),
+    ("selected_blocks",),
+    ("tiles",),
+    ("groups",),
+    ("unions",),
+    ("any_shape",) * 5,
+)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.parametrize("pieces", ["small", "as shipped"])
+@pytest.mark.parametrize("pieces", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
 @examples
 @given(z=shapes())
 def test_each_branch(z: dict[str, Any], pieces: str) -> None:
@@ -99,7 +99,7 @@ def check_each_branch(z: dict[str, Any]) -> None:
     torch.testing.assert_close(importance.double(), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("pieces", ["small", "as shipped"])
+@pytest.mark.parametrize("pieces", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
 @examples
 @given(z=shapes(), data=st.data())
 def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject, pieces: str) -> None:
@@ -142,7 +142,7 @@ def test_the_whole_in_every_dtype(z: dict[str, Any]) -> None:
     compare(nsa_attention(*inputs, **sizes, backend="cpu"), reference_attention(*exact, **sizes), inputs, exact)
 
 
-@pytest.mark.parametrize("chunks", ["small", "as shipped"])
+@pytest.mark.parametrize("chunks", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
 def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
     """Long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
     if chunks == "small":

@@ -173,6 +173,7 @@ def test_another_parallelism_and_another_number_of_ranks(
         assert all(torch.equal(now[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_that_is_killed_and_resumed_continues_to_the_bit(tmp_path: Path) -> None:
     small(tmp_path)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "nsa.train"]

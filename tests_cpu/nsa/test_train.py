@@ -157,6 +157,7 @@ def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text
 
 
+@pytest.mark.slow
 def test_the_loss_on_real_prose_falls(tmp_path: Path, run: Run) -> None:
     code, _, errors = run("--dataset", "fineweb_edu", "--steps", "25", "--out", str(tmp_path))
     assert code == 0, errors

@@ -339,7 +339,7 @@ def test_a(group):
     assert verdict.duration_s < 50
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(tmp_path: Path, sent: signal.Signals) -> None:
     (tmp_path / "test_example.py").write_text(
         HEADER

@@ -68,7 +68,10 @@ def diagnosed(run: Path) -> dict[str, object]:
     return verdict
 
 
-@pytest.mark.parametrize("killed", ["all", "host", "zygote", "zygote and ranks"])
+SLOW = [pytest.param(killed, marks=pytest.mark.slow) for killed in ("all", "zygote and ranks")]
+
+
+@pytest.mark.parametrize("killed", ["host", "zygote", *SLOW])
 def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[bytes], killed: str) -> None:
     run = tmp_path / "artifacts" / "latest"
     wait_until(session, lambda: list(run.glob("*test_waits*/suspicions.jsonl")))

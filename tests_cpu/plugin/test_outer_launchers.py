@@ -192,6 +192,7 @@ def two_nodes() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) -> None:
     nodes = []
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)

@@ -25,7 +25,7 @@ def test_stands(group):
 """
 
 
-@pytest.mark.parametrize("options", [(), ("-p", "xdist", "-n", "1")])
+@pytest.mark.parametrize("options", [(), pytest.param(("-p", "xdist", "-n", "1"), marks=pytest.mark.slow)])
 def test_a_suspicion_is_announced_and_the_test_keeps_its_time(
     pytester: pytest.Pytester, options: tuple[str, ...]
 ) -> None:

@@ -186,7 +186,12 @@ def test_after(group): dist.barrier()
 
 
 @pytest.mark.parametrize(
-    "options", [("--timeout-method=signal",), ("--timeout-method=thread",), ("-o", "timeout_func_only=true")]
+    "options",
+    [
+        ("--timeout-method=thread",),
+        pytest.param(("--timeout-method=signal",), marks=pytest.mark.slow),
+        pytest.param(("-o", "timeout_func_only=true"), marks=pytest.mark.slow),
+    ],
 )
 def test_pytest_timeout_s_methods(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
     result = run_example(pytester, HANGS, "--timeout=5", *options)

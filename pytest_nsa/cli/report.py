@@ -1,0 +1,65 @@
+"""`pytest-nsa report DIR...`: SUMMARY.md and report.html anew, as the run itself would have written them; `clean`: old runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.evidence.load import find_test_folders, load, with_sources
+from pytest_nsa.report import runs
+from pytest_nsa.report.run import DECISION, read_decision, write_reports, write_verdict
+from pytest_nsa.report.summary import VERDICTS, read_entries
+from pytest_nsa.wire.files import append_line
+
+
+def report(folders: Sequence[Path]) -> int:
+    """Write the reports of each run. 0: nothing failed, 1: something did, 2: a folder is no run."""
+    status = 0
+    for run in folders:
+        if not (run / VERDICTS).is_file() and not find_test_folders(run):
+            print(f"error: {str(run)!r}: no run here (no {VERDICTS}, no test's folder)", file=sys.stderr)
+            return 2
+        if runs.Run(run, 0, False, 0).is_in_use:
+            print(f"error: {str(run)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
+            return 2
+        _conclude(run)
+        was_finished = (run / runs.FINISHED).is_file()
+        # The decision that the run left is by the repository's own rules, where it has any; else the verdicts decide.
+        left = read_decision(run, read_entries(run)) if (run / DECISION).is_file() else None
+        entries, decision = write_reports(run, 0, decide, interrupted=not was_finished, left=left)
+        failed = sum(entry.verdict.failed for entry in entries)
+        if not was_finished:
+            runs.finish(run, failed, interrupted=True)
+        print(f"{decision.sentence}\n{run / 'SUMMARY.md'}\n{run / 'report.html'}")
+        status = status or int(failed > 0)
+    return status
+
+
+def _conclude(run: Path) -> None:
+    """Give a verdict to each test that the run was cut off in."""
+    known = {entry.folder for entry in read_entries(run)}
+    for folder in find_test_folders(run):
+        if folder.name in known:
+            continue
+        try:
+            evidence = load(folder)
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
+        verdict = diagnose(evidence if evidence.sources.snippets else with_sources(evidence))
+        write_verdict(folder, verdict)
+        append_line(run / VERDICTS, {"folder": folder.name, **verdict.to_json()})
+
+
+def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:
+    """Delete finished runs beyond those that are kept; prints each. 2: no artifacts folder."""
+    if not root.is_dir():
+        print(f"error: {str(root)!r}: no such folder; give the one that has the runs, as in artifacts", file=sys.stderr)
+        return 2
+    beyond = runs.surplus(runs.runs_in(root), keep, keep_failed)
+    for path in [run.path for run in beyond] if dry_run else runs.delete(beyond):
+        print(path)
+    return 0

@@ -1,0 +1,220 @@
+"""However a session ends, SUMMARY.md, report.html and the verdicts are there, and no process of it: real signals at any moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.plugin.leftovers import processes_below
+
+TERM, HUP, QUIT, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT
+HANGS = """
+@world_size(2)
+def test_before(group): pass
+
+@world_size(2)
+def test_moment(group):
+    open(f"moment{group.rank}", "w").close()
+    if group.rank == 1:
+        time.sleep(1000)
+    dist.barrier()
+"""
+BETWEEN = """
+@world_size(2)
+def test_before(group): pass
+
+def test_moment():
+    open("moment0", "w").close()
+    time.sleep(1000)
+"""
+REPORTS = """
+@world_size(2)
+def test_before(group): pass
+"""
+# The reports wait for the decision.
+DECIDES = """
+import time
+
+def pytest_nsa_decide(verdicts):
+    open("moment0", "w").close()
+    time.sleep(2)
+    return None
+"""
+MOMENTS = {"a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the reports": (REPORTS, DECIDES)}
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def end(
+    folder: Path, moment: str, sent: list[signal.Signals], *arguments: str, group: bool = False
+) -> subprocess.Popen[str]:
+    """Run a session, send it signals at ``moment``, 0.3 s apart, and wait until it and all of its processes have ended."""
+    tests, conftest = MOMENTS[moment]
+    (folder / "test_example.py").write_text(HEADER + tests)
+    (folder / "conftest.py").write_text(conftest)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder), *arguments],
+        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
+    wait_for(lambda: (folder / "moment0").exists() and (moment != "a hang" or (folder / "moment1").exists()), process)
+    for number in sent:
+        (os.killpg if group else os.kill)(process.pid, number)
+        if len(sent) > 1:
+            time.sleep(0.3)  # the distance between two signals is what is tried
+    out, errors = process.communicate(timeout=90)
+    print(out, errors)
+    deadline = time.monotonic() + 20
+    while processes_below(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_below(folder) == []
+    return process
+
+
+def check(folder: Path, process: subprocess.Popen[str], moment: str, sent: signal.Signals) -> None:
+    run = folder / "artifacts" / "latest"
+    summary = (run / "SUMMARY.md").read_text()
+    assert "test_before" in summary
+    assert (run / "report.html").read_text().endswith("</html>\n")
+    if moment == "the reports":  # which are written all the same, and nothing was interrupted
+        assert process.returncode == 0
+        return
+    assert process.returncode == (2 if sent == INT else 128 + sent)
+    assert summary.startswith("INTERRUPTED")
+    if moment == "a hang":
+        assert "INTERRUPTED" in (next(run.glob("*test_moment*")) / "result.txt").read_text()
+
+
+SAMPLE = {("a hang", (TERM,), "2"), ("a hang", (HUP, HUP, TERM), "0"), ("the reports", (TERM, INT), "0")}
+CASES = [
+    pytest.param(moment, sent, workers, marks=() if (moment, sent, workers) in SAMPLE else pytest.mark.slow)
+    for moment in MOMENTS
+    for sent in ((TERM,), (HUP,), (QUIT,), (INT,), (TERM, TERM), (HUP, HUP, TERM), (INT, INT), (TERM, INT))
+    for workers in ("0", "2")
+]
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(("moment", "sent", "workers"), CASES)
+def test_a_signal_ends_a_session_with_its_reports(
+    tmp_path: Path, moment: str, sent: tuple[signal.Signals, ...], workers: str
+) -> None:
+    process = end(tmp_path, moment, [*sent], "-n", workers)
+    # Of several the first that is no Ctrl-C gives the exit code.
+    check(tmp_path, process, moment, next((s for s in sent if s != INT), INT))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("sent", [TERM, HUP, INT], ids=lambda s: s.name)
+def test_a_signal_to_the_whole_process_group(tmp_path: Path, sent: signal.Signals, workers: str) -> None:
+    check(tmp_path, end(tmp_path, "a hang", [sent], "-n", workers, group=True), "a hang", sent)
+
+
+@pytest.mark.timeout(100)
+def test_a_signal_during_collection_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "test_example.py").write_text("import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-n", "2"], cwd=tmp_path, text=True, stdout=subprocess.PIPE
+    )
+    wait_for((tmp_path / "moment0").exists, process)
+    process.send_signal(TERM)
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while processes_below(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_below(tmp_path) == []
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", *arguments], cwd=folder, text=True, capture_output=True, timeout=60
+    )
+    print(done.stdout, done.stderr)
+    return done
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_killed_run_is_reported_later_and_the_next_session_notices(tmp_path: Path, workers: str) -> None:
+    end(tmp_path, "a hang", [signal.SIGKILL], "-n", workers, group=workers != "0")
+    run = (tmp_path / "artifacts" / "latest").resolve()
+    assert not (run / "SUMMARY.md").exists()
+    (tmp_path / "test_example.py").write_text(HEADER + REPORTS)
+    again = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=100,
+    )
+    said = f"artifacts/{run.name} was cut off: pytest-nsa report artifacts/{run.name} writes its SUMMARY.md"
+    assert said in again.stdout
+    done = command(tmp_path, "report", f"artifacts/{run.name}")
+    assert done.returncode == 1
+    summary = (run / "SUMMARY.md").read_text()
+    assert summary.startswith("INTERRUPTED")
+    assert "test_before" in summary
+    assert (run / "report.html").read_text().endswith("</html>\n")
+    before = (run / "SUMMARY.md").read_text()
+    assert command(tmp_path, "report", str(run)).returncode == 1
+    assert (run / "SUMMARY.md").read_text().partition("\n")[2] in before  # the same again
+
+
+def make_run(root: Path, number: int, *, failed: int = 0, finished: bool = True) -> Path:
+    run = root / f"test_engineer_20260101_{number:06}"
+    run.mkdir(parents=True)
+    (run / "env.json").write_text('{"schema": 1}')
+    if finished:
+        (run / "run.json").write_text(f'{{"schema": 1, "failed": {failed}, "time": {number}}}')
+    os.utime(run, (number, number))
+    return run
+
+
+def test_old_runs_go_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "artifacts"
+    made = [make_run(root, n, failed=int(n in (1, 3))) for n in range(1, 8)]
+    unfinished = make_run(root, 0, finished=False)
+    foreign = root / "test_engineer_notes"
+    foreign.mkdir()
+    elsewhere = make_run(tmp_path / "elsewhere", 0)
+    (root / "test_engineer_link").symlink_to(elsewhere)
+    with (made[1] / ".in_use").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        done = command(tmp_path, "clean", "--keep", "2", "--keep-failed", "1", "--dry-run")
+        assert done.stdout.splitlines() == [f"artifacts/{made[n - 1].name}" for n in (5, 4, 2, 1)]
+        done = command(tmp_path, "clean", "--keep", "2", "--keep-failed", "1")
+        assert done.stdout.splitlines() == [f"artifacts/{made[n - 1].name}" for n in (5, 4, 1)]  # one is in use
+    assert {path.name for path in root.iterdir()} == {
+        *(made[n - 1].name for n in (7, 6, 3, 2)), unfinished.name, foreign.name, "test_engineer_link",
+    }  # fmt: skip
+    assert elsewhere.is_dir()
+    assert command(tmp_path, "clean", "nowhere").returncode == 2
+
+
+def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pytester) -> None:
+    root = pytester.path / "artifacts"
+    made = [make_run(root, n, failed=int(n == 1)) for n in range(1, 6)]
+    result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", "-o", "ranks_artifacts_keep=3")
+    assert result.outcomes == {"passed": 1}
+    left = {path.name for path in root.glob("test_engineer_*")}
+    assert result.run is not None
+    assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
+    result = run_example(pytester, "", "-o", "ranks_artifacts_keep=few")
+    assert "ini ranks_artifacts_keep = 'few': must be a number, as in ranks_artifacts_keep = 20" in result.stderr
