@@ -253,7 +253,9 @@ def coverage_of_child() -> str:
 
 
 def outer_environment() -> dict[str, Any]:
-    """Variables that describe how this run was set up, for env.json; ``***`` where the name suggests a secret."""
+    """Variables that describe how this run was set up, for env.json, without secrets."""
+    from nsa.trace.secrets import masked_variables  # not before a test needs ranks
+
     prefixes = (
         "NSA_",
         "TORCH_",
@@ -266,6 +268,5 @@ def outer_environment() -> dict[str, Any]:
         "RANK",
         "PYTEST_ADDOPTS",
     )
-    secret = ("TOKEN", "SECRET", "KEY", "PASSW", "CREDENTIAL", "AUTH")
     shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
-    return {k: "***" if any(word in k.upper() for word in secret) else v for k, v in shown.items()}
+    return masked_variables(shown)

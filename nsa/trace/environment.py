@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -15,17 +14,17 @@ from typing import Any
 import torch
 
 from nsa.trace.events import SCHEMA
+from nsa.trace.secrets import masked_arguments, masked_variables
 
 _PACKAGES = ("pytest-nsa", "torch", "triton", "numpy", "pyarrow", "flash-attn")
 _PREFIXES = ("NSA_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "OMP_", "SLURM_", "TRITON_", "HF_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONFIG")
-_SECRET = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|PASSWD|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def variables(environ: dict[str, str]) -> dict[str, str]:
-    """Return those that shape a run; the value of one whose name speaks of a secret is ``***``."""
+    """Return those that shape a run, without secrets."""
     shown = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES) or name in _NAMES}
-    return {name: "***" if _SECRET.search(name) else value for name, value in shown.items()}
+    return masked_variables(shown)
 
 
 def revision() -> str:
@@ -53,7 +52,7 @@ def environment() -> dict[str, Any]:
         "schema": SCHEMA,
         "python": platform.python_version(), "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(), "gpus": gpus, "versions": versions, "revision": revision(),
-        "command": sys.argv, "variables": variables(dict(os.environ)),
+        "command": masked_arguments(sys.argv), "variables": variables(dict(os.environ)),
     }  # fmt: skip
 
 
