@@ -14,6 +14,7 @@ from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_pat
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
+from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
@@ -246,11 +247,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     failed = [entry for entry in entries if entry.verdict.failed]
     terminalreporter.write_sep("=", "nsa diagnosis")
     if entries:
-        terminalreporter.write_line(config.stash[decision_key].sentence)
+        terminalreporter.write_line(visible(config.stash[decision_key].sentence))
     for notice in runner.folder.notices():
-        terminalreporter.write_line(f"  {notice}")
+        terminalreporter.write_line(visible(f"  {notice}"))
     for entry in failed:
-        terminalreporter.write_line(f"  {entry.name}: {headline(entry.verdict)}")
+        terminalreporter.write_line(visible(f"  {entry.name}: {headline(entry.verdict)}"))
     for name in ("SUMMARY.md", "report.html"):
         terminalreporter.write_line(f"{name}: {short_path(runner.folder.path / name)}")
 

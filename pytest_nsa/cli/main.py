@@ -19,6 +19,7 @@ from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import Evidence, find_test_folders, load, with_sources
 from pytest_nsa.report import html
+from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
 from pytest_nsa.report.runs import KEPT, KEPT_FAILED
 from pytest_nsa.report.summary import Entry
@@ -102,17 +103,18 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         try:
             evidence = load(folder, *others)
         except (OSError, ValueError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(visible(f"error: {error}"), file=sys.stderr)
             unread = True
             continue
         for what in evidence.unread:
-            print(f"{folder.name}: not read: {what}", file=sys.stderr)
+            print(visible(f"{folder.name}: not read: {what}"), file=sys.stderr)
         if not evidence.sources.snippets:  # the process that ran the ranks did not come to keep them
             evidence = with_sources(evidence)
         verdict = diagnose(evidence)
+        name_of_test = visible(verdict.scenario or verdict.nodeid)
         if is_live(evidence):
             print(
-                f"{verdict.scenario or verdict.nodeid}: it runs still; what follows is how it stands now",
+                f"{name_of_test}: it runs still; what follows is how it stands now",
                 file=sys.stderr,
             )
         failed = failed or verdict.failed
@@ -121,9 +123,9 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps(verdict.to_json()))
         elif verdict.failed:
-            print(f"{verdict.scenario or verdict.nodeid}\n" + "\n".join(lines(verdict, evidence)) + "\n")
+            print(f"{name_of_test}\n" + "\n".join(lines(verdict, evidence)) + "\n")
         else:
-            print(f"{verdict.scenario or verdict.nodeid}\n{verdict.outcome}\n")
+            print(f"{name_of_test}\n{verdict.outcome}\n")
     if arguments.html:
         write_atomically(
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)

@@ -23,6 +23,7 @@ from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StandStill
+from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.wire.files import append_line
 
@@ -135,7 +136,7 @@ class Watcher:
             who = describe_ranks(f.ranks, int(max(b.numbers["world_size"] for b in self.boards.values())))
             kind = "verdict" if f.certain else "suspicion"
             found.append(f"{kind}: {f.cause} on {who}" + (f" at {f.where}" if f.where else "") + f": {f.reason}")
-        return [*found, f"not read: {self.unread}"] if self.unread else found
+        return [visible(line) for line in ([*found, f"not read: {self.unread}"] if self.unread else found)]
 
     def _states(self) -> list[str]:
         """One line per state: step, phase, location or collective; the ranks in it, and since when the first of them is still."""

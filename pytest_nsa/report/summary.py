@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
+from pytest_nsa.report.plain import code, markdown
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.wire.files import read_lines
 
@@ -59,7 +61,7 @@ def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
 
 def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool) -> str:
     """Return the text of SUMMARY.md."""
-    out = [decision.sentence, ""]
+    out = [markdown(decision.sentence), ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
     out += [
@@ -67,69 +69,77 @@ def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, int
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     out += [_row(entry) for entry in entries]
-    out += ["", "## Decision", "", f"**{_sentence_case(decision.action)}**", ""]
-    out += [f"{number}. {step}" for number, step in enumerate(decision.path, 1)]
+    out += ["", "## Decision", "", f"**{_sentence_case(markdown(decision.action))}**", ""]
+    out += [f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1)]
     failed = [entry for entry in entries if entry.verdict.failed]
     if failed:
         out += ["", "## Verdicts"]
     for entry in failed:
         out += ["", *_verdict(entry)]
     out += ["", "## Environment", "", "| | |", "| --- | --- |"]
-    out += [f"| {key} | {value} |" for key, value in env.items() if key != "schema" and not isinstance(value, dict)]
+    out += [
+        f"| {key} | {_cell(markdown(str(value)))} |"
+        for key, value in env.items()
+        if key != "schema" and not isinstance(value, dict)
+    ]
     return "\n".join(out) + "\n"
 
 
 def _row(entry: Entry) -> str:
-    v = entry.verdict
-    name = f"[{entry.name}]({entry.folder}/)" if entry.folder else entry.name
+    v, name = entry.verdict, markdown(entry.name)
+    name = f"[{name}]({quote(entry.folder)}/)" if entry.folder else name
     ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
     missing = str(len(v.parameters_missing)) if v.parameters_missing else ""
     cells = (
         name,
         v.outcome + (" (expected)" if v.expected else ""),
-        v.cause,
+        markdown(v.cause),
         ranks,
-        f"`{short_place(v.where)}`" if v.where else "",
+        f"`{code(short_place(v.where))}`" if v.where else "",
         missing,
         f"{v.duration_s:.1f}",
     )
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _verdict(entry: Entry) -> list[str]:
     v = entry.verdict
     out = [
-        f"### {entry.name}: {v.outcome}",
+        f"### {markdown(entry.name)}: {v.outcome}",
         "",
-        f"- ranks: {v.culprits()} of {v.world_size} ({v.backend}, {v.parallel})",
+        f"- ranks: {v.culprits()} of {v.world_size} ({markdown(v.backend)}, {markdown(v.parallel)})",
     ]
-    out.append(f"- cause: `{v.cause}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
+    out.append(f"- cause: `{code(v.cause)}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:
-        out.append(f"- where: `{short_place(v.where)}`" + (f", module `{v.module}`" if v.module else ""))
+        out.append(f"- where: `{code(short_place(v.where))}`" + (f", module `{code(v.module)}`" if v.module else ""))
         if v.called_from:
-            out.append(f"- called from: `{short_place(v.called_from)}`")
+            out.append(f"- called from: `{code(short_place(v.called_from))}`")
     if v.machines:
-        out.append(f"- on: {'; '.join(v.machines)}")
-    out.append(f"- why: {v.reason}")
+        out.append(f"- on: {markdown('; '.join(v.machines))}")
+    out.append(f"- why: {markdown(v.reason)}")
     if v.parameters_missing:
         # Last first: backward goes from the model's end, so these are the ones that were due next.
-        shown = ", ".join(f"`{p}`" for p in v.parameters_missing[:-6:-1])
+        shown = ", ".join(f"`{code(p)}`" for p in v.parameters_missing[:-6:-1])
         rest = len(v.parameters_missing) - 5
         out.append(
             f"- gradients that never arrived, the next one first: {shown}" + (f" and {rest} more" if rest > 0 else "")
         )
     if v.stood_still_s:
         out.append(f"- stalled for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
-    out.append(f"- do: {v.advice}")
+    out.append(f"- do: {markdown(v.advice)}")
     if v.retry in RETRY:
         out.append(f"- run again: {RETRY[v.retry]}")
     if v.reads_as:
-        out.append(f"- the plan reads it as: {v.reads_as}")
+        out.append(f"- the plan reads it as: {markdown(v.reads_as)}")
     out += [
-        f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})"
+        markdown(f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})")
         for fact in [fact for fact in v.evidence if fact.rank != NO_RANK][:8]
     ]
-    out += [f"- {fact.kind.replace('_', ' ')}: {fact.says}" for fact in v.evidence if fact.rank == NO_RANK]
+    out += [markdown(f"- {fact.kind.replace('_', ' ')}: {fact.says}") for fact in v.evidence if fact.rank == NO_RANK]
     return out
 
 

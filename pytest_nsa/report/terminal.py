@@ -9,6 +9,7 @@ from pathlib import Path
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.load import Evidence, RankEvidence
 from pytest_nsa.evidence.stacks import ThreadStack
+from pytest_nsa.report.plain import visible
 
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
@@ -36,7 +37,7 @@ def headline(verdict: Verdict) -> str:
     of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
     where = f", at {short_place(verdict.where)}" if verdict.where else ""
     sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
-    return f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}"
+    return visible(f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}")
 
 
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
@@ -57,7 +58,7 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     if verdict.advice:
         out.append(f"  do       {verdict.advice}")
     out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")
-    return out[:12]
+    return [visible(line) for line in out[:12]]
 
 
 def failure(verdict: Verdict, evidence: Evidence) -> str:
@@ -67,7 +68,7 @@ def failure(verdict: Verdict, evidence: Evidence) -> str:
         parts.append(f"--- {number_ranks(ranks)} ---\n{body}")
     notes = {note for rank in evidence.ranks for note in rank.notes}
     parts += sorted(notes)
-    return "\n\n".join(parts)
+    return visible("\n\n".join(parts))
 
 
 def number_ranks(ranks: list[int]) -> str:
@@ -116,12 +117,12 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
     for rank in evidence.ranks:
         output = excerpt(rank.folder / "output.log")
         if output:
-            yield f"output of rank {rank.rank}", output
+            yield f"output of rank {rank.rank}", visible(output)
         stack = _stack_text(rank)
         if stack:
             stacks.setdefault(stack, []).append(rank.rank)
     for stack, ranks in stacks.items():
-        yield f"stack of {number_ranks(ranks)}", stack
+        yield f"stack of {number_ranks(ranks)}", visible(stack)
 
 
 def _stack_text(rank: RankEvidence) -> str:
@@ -131,7 +132,7 @@ def _stack_text(rank: RankEvidence) -> str:
         if thread.is_ours:
             continue
         parts.append("\n".join(frame_lines(thread)[:MAX_SECTION_LINES]))
-    return "\n\n".join(parts)
+    return visible("\n\n".join(parts))
 
 
 def frame_lines(thread: ThreadStack) -> list[str]:

@@ -18,6 +18,7 @@ from pytest_nsa.monitor.announcements import Suspicions
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
+from pytest_nsa.report.plain import visible
 from pytest_nsa.session.bisect import bisect
 from pytest_nsa.session.conclude import Recorder, conclude, write_verdict
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
@@ -162,6 +163,7 @@ class RankRunner:
 
     def _announce(self, text: str) -> None:
         """Print it now; an xdist worker's controller passes it on."""
+        text = visible(text)
         self.folder.announce(text)
         if not hasattr(self.config, "workerinput"):
             self._terminal(f"\n{text}\n")

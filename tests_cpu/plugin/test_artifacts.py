@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.cli.main import main
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.testing import run_example
 
@@ -105,3 +106,34 @@ def test_hangs(group):
     assert "rank 1 ◀" in page
     assert "last stack of rank 1" in page
     assert "test_example.py:10 in test_hangs" in page
+
+
+def test_no_control_character_and_no_markup_of_a_test_s_reaches_the_reports(
+    pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\\x1b]0;owned\\x07<img src=x onerror=alert(1)> [click](http://x) `code` | cell \\u202e"
+    result = run_example(
+        pytester,
+        f"""
+@pytest.mark.parametrize("x", ["{hostile}"], ids=["<b>a|b</b>"])
+@world_size(2)
+def test_it(group, x):
+    print(x)
+    raise ValueError(x)
+""",
+    )
+    assert result.run is not None
+    summary, page = ((result.run / name).read_text() for name in ("SUMMARY.md", "report.html"))
+    for text in (result.stdout, summary, page):
+        assert "\x1b]0;" not in text.replace("\\x1b", "")
+        assert "\x07" not in text
+        assert "\u202e" not in text
+    for tag in ("<img", "<b>a"):
+        assert tag not in page
+        assert tag not in summary.replace(f"\\{tag}", "")
+    assert "](http://x)" not in summary
+    capsys.readouterr()
+    assert main(["diagnose", str(result.run)]) == 1
+    said = capsys.readouterr().out
+    assert "\x1b]0;" not in said
+    assert "\\x1b]0;owned" in said
