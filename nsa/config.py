@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range
+from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown
 from nsa.validate import validate
 
 __all__ = ["Config", "ConfigError", "load_config", "parse_layer_range", "validate"]
@@ -259,9 +259,9 @@ def unknown_variables() -> list[str]:
 def _merge_tree(values: dict[str, dict[str, Any]], tree: Mapping[str, Any], where: str) -> None:
     for section, entries in tree.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{where}: unknown section {section!r}{did_you_mean(str(section), SECTIONS)}")
+            raise ConfigError(f"{where}: unknown section {shown(section)}{did_you_mean(str(section), SECTIONS)}")
         if not isinstance(entries, Mapping):
-            raise ConfigError(f"{where}: section {section!r} must hold key: value pairs, got {entries!r}")
+            raise ConfigError(f"{where}: section {section!r} must hold key: value pairs, got {shown(entries)}")
         names = field_names(SECTIONS[section])
         for key, value in entries.items():
             if key not in names:
@@ -280,7 +280,7 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
         if not variable.target:
             continue
         section, key = variable.target.split(".")
-        values[section][key] = convert(SECTIONS[section], key, text, f"{name}={text!r}", from_text=True)
+        values[section][key] = convert(SECTIONS[section], key, text, f"{name}={shown(text)}", from_text=True)
         if name == "NSA_GC_RANGE":
             values["train"]["gradient_checkpointing"] = True
 
@@ -307,7 +307,7 @@ def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, 
         section = section or owners.get(key, "")
         if section not in SECTIONS or key not in field_names(SECTIONS[section]):
             raise ConfigError(f"override: unknown key {name!r}{did_you_mean(key, owners)}")
-        values[section][key] = convert(SECTIONS[section], key, value, f"override {name}={value!r}")
+        values[section][key] = convert(SECTIONS[section], key, value, f"override {name}={shown(value)}")
 
 
 def _build(values: dict[str, dict[str, Any]], source: str) -> Config:

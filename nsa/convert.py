@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import reprlib
 import types
 import typing
 from typing import Any, Literal
@@ -35,6 +36,16 @@ def did_you_mean(name: str, known: Any) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
+_LIMITS = reprlib.Repr()
+_LIMITS.maxstring = _LIMITS.maxother = MOST_SHOWN = 80
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)`` for a message, 80 characters at most: what a file holds may be of any size."""
+    text = _LIMITS.repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+
+
 def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = False) -> Any:
     """Value as the field's type, or ConfigError. ``from_text``: environment variables are strings."""
     kind = typing.get_type_hints(cls)[key]
@@ -46,7 +57,7 @@ def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = Fa
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise ConfigError(f"{where}: must be one of {', '.join(map(str, choices))}, got {value!r}")
+            raise ConfigError(f"{where}: must be one of {', '.join(map(str, choices))}, got {shown(value)}")
         return value
     if typing.get_origin(kind) is tuple:
         return _convert_range(value, where)
@@ -55,11 +66,11 @@ def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = Fa
             return value == "1"
         if isinstance(value, bool):
             return value
-        raise ConfigError(f"{where}: must be {'0 or 1' if from_text else 'true or false'}, got {value!r}")
+        raise ConfigError(f"{where}: must be {'0 or 1' if from_text else 'true or false'}, got {shown(value)}")
     if kind in (int, float):
         return _convert_number(kind, value, where, from_text)
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: must be text, got {value!r}")
+        raise ConfigError(f"{where}: must be text, got {shown(value)}")
     return value
 
 
@@ -72,7 +83,7 @@ def _convert_range(value: Any, where: str) -> tuple[int, int]:
             raise ConfigError(f"{where}: {message}" if repr(value) in where else f"{where}: {error}") from None
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(v) is int for v in value):
         return parse_layer_range(f"{value[0]}:{value[1]}")
-    raise ConfigError(f"{where}: must be start:end in whole layers, as in '0:6', got {value!r}")
+    raise ConfigError(f"{where}: must be start:end in whole layers, as in '0:6', got {shown(value)}")
 
 
 def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int | float:
@@ -81,7 +92,7 @@ def _convert_number(kind: type, value: Any, where: str, from_text: bool) -> int 
         try:
             value = kind(value)
         except ValueError:
-            raise ConfigError(f"{where}: must be a number, got {value!r}") from None
+            raise ConfigError(f"{where}: must be a number, got {shown(value)}") from None
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {value!r}")
+        raise ConfigError(f"{where}: must be {'a whole number' if kind is int else 'a number'}, got {shown(value)}")
     return kind(value)

@@ -110,7 +110,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
     ranked = [item for item in items if _needs_ranks(item)]
-    if not ranked or config.option.collectonly or _is_child(config):
+    if not ranked or _only_lists(config) or _is_child(config):
         return None
     runner = config.stash[runner_key]
     where = short_path(runner.folder.path)
@@ -132,7 +132,13 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
 
 def _wants_ranks(session: pytest.Session) -> bool:
     config = session.config
-    return not config.option.collectonly and not _is_child(config) and any(_needs_ranks(i) for i in session.items)
+    return not _only_lists(config) and not _is_child(config) and any(_needs_ranks(i) for i in session.items)
+
+
+def _only_lists(config: pytest.Config) -> bool:
+    """Return whether tests, or their fixtures, are listed alone: then nothing is written."""
+    options = config.option
+    return bool(options.collectonly or options.showfixtures or options.show_fixtures_per_test)
 
 
 def _needs_ranks(item: pytest.Item) -> bool:

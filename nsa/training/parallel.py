@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -61,7 +62,16 @@ def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
 
 
 def join_group(backend: str, timeout_s: float = 1800.0) -> None:
-    """Join the group that the launcher's variables describe. Waits ``timeout_s`` at most for the other ranks."""
+    """Join the group that the launcher's variables describe. Waits ``timeout_s`` at most for the other ranks.
+
+    TORCH_DISTRIBUTED_DEBUG=DETAIL, which ends DDP on gloo by SIGSEGV, becomes INFO there.
+    """
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and backend == "gloo":
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+        dist.set_debug_level(dist.DebugLevel.INFO)  # torch read the variable as it was imported
+        if os.environ.get("RANK", "0") == "0":
+            said = "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (SIGSEGV, seen with torch 2.13); this run uses INFO instead"
+            print(f"[train] {said}", file=sys.stderr, flush=True)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,15 @@ def test_a_data_path_is_relative_to_its_yaml(monkeypatch: pytest.MonkeyPatch, tm
 def test_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"config 'nowhere.yaml': No such file"):
         load_config("nowhere.yaml")
+
+
+def test_a_value_of_any_size_is_cut_in_the_message(tmp_path: Path) -> None:
+    """Aliases make nine to the eighth of a few lines."""
+    path = tmp_path / "bomb.yaml"
+    aliases = ", ".join
+    lines = ["model:", "  dim:", f"    - &a [{aliases(['x'] * 9)}]"]
+    lines += [f"    - &{now} [{aliases([f'*{before}'] * 9)}]" for before, now in pairwise("abcdefgh")]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"model\.dim: must be a whole number, got \[") as refused:
+        load_config(path)
+    assert len(str(refused.value)) < 300

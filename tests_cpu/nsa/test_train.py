@@ -201,3 +201,13 @@ kill $far
     first, second = losses(tmp_path / "node0")
     assert first == pytest.approx(5.55, abs=0.2)
     assert second < first
+
+
+@pytest.mark.slow
+def test_debug_detail_on_gloo_is_info_and_said(tmp_path: Path) -> None:
+    """As the plan's own environment sets it: torch 2.13 would end by SIGSEGV."""
+    done = under_torchrun(
+        "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), TORCH_DISTRIBUTED_DEBUG="DETAIL"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("this run uses INFO instead") == 1
