@@ -166,6 +166,7 @@ def test_the_loss_on_real_prose_falls(tmp_path: Path, run: Run) -> None:
     assert sum(found[-5:]) / 5 < 3.6
 
 
+@pytest.mark.slow
 def test_two_nodes_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
     """torchrun on each, a cable between them: ranks meet, and rank 0 alone prints."""
     if (

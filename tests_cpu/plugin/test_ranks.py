@@ -231,6 +231,7 @@ def test_a(group): dist.barrier()
     assert "forked from this process" in result.stdout
 
 
+@pytest.mark.slow
 def test_threads_of_the_tests_modules_mean_cold_ranks_and_a_notice(pytester: pytest.Pytester) -> None:
     source = """
 def run(rest=threading.Event()):
