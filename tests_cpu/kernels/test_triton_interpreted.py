@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 # What runs in one process; the last check of each may change how work is cut, for good.
 QUICK = (
-    ("window", "compression", "selection", "segments", "lists", "selected"),
+    ("window", "selection", "lists"),
     ("whole", "decoding", "rotary"),
     ("union",),
 )
 SLOW = (
+    ("compression", "segments", "selected"),
     ("one_tile",),
     ("ranges",),
     ("wholes",),

@@ -130,9 +130,7 @@ def test_a_signal_to_the_whole_process_group(tmp_path: Path, sent: signal.Signal
 @pytest.mark.timeout(100)
 def test_a_signal_during_collection_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "test_example.py").write_text("import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-n", "2"], cwd=tmp_path, text=True, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, text=True, stdout=subprocess.PIPE)
     wait_for((tmp_path / "moment0").exists, process)
     process.send_signal(TERM)
     process.communicate(timeout=60)
