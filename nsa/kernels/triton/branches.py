@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     delta: torch.Tensor
 
     def of(self, branch: int) -> Rows:
-        """Those of one branch."""
+        """Return those of one branch."""
         return Rows(self.lse[branch], self.delta[branch])
 
 
@@ -51,7 +51,7 @@ class Places(NamedTuple):
         return self.window < NO_WINDOW
 
     def most_keys(self, sequences: Sequences) -> int:
-        """Of any sequence."""
+        """Return the most keys of any sequence."""
         return sequences.longest if self.is_window else sequences.most_keys
 
 
@@ -61,7 +61,7 @@ def window(w: int) -> Places:
 
 
 def compression(l: int, d: int) -> Places:
-    """Blocks of l tokens every d."""
+    """Return the places of blocks of l tokens every d."""
     return Places("compressed", d, l - 1)
 
 
@@ -112,7 +112,7 @@ def strided_dkv(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, sequences: Sequences, places: Places,
     scale: float,
 ) -> Pair:  # fmt: skip
-    """Gradients of k and v."""
+    """Return the gradients of k and v."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
     t = tile(f"{places.name}_dkv", q, v.shape[-1], sequences.longest)
     tiles_of_keys = triton.cdiv(places.most_keys(sequences), t.bn) * sequences.count * G
@@ -137,7 +137,9 @@ def strided_dkv(
 
 
 def segments_of(longest: int, tiles_of_keys: int, seen: int) -> int:
-    """Into how many segments queries are cut, so that dk and dv have `FEW` programs; one where a key has few queries (a window)."""
+    """Return into how many segments queries are cut, so that dk and dv have `FEW` programs; one
+    where a key has few queries (a window).
+    """
     if tiles_of_keys == 0 or seen <= 2 * LEAST_SEGMENT * MOST_SEGMENTS:
         return 1
     return max(1, min(triton.cdiv(FEW, tiles_of_keys), MOST_SEGMENTS, longest // LEAST_SEGMENT))
@@ -149,7 +151,7 @@ def segments_of(longest: int, tiles_of_keys: int, seen: int) -> int:
 def gates_backward(
     grad: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gates: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, Rows]:
-    """Gradient of the gates [T, H, 3], and what the branches' backward needs of their rows, each [3, T, H]."""
+    """Return the gradient of the gates [T, H, 3], and what the branches' backward needs of their rows, each [3, T, H]."""
     d_gates, delta, gated = torch.empty_like(gates), torch.empty_like(lse), torch.empty_like(lse)
     rows, part = delta[0].numel(), widths(grad.shape[-1])
     launch(
@@ -160,7 +162,7 @@ def gates_backward(
 
 
 def row_sums(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Rows:
-    """The same of a branch without gates, each [T, H]."""
+    """Return the same of a branch without gates, each [T, H]."""
     delta, gated, part = torch.empty_like(lse), torch.empty_like(lse), widths(grad.shape[-1])
     launch(
         gate_kernels.row_sums, (triton.cdiv(delta.numel(), 32),), grad, grad, out, lse, delta, gated, delta.numel(),

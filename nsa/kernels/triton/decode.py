@@ -28,7 +28,7 @@ def _scan(
     E0: tl.constexpr, E1: tl.constexpr, G_DK: tl.constexpr, G_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     SCORED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``first`` ... of keys; key n ends at token n * stride + offset. Where SCORED, a tile is that of STEP blocks."""
+    """Attend to tiles ``first`` ... of keys; key n ends at token n * stride + offset. Where SCORED, a tile is STEP blocks."""
     acc0, acc1 = zeros_two(BM, E0, E1)
     total = tl.zeros([BM], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
@@ -97,7 +97,7 @@ def scan_keys(
     BJ: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: ``each`` tiles of compressed keys, or of the window's. Grid (cmp_programs + win_programs, T * h / BM, B * G)."""
+    """Attend to ``each`` tiles of compressed keys, or of the window's. Grid (cmp_programs + win_programs, T * h / BM, B * G)."""
     pid, bg = tl.program_id(0), tl.program_id(2)
     b, g = bg // G, bg % G
     row = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -131,7 +131,7 @@ def pick_blocks(
     n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
     PAD: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """A program: picks of a new token and group. PICKS int32 [B * T, G, n]. Grid (T, B * G)."""
+    """Write the picks of a new token and group, PICKS int32 [B * T, G, n]. Grid (T, B * G)."""
     i, bg = tl.program_id(0), tl.program_id(1)
     own = (start + i) // L_SEL
     j, c = tl.arange(0, PAD), tl.arange(0, PP)
@@ -160,7 +160,7 @@ def read_blocks(
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: the heads of a group for a new token, and a sub-block that it picked. Grid (n * SUB, T, B * G)."""
+    """Attend with the heads of a group, for a new token, to a sub-block that it picked. Grid (n * SUB, T, B * G)."""
     part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, g = bg // G, bg % G
     t = start + i
@@ -193,7 +193,7 @@ def read_blocks(
 
 @triton.jit
 def _branch(PART, PART_LSE, base, row, rows, first, end, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr):
-    """The parts ``first`` ... ``end`` of a row merged; zero where it saw nothing."""
+    """Return the parts ``first`` ... ``end`` of a row merged; zero where it saw nothing."""
     c, column = tl.arange(0, NP), tl.arange(0, PV)
     top = tl.full([], float("-inf"), tl.float32)
     for p0 in range(first, end, NP):
@@ -221,7 +221,7 @@ def sum_parts(
     PART, PART_LSE, GATES, OUT, T, H, G, cmp_parts, win_parts, parts,
     h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """A program: a head of a new token. Parts: compression, window, selection. Grid (B * T, H)."""
+    """Merge the parts of a head of a new token: compression, window, selection. Grid (B * T, H)."""
     token, head = tl.program_id(0), tl.program_id(1)
     b, i, g = token // T, token % T, head // h
     rows, row = T * h, i * h + head % h

@@ -25,7 +25,7 @@ def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:
 
 
 def keys_for(q: torch.Tensor) -> int:
-    """Of a tile."""
+    """Return the keys of a tile."""
     return FEW_KEYS if q.element_size() == 4 else KEYS
 
 
@@ -33,7 +33,7 @@ def attend(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, start: int, l: int, d: int, l_sel: int, n_sel: int,
     w: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Output [B, T, H, Dv] of the T tokens from position ``start`` on, and their picks int32 [B * T, G, n].
+    """Return the output [B, T, H, Dv] of the T tokens from position ``start`` on, and their picks int32 [B * T, G, n].
 
     ``cmp``, ``sel`` and ``win`` are (key, value) as `nsa.model.decoding.KVCache` returns them, the new tokens' among them.
     """
@@ -86,6 +86,6 @@ def attend(
 
 
 def _rows_together(x: torch.Tensor) -> torch.Tensor:
-    """x [B, N, G, D] itself where a sequence's keys lie one behind the other, as in a cache; else a copy."""
+    """Return x [B, N, G, D] itself where a sequence's keys lie one behind the other, as in a cache; else a copy."""
     G, D = x.shape[2:]
     return x if x.stride()[1:] == (G * D, D, 1) else x.contiguous()

@@ -31,7 +31,7 @@ def gates_backward(
     GRAD, O_CMP, O_SEL, O_WIN, GATES, LSE, D_GATES, DELTA, GATED_LSE, rows,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the gates, delta and gated log-sum-exp of the three branches. Grid (rows / BLOCK,)."""
+    """Write gradients of the gates, delta and gated log-sum-exp of the three branches. Grid (rows / BLOCK,)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = r < rows
     x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)
@@ -58,7 +58,7 @@ def _of_branch(
 
 @triton.jit
 def _base_2(LSE, at, there):
-    """The log-sum-exp, base 2; +inf where a row saw no key."""
+    """Return the log-sum-exp, base 2; +inf where a row saw no key."""
     lse = tl.load(LSE + at, mask=there, other=0.0) * LOG2E
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
@@ -67,7 +67,7 @@ def _base_2(LSE, at, there):
 def row_sums(
     GRAD, O, LSE, DELTA, GATED_LSE, rows, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Delta of a branch that has no gate, and its log-sum-exp as the others' are. Grid (rows / BLOCK,)."""
+    """Write delta of a branch that has no gate, and its log-sum-exp as the others' are. Grid (rows / BLOCK,)."""
     r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = r < rows
     x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)

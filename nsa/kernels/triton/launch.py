@@ -42,12 +42,12 @@ def of_keys_alone(dims: dict[str, Any]) -> dict[str, Any]:
 
 
 def meta(tile: Tile) -> dict[str, int]:
-    """Triton's own settings."""
+    """Return Triton's own settings."""
     return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def rows_for(tile: Tile, h: int) -> int:
-    """Rows of a program, at least one query's."""
+    """Return the rows of a program, at least one query's."""
     return max(tile.bm, triton.next_power_of_2(h))
 
 
@@ -60,7 +60,7 @@ def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
 
 
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
-    """TMA descriptors of both parts of x [N, G, D], ``rows`` at a time; x itself, twice, where they are not wanted."""
+    """Return TMA descriptors of both parts of x [N, G, D], ``rows`` at a time; x itself, twice, where they are not wanted."""
     if not is_wanted:
         return x, x
     from triton.tools.tensor_descriptor import TensorDescriptor

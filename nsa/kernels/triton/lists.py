@@ -31,7 +31,7 @@ def _chunk(
     NS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Picks of the queries of chunk c of a sequence and group, -1 where there is none; and the first of these queries."""
+    """Load the picks of chunk c of a sequence and group, -1 where there is none; return the first of its queries, too."""
     s0, S = tokens_of(SEQUENCES, b, S, PACKED)
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     e = tl.arange(0, CH * NS)
@@ -42,7 +42,7 @@ def _chunk(
 
 @triton.jit
 def chunk_of(SEQUENCES, b, chunks, PACKED: tl.constexpr):
-    """The number of sequence b's first chunk."""
+    """Return the number of sequence b's first chunk."""
     if PACKED:
         return tl.load(SEQUENCES + b * FIELDS + 6)
     else:
@@ -61,7 +61,7 @@ def list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel: tl.constexpr, PACKED: t
 def items_of(
     SEQUENCES, b, g, S, G, LO, HI, FIRST, PIECE, n_sel: tl.constexpr, L_SEL: tl.constexpr, PACKED: tl.constexpr
 ):
-    """First and end of the room for the items of a sequence and group: what its part of the list can need at most."""
+    """Return first and end of the room for the items of a sequence and group: what its part of the list can need at most."""
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     list0 = list_of(SEQUENCES, b, g, S, G, LO, HI, FIRST, n_sel, PACKED)
     _, length = tokens_of(SEQUENCES, b, S, PACKED)
@@ -78,7 +78,7 @@ def count_picks(
     PICKS, COUNTS, SEQUENCES, S, G, LO, HI, chunks, n_blocks,
     n_sel: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr, NB: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """COUNTS [chunks, G, blocks]: how many queries of each chunk picked each block. Grid (sequences * G, chunks)."""
+    """Count how many queries of each chunk picked each block: COUNTS [chunks, G, blocks]. Grid (sequences * G, chunks)."""
     c, b, g = tl.program_id(1), tl.program_id(0) // G, tl.program_id(0) % G
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     if lo + c * CH < hi:
@@ -94,7 +94,7 @@ def scan_counts(
     COUNTS, TOTALS, SEQUENCES, G, LO, HI, chunks, n_blocks, CH: tl.constexpr, CC: tl.constexpr, BJ: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """COUNTS become the counts of the chunks before; TOTALS [sequences * G, blocks]. Grid (sequences * G, blocks / BJ)."""
+    """Sum: COUNTS become the counts of the chunks before; TOTALS [sequences * G, blocks]. Grid (sequences * G, blocks / BJ)."""
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
     first, n = chunk_of(SEQUENCES, b, chunks, PACKED), (hi - lo + CH - 1) // CH
@@ -112,7 +112,7 @@ def scan_counts(
 
 @triton.jit
 def write_items(ITEMS, STARTS, first, end, group, list0, total, worker, workers, PIECE, n_blocks, NB: tl.constexpr):
-    """The items of a sequence and group: worker w of several writes the pieces w, w + workers ... of every block's list.
+    """Write the items of a sequence and group: worker w of several writes the pieces w, w + workers ... of every block's list.
 
     ``total`` [NB]: the lengths of the lists; STARTS [blocks + 1] receives the items before each block's, from worker 0.
     """
@@ -142,7 +142,7 @@ def place_entries(
     n_sel: tl.constexpr, L_SEL: tl.constexpr, CH: tl.constexpr, NS: tl.constexpr, NB: tl.constexpr, BIG: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A program: the entries of a chunk's picks, by a sort of (block, query, slot); and its share of the items.
+    """Place the entries of a chunk's picks, by a sort of (block, query, slot), and its share of the items.
 
     Grid (sequences * G, chunks).
     """
@@ -176,7 +176,7 @@ def cut_lists(
     TOTALS, ITEMS, STARTS, SEQUENCES, S, G, LO, HI, FIRST, n_blocks, PIECE, n_sel: tl.constexpr, L_SEL: tl.constexpr,
     NB: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Items of another PIECE from the lists' lengths, for the backward. Grid (sequences * G, workers)."""
+    """Write items of another PIECE from the lists' lengths, for the backward. Grid (sequences * G, workers)."""
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     j = tl.arange(0, NB)
     total = tl.load(TOTALS + tl.program_id(0).to(tl.int64) * n_blocks + j, mask=j < n_blocks, other=0)

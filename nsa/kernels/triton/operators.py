@@ -30,8 +30,8 @@ def attention(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Eq. 5, [B, S, H, Dv], and what `whole.Kept` names. ``cu_seqlens``: a pack's, on the CPU, so that nothing waits for the
-    device.
+    """Return Eq. 5, [B, S, H, Dv], and what `whole.Kept` names. ``cu_seqlens``: a pack's, on the CPU, so that nothing waits for
+    the device.
     """
     from nsa.kernels.triton import whole
 
@@ -62,7 +62,7 @@ def attention_backward(
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Gradients of q, keys and values, and gates, in the order of the arguments."""
+    """Return gradients of q, keys and values, and gates, in the order of the arguments."""
     from nsa.kernels.triton import whole
 
     pairs = (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win)
@@ -96,7 +96,7 @@ attention_backward.register_autograd(refuse)
 
 @torch.library.custom_op("nsa::selection_mask", mutates_args=())
 def selection_mask(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """bool [T, G, n_blocks], as `blocks.select` makes it, of picks int32 [T, G, n]."""
+    """Return bool [T, G, n_blocks], as `blocks.select` makes it, of picks int32 [T, G, n]."""
     from nsa.kernels.triton import single
 
     return single.mask_of(picks, n_blocks)
@@ -109,7 +109,7 @@ def _(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
 
 @torch.library.custom_op("nsa::rotate", mutates_args=())
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
-    """x [B, N, heads, D] turned by cos and signed sin [1, N, 1, D], or its gradient turned back: `triton.rotary`."""
+    """Return x [B, N, heads, D] turned by cos and signed sin [1, N, 1, D], or its gradient turned back: `triton.rotary`."""
     from nsa.kernels.triton import rotary
 
     return rotary.rotated(x, cos, sin, backward=backward)

@@ -26,7 +26,7 @@ def rotate(
     X, COS, SIN, OUT, rows, N, x_stride, heads: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """A program: BR rows, both halves of D / 2 columns, P a power of two. COS, SIN [N, D]. Grid (rows / BR,)."""
+    """Turn BR rows, both halves of D / 2 columns, P a power of two. COS, SIN [N, D]. Grid (rows / BR,)."""
     HALF: tl.constexpr = D // 2
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     c = tl.arange(0, P)
@@ -47,7 +47,7 @@ def rotate(
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: bool) -> torch.Tensor:
-    """x [B, N, heads, D], D even, cos and sin [1, N, 1, D] of x's dtype -> the same shape, contiguous."""
+    """Return x [B, N, heads, D] turned, contiguous; D even, cos and sin [1, N, 1, D] of x's dtype."""
     B, N, heads, D = x.shape
     if x.stride()[2:] != (D, 1) or (B > 1 and x.stride(0) != N * x.stride(1)):
         x = x.contiguous()

@@ -27,7 +27,7 @@ def load_part(
     base, at, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
     EVICT: tl.constexpr = NO_HINT,
 ):  # fmt: skip
-    """[len(at), WIDTH]: columns from FIRST on of the rows at ``at`` (in elements); zero beyond D, and, if MASKED, where not
+    """Load [len(at), WIDTH]: columns from FIRST on of the rows at ``at`` (in elements); zero beyond D, and, if MASKED, where not
     ``there``.
     """
     column = FIRST + tl.arange(0, WIDTH)
@@ -48,7 +48,7 @@ def load_part(
 def load_two(
     base, at, there, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr = NO_HINT,
 ):  # fmt: skip
-    """Both parts of rows of D columns; the first one twice where there is no second."""
+    """Load both parts of rows of D columns; the first one twice where there is no second."""
     x0 = load_part(base, at, there, 0, D0, D, MASKED, EVICT)
     if D1 > 0:
         x1 = load_part(base, at, there, D0, D1, D, MASKED, EVICT)
@@ -61,7 +61,7 @@ def load_two(
 def store_part(
     base, at, there, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EVICT: tl.constexpr = NO_HINT
 ):
-    """What `load_part` reads, in the pointer's dtype."""
+    """Store what `load_part` reads, in the pointer's dtype."""
     column = FIRST + tl.arange(0, WIDTH)
     where = base + at[:, None] + column[None, :]
     if FIRST + WIDTH > D:
@@ -75,7 +75,7 @@ def store_part(
 def store_two(
     base, at, there, x0, x1, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, EVICT: tl.constexpr = NO_HINT,
 ):  # fmt: skip
-    """Both parts of rows of D columns."""
+    """Store both parts of rows of D columns."""
     store_part(base, at, there, x0, 0, D0, D, EVICT)
     if D1 > 0:
         store_part(base, at, there, x1, D0, D1, D, EVICT)
@@ -83,7 +83,7 @@ def store_two(
 
 @triton.jit
 def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """a b^T over both parts of the head dim: [len(a), len(b)] float32."""
+    """Return a b^T over both parts of the head dim: [len(a), len(b)] float32."""
     s = tl.dot(a0, b0.T, input_precision=PRECISION)
     if D1 > 0:
         s = tl.dot(a1, b1.T, s, input_precision=PRECISION)
@@ -92,7 +92,7 @@ def product(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_product(p, b0, b1, acc0, acc1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """p b added to both parts of an accumulator."""
+    """Add p b to both parts of an accumulator."""
     acc0 = tl.dot(p, b0, acc0, input_precision=PRECISION)
     if D1 > 0:
         acc1 = tl.dot(p, b1, acc1, input_precision=PRECISION)
@@ -101,7 +101,7 @@ def add_product(p, b0, b1, acc0, acc1, D1: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def zeros_two(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """An accumulator of N rows in two parts."""
+    """Return an accumulator of N rows in two parts."""
     x0 = tl.zeros([N, D0], tl.float32)
     if D1 > 0:
         x1 = tl.zeros([N, D1], tl.float32)
@@ -112,7 +112,7 @@ def zeros_two(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def tokens_of(SEQUENCES, b, S, PACKED: tl.constexpr):
-    """First token and number of tokens of sequence b."""
+    """Return first token and number of tokens of sequence b."""
     if PACKED:
         return tl.load(SEQUENCES + b * FIELDS), tl.load(SEQUENCES + b * FIELDS + 1)
     else:
@@ -121,7 +121,7 @@ def tokens_of(SEQUENCES, b, S, PACKED: tl.constexpr):
 
 @triton.jit
 def keys_of(SEQUENCES, b, s0, S, N, WINDOWED: tl.constexpr, PACKED: tl.constexpr):
-    """First key and number of keys of sequence b: its tokens under a window, else its compressed blocks."""
+    """Return first key and number of keys of sequence b: its tokens under a window, else its compressed blocks."""
     if WINDOWED:
         return s0, S
     elif PACKED:
@@ -132,7 +132,7 @@ def keys_of(SEQUENCES, b, s0, S, N, WINDOWED: tl.constexpr, PACKED: tl.constexpr
 
 @triton.jit
 def queries_of(SEQUENCES, b, LO, HI, PACKED: tl.constexpr):
-    """First and end of the queries at work, counted in sequence b."""
+    """Return first and end of the queries at work, counted in sequence b."""
     if PACKED:
         return tl.load(SEQUENCES + b * FIELDS + 4), tl.load(SEQUENCES + b * FIELDS + 5)
     else:
@@ -141,20 +141,20 @@ def queries_of(SEQUENCES, b, LO, HI, PACKED: tl.constexpr):
 
 @triton.jit
 def visible_keys(t, N, STRIDE: tl.constexpr, OFFSET: tl.constexpr):
-    """How many keys, from the first, query t sees where key n ends at token n * STRIDE + OFFSET."""
+    """Return how many keys, from the first, query t sees where key n ends at token n * STRIDE + OFFSET."""
     return tl.where(t >= OFFSET, tl.minimum(N, (t - OFFSET) // STRIDE + 1), 0)
 
 
 @triton.jit
 def load_lse(LSE, at, there):
-    """The log-sum-exp, base 2; +inf where there is no row or it saw no key, so that exp2(s - lse) is 0 without a mask."""
+    """Load the log-sum-exp, base 2; +inf where there is no row or it saw no key, so that exp2(s - lse) is 0 without a mask."""
     lse = tl.load(LSE + at, mask=there, other=float("inf")) * LOG2E
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
 def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr):
-    """The end of an online softmax: outputs of rows ``rows`` [T * H], stored and returned, and their log-sum-exp, base e.
+    """End an online softmax: store and return the outputs of rows ``rows`` [T * H]; store their log-sum-exp, base e.
 
     ``top`` is a row's largest score times log2(e), ``total`` its sum relative to that; a row without keys gives 0 and -inf.
     """
@@ -171,7 +171,7 @@ def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexp
 
 @triton.jit
 def picks_there(PICKS, row, n_sel: tl.constexpr, NS: tl.constexpr):
-    """How many blocks the query and group ``row`` picked; -1 stands behind the last. NS: n_sel, up to a power of two."""
+    """Return how many blocks the query and group ``row`` picked; -1 stands behind the last. NS: n_sel, up to a power of two."""
     slot = tl.arange(0, NS)
     picked = tl.load(PICKS + row.to(tl.int64) * n_sel + slot, mask=slot < n_sel, other=-1)
     return tl.sum((picked >= 0).to(tl.int32), 0)

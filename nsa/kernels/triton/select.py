@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def write_picks(at, chosen, n_sel: tl.constexpr, PAD: tl.constexpr):
-    """The set lanes of ``chosen`` (0 or 1, in the order of blocks) to ``at``, -1 behind them."""
+    """Write the set lanes of ``chosen`` (0 or 1, in the order of blocks) to ``at``, -1 behind them."""
     j = tl.arange(0, PAD)
     place = tl.cumsum(chosen, 0) - chosen
     tl.store(at + place, j, mask=(chosen > 0) & (place < n_sel))
@@ -22,7 +22,7 @@ def write_picks(at, chosen, n_sel: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def pick_best(score, own, n_sel: tl.constexpr, LOCAL: tl.constexpr, PAD: tl.constexpr):
-    """1 for the n_sel best of the blocks 0 ... own, block 0 and the LOCAL latest among them, else 0; scores are not negative."""
+    """Return 1 for the n_sel best of blocks 0 ... own, block 0 and the LOCAL latest among them, else 0; scores are not negative."""
     j = tl.arange(0, PAD)
     forced = ((j == 0) | (j > own - LOCAL)) & (j <= own)
     score = tl.where(score == score, score, 0.0)  # not a number: the picks must be blocks all the same
@@ -49,7 +49,7 @@ def select_blocks(
     IMPORTANCE, PICKS, POSITIONS, S, G, FIRST, n_blocks, n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr,
     PAD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A program: one query and group; IMPORTANCE has the queries from token FIRST on, PICKS all. Grid (queries * G,)."""
+    """Select for one query and group; IMPORTANCE has the queries from token FIRST on, PICKS all. Grid (queries * G,)."""
     row = tl.program_id(0)
     token = FIRST + row // G
     if PACKED:
@@ -64,7 +64,7 @@ def select_blocks(
 
 @triton.jit
 def picks_of_mask(CHOSEN, PICKS, n_blocks, n_sel: tl.constexpr, PAD: tl.constexpr):
-    """Picks of a selection bool [T, G, Ns], as other backends make it. Grid (T * G,)."""
+    """Write the picks of a selection bool [T, G, Ns], as other backends make it. Grid (T * G,)."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, PAD)
     chosen = tl.load(CHOSEN + row * n_blocks + j, mask=j < n_blocks, other=0).to(tl.int32)
@@ -73,7 +73,7 @@ def picks_of_mask(CHOSEN, PICKS, n_blocks, n_sel: tl.constexpr, PAD: tl.constexp
 
 @triton.jit
 def mask_of_picks(PICKS, CHOSEN, n_blocks, n_sel: tl.constexpr, PAD: tl.constexpr):
-    """The selection int8 [T, G, Ns] of picks. Grid (T * G,)."""
+    """Write the selection int8 [T, G, Ns] of picks. Grid (T * G,)."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, PAD)
     found = tl.zeros([PAD], tl.int32)

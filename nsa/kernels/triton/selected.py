@@ -35,7 +35,7 @@ def selected_forward(
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, UNITED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: an item and a sub-block. WIDE where q has more elements in a sequence than 32 bits count. Grid (items, SUB).
+    """Attend with an item's queries to a sub-block. WIDE: q has more elements in a sequence than 32 bits count. Grid (items, SUB).
 
     If UNITED, groups that CHOICE marks are left to `union_forward`.
     """
@@ -93,7 +93,7 @@ def merge_parts(
     n_sel: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     HP: tl.constexpr, NS: tl.constexpr, NP: tl.constexpr, GATED: tl.constexpr, UNITED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A program: the parts of a query and group, merged to O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
+    """Merge the parts of a query and group to O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
 
     A query without picks gives 0 and -inf. If UNITED, groups that CHOICE marks are left to `union_forward`; of a pack, OWNERS
     [T] are tokens' sequences, of which ``before`` come before the first at work. Grid (queries * G,).
@@ -143,7 +143,7 @@ def merge_parts(
 def gate_and_store(
     O_CMP, O_WIN, GATES, OUT, rows, there, selected, FIRST: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr
 ):
-    """Columns from FIRST on of the gated sum."""
+    """Store columns from FIRST on of the gated sum."""
     of_cmp = load_part(O_CMP, rows * DV, there, FIRST, WIDTH, DV, True).to(tl.float32)
     of_win = load_part(O_WIN, rows * DV, there, FIRST, WIDTH, DV, True).to(tl.float32)
     g0 = tl.load(GATES + rows * 3, mask=there, other=0.0).to(tl.float32)

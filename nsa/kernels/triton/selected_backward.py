@@ -45,7 +45,7 @@ def selected_backward(
     STAGES: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: an item and a sub-block. Grid (items, SUB)."""
+    """Write the parts of dq, dk and dv of an item and a sub-block. Grid (items, SUB)."""
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4
     group = tl.load(item)
     if group >= 0:
@@ -107,7 +107,7 @@ def merge_dq(
     PART_DQ, DQ, PICKS, G, FIRST,
     n_sel: tl.constexpr, SUB: tl.constexpr, NS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq of a query and group: its parts, WIDTH = h * Dk long, added in order, and if ADD to what DQ holds.
+    """Sum dq of a query and group: its parts, WIDTH = h * Dk long, in order, and if ADD to what DQ holds.
 
     Grid (queries * G, WIDTH / BLOCK).
     """
@@ -151,7 +151,7 @@ def sum_items(
     L_SEL: tl.constexpr, SUB: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, PK: tl.constexpr, DV: tl.constexpr,
     PV: tl.constexpr, BR: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BR keys of a block: the parts of its items in order. STARTS [sequences * G, blocks + 1].
+    """Sum dk and dv of BR keys of a block: the parts of its items in order. STARTS [sequences * G, blocks + 1].
 
     Grid (sequences * G * blocks, L_SEL / BR).
     """

@@ -41,16 +41,16 @@ class Selection(NamedTuple):
 
     @property
     def sub_blocks(self) -> int:
-        """Of a block."""
+        """The sub-blocks of a block."""
         return -(-self.l_sel // self.sub_block)
 
     @property
     def parts(self) -> int:
-        """Of a query and head."""
+        """The parts of a query and head."""
         return self.n_sel * self.sub_blocks
 
     def settings(self) -> dict[str, int]:
-        """As the kernels name them."""
+        """Return the sizes as the kernels name them."""
         return {"n_sel": self.n_sel, "L_SEL": self.l_sel, "SUB": self.sub_blocks}
 
 
@@ -73,7 +73,7 @@ class Steps(NamedTuple):
 
 
 def steps_of(bn: int, a: int, r: int) -> Steps:
-    """For tiles of ``bn`` keys, compressed blocks of ``a`` strides and selection blocks of ``r``."""
+    """Return the steps for tiles of ``bn`` keys, compressed blocks of ``a`` strides and selection blocks of ``r``."""
     most = (bn - (a - 1)) // r
     if most >= 1 and most * r >= a - 1:
         return Steps(most, 1, True)
@@ -154,7 +154,7 @@ def make_lists(
 def cut_lists(
     picks: torch.Tensor, totals: torch.Tensor, sequences: Sequences, at: Range, selection: Selection, piece: int
 ) -> Items:
-    """Items of another size from the ``totals`` that `make_lists` wrote."""
+    """Return items of another size from the ``totals`` that `make_lists` wrote."""
     G, found = picks.shape[1], _room(picks, at, selection, piece)
     table = picks if at.table is None else at.table
     launch(
@@ -172,7 +172,7 @@ def _room(picks: torch.Tensor, at: Range, selection: Selection, piece: int) -> I
 
 
 def piece_of(h: int) -> int:
-    """Queries of an item in the forward: about a thousand rows."""
+    """Return the queries of an item in the forward: about a thousand rows."""
     return max(16, triton.next_power_of_2(1024 // h // 2 + 1))
 
 
@@ -183,7 +183,7 @@ BACKWARD_PIECE = 256  # queries of an item there, whose dk and dv are parts in m
 
 
 def parts_bytes(q: torch.Tensor, d_v: int, selection: Selection) -> int:
-    """Of a token's parts, in the forward or the backward, whichever has more."""
+    """Return the bytes of a token's parts, in the forward or the backward, whichever has more."""
     return q.shape[1] * selection.parts * (max(q.shape[-1], d_v) * q.element_size() + 4)
 
 
@@ -258,7 +258,7 @@ def unite(
 
 
 def _together(rows: int, h: int) -> int:
-    """Queries of a tile of ``rows``: a power of two."""
+    """Return the queries of a tile of ``rows``: a power of two."""
     return min(MOST_TOGETHER, 1 << (rows // h).bit_length() - 1)
 
 
@@ -285,7 +285,7 @@ def selected_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, entries: torch.Tensor, items: Items, unions: Unions | None,
     sequences: Sequences, at: Range, selection: Selection, scale: float,
 ) -> Pair:  # fmt: skip
-    """Parts of the queries of ``at`` and their log-sum-exps."""
+    """Return parts of the queries of ``at`` and their log-sum-exps."""
     H, G = q.shape[1], k.shape[1]
     t = tile("selected", q, v.shape[-1], sequences.longest)
     parts = q.new_empty(at.tokens * H * selection.parts, v.shape[-1])

@@ -92,7 +92,7 @@ def select_blocks(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Ten
 
 
 def mask_of(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """bool [T, G, blocks] of picks int32 [T, G, n]."""
+    """Return bool [T, G, blocks] of picks int32 [T, G, n]."""
     chosen = torch.empty(*picks.shape[:2], n_blocks, dtype=torch.int8, device=picks.device)
     launch(
         select.mask_of_picks, (picks.shape[0] * picks.shape[1],), picks, picks, chosen, n_blocks, n_sel=picks.shape[2],
@@ -102,7 +102,7 @@ def mask_of(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
 
 
 def picks_of(chosen: torch.Tensor, n_sel: int) -> torch.Tensor:
-    """Picks int32 [T, G, n_sel] of a selection bool [B, S, G, Ns]."""
+    """Return picks int32 [T, G, n_sel] of a selection bool [B, S, G, Ns]."""
     B, S, G, n_blocks = chosen.shape
     picks = torch.empty(B * S, G, n_sel, dtype=torch.int32, device=chosen.device)
     launch(

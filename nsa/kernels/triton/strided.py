@@ -30,7 +30,7 @@ def load_keys(
     DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BN: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values n0 ... n0 + BN - 1 of a sequence and group, in two parts each, by pointers or by TMA descriptors."""
+    """Load keys and values n0 ... n0 + BN - 1 of a sequence and group, in two parts each, by pointers or by TMA descriptors."""
     if TMA:
         k0 = KD0.load([row + n0, k_column])
         v0 = VD0.load([row + n0, v_column])
@@ -51,7 +51,7 @@ def load_keys(
 
 @triton.jit
 def hide(n, t, N, WINDOW, STRIDE: tl.constexpr, OFFSET: tl.constexpr, WINDOWED: tl.constexpr):
-    """Which of keys n and queries t (shaped to broadcast) see each other."""
+    """Return which of keys n and queries t (shaped to broadcast) see each other."""
     seen = (n * STRIDE + OFFSET <= t) & (n < N)
     if WINDOWED:
         seen = seen & (t - n < WINDOW)
@@ -96,7 +96,7 @@ def strided_forward(
     DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr,
     WINDOWED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: BM // h queries of a group, the last ones first, as they see most. Grid (tiles * BG,).
+    """Attend with BM // h queries of a group, the last ones first, as they see most. Grid (tiles * BG,).
 
     LOOPS: 1 masks every tile of keys; 2 those at the end alone and, under a window, at the beginning.
     """

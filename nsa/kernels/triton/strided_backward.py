@@ -54,7 +54,7 @@ def strided_dq(
     WINDOWED: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: dq of BM // h queries of a group, as `strided_forward`; if ADD, added to what DQ holds. Grid (tiles * BG,)."""
+    """Write dq of BM // h queries of a group, as `strided_forward`; if ADD, add it to what DQ holds. Grid (tiles * BG,)."""
     BQ: tl.constexpr = BM // h
     bg = tl.program_id(0) % BG
     b, g = bg // G, bg % G
@@ -127,8 +127,8 @@ def rows_give(
     E1: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What rows of gated probabilities p^T [keys, rows] add to dk and dv; with ds^T. Both stay in registers, nothing is
-    transposed.
+    """Add to dk and dv what rows of gated probabilities p^T [keys, rows] give; return ds^T, too. All stays in registers, nothing
+    is transposed.
     """
     dv0, dv1 = add_product(p.to(do0.dtype), do0, do1, dv0, dv1, E1, PRECISION)
     ds = (p * (product(v0, v1, do0, do1, E1, PRECISION) - delta[None, :])).to(q0.dtype)
@@ -143,7 +143,7 @@ def _segment_tile(
     DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows r0 ... r0 + BM - 1 of a sequence and group, counted over queries and heads: to the dk and dv of keys n."""
+    """Add rows r0 ... r0 + BM - 1 of a sequence and group, counted over queries and heads, to the dk and dv of keys n."""
     r = r0 + tl.arange(0, BM)
     t = r // h
     there = r < end
@@ -173,7 +173,7 @@ def strided_dkv(
     DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr,
     WINDOWED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: what the queries of a segment give to BN keys of a group. Grid (tiles of keys * BG, segments).
+    """Write what the queries of a segment give to BN keys of a group. Grid (tiles of keys * BG, segments).
 
     OUT [segments, keys, G, D], where the tensors have ``keys`` keys in all; segments are of SEGMENT queries, counted in a sequence.
     """
@@ -249,7 +249,7 @@ def sum_segments(
     PARTS_K, PARTS_V, OUT_K, OUT_V, rows, segments, DK: tl.constexpr, PK: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
-    """The segments of dk and dv added in order: parts [segments, rows, D] float32 to [rows, D]. Grid (rows / BR,)."""
+    """Add the segments of dk and dv in order: parts [segments, rows, D] float32 to [rows, D]. Grid (rows / BR,)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     _sum(PARTS_K, OUT_K, row, rows, segments, DK, PK, BR)
     _sum(PARTS_V, OUT_V, row, rows, segments, DV, PV, BR)

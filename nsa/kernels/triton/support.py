@@ -23,7 +23,7 @@ def is_installed(package: str) -> bool:
 
 @functools.cache
 def triton_version() -> tuple[int, int]:
-    """Major and minor of the installed Triton."""
+    """Return major and minor of the installed Triton."""
     major, minor = importlib.metadata.version("triton").split(".")[:2]
     return int(major), int(minor)
 
@@ -34,7 +34,7 @@ def is_interpreted() -> bool:
 
 
 def why_not(dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
-    """'' where the kernels can serve such tensors, else the reason that they cannot."""
+    """Return '' where the kernels can serve such tensors, else the reason that they cannot."""
     if not is_installed("triton"):
         return "triton is not installed"
     if triton_version() < MIN_TRITON:

@@ -83,12 +83,12 @@ def _measured_like(d_k: int, d_v: int) -> tuple[int, int]:
 
 
 def name_of(kernel: str, d_k: int, d_v: int, itemsize: int) -> str:
-    """As tiles.json names what it has: 'compressed_dkv 192/128 2' are the head dims and the bytes of an element."""
+    """Return the name that tiles.json gives: 'compressed_dkv 192/128 2' are the head dims and the bytes of an element."""
     return f"{kernel} {d_k}/{d_v} {itemsize}"
 
 
 def capability(device: torch.device) -> str:
-    """As tiles.json names a GPU: 'sm_90'; '' for what is not a GPU."""
+    """Return the name that tiles.json gives a GPU: 'sm_90'; '' for what is not a GPU."""
     if device.type != "cuda":
         return ""
     return _capability(device.index if device.index is not None else torch.cuda.current_device())
@@ -100,7 +100,7 @@ def _capability(index: int) -> str:
 
 
 def cache_of(device: torch.device) -> int:
-    """Bytes of a GPU's L2 cache; an H100's for what is not a GPU."""
+    """Return the bytes of a GPU's L2 cache; an H100's for what is not a GPU."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 50 << 20
 
 
@@ -112,7 +112,7 @@ def measured(on: str) -> dict[str, Tile]:
 
 
 def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
-    """Chosen by what the compiler reports for an A100: registers, spills, and at most 163 KiB of shared memory. Tests compile
+    """Choose by what the compiler reports for an A100: registers, spills, and at most 163 KiB of shared memory. Tests compile
     them all.
     """
     widest = max(d_k, d_v)
@@ -140,7 +140,7 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
 
 
 def _exact(kernel: str, widest: int) -> Tile:
-    """For float32, whose products are not Tensor Cores'."""
+    """Choose for float32, whose products are not Tensor Cores'."""
     if widest > 128 or kernel.startswith("selected") or kernel == "union":
         return Tile(16, 16, 4, 1)
     return Tile(32, 32, 8 if kernel.endswith("dkv") else 4, 1)

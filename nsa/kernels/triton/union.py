@@ -36,7 +36,7 @@ def unite(
     PICKS, BLOCKS, BITS, EXCESS, SEQUENCES, S, G, LO, HI, FIRST, tiles, most_work,
     n_sel: tl.constexpr, U: tl.constexpr, NS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A program: the distinct blocks of a tile, ascending, `NO_BLOCK` behind the last, and the queries that picked each.
+    """Write the distinct blocks of a tile, ascending, `NO_BLOCK` behind the last, and the queries that picked each.
 
     EXCESS [queries * G], at a tile's first query: products that the union makes, less ``most_work`` times those of the picks
     alone, in (query, block) pairs. Grid (tiles * sequences * G,).
@@ -74,7 +74,7 @@ def unite(
 def choose(
     EXCESS, CHOICE, SEQUENCES, S, G, LO, HI, FIRST, U: tl.constexpr, BT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """CHOICE [sequences * G]: 1 where unions make no more products than allowed, else 0. Grid (sequences * G,)."""
+    """Choose: CHOICE [sequences * G] is 1 where unions make no more products than allowed, else 0. Grid (sequences * G,)."""
     b, g = tl.program_id(0) // G, tl.program_id(0) % G
     s0, _ = tokens_of(SEQUENCES, b, S, PACKED)
     lo, hi = queries_of(SEQUENCES, b, LO, HI, PACKED)
@@ -91,7 +91,7 @@ def _attend_to(
     L_SEL: tl.constexpr, SUB: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr,
     E0: tl.constexpr, E1: tl.constexpr, BN: tl.constexpr, IS_OWN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sub-block i of a tile's; if IS_OWN, one that not every query of the tile sees whole."""
+    """Attend to sub-block i of a tile's; if IS_OWN, one that not every query of the tile sees whole."""
     c = i // SUB
     j = tl.load(BLOCKS + c)
     bits = tl.load(BITS + c) - tl.load(BITS + c - 1, mask=c > 0, other=0)
@@ -137,7 +137,7 @@ def union_forward(
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     U: tl.constexpr, NS: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program: a tile of U queries of a group. Writes O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
+    """Attend with a tile of U queries of a group: write O and LSE; if GATED, OUT = g0 O_CMP + g1 O + g2 O_WIN (Eq. 5).
 
     Tiles of a group are neighbours in the grid, as its keys and values may fit the L2 cache where all groups' do not. Grid
     (tiles * sequences * G,).

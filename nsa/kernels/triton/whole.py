@@ -72,7 +72,7 @@ def check_limits(S: int, H: int, G: int, d_k: int, d_v: int, l_sel: int) -> None
 
 
 def sequences_of(q: torch.Tensor, G: int, d_v: int, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Sequences:
-    """Of a batch, or of a pack: then ``cu_seqlens`` is read on the host."""
+    """Return the sequences of a batch, or of a pack: then ``cu_seqlens`` is read on the host."""
     B, S = q.shape[:2]
     check_limits(S, q.shape[2], G, q.shape[3], d_v, sizes.l_sel)
     each = selecting.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
@@ -82,7 +82,7 @@ def sequences_of(q: torch.Tensor, G: int, d_v: int, cu_seqlens: torch.Tensor | N
 
 
 def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes) -> Kept:
-    """Room for what is kept; its shapes follow from those of the arguments alone, as a traced graph requires."""
+    """Return room for what is kept; its shapes follow from those of the arguments alone, as a traced graph requires."""
     B, S, H, _ = q.shape
     tokens, G, d_v = B * S, v.shape[2], v.shape[3]
     selection = Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v)
@@ -104,7 +104,7 @@ def _flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def forward(
     q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, cu_seqlens: torch.Tensor | None, sizes: Sizes
 ) -> tuple[torch.Tensor, Kept]:
-    """Eq. 5, [B, S, H, Dv], and what the backward needs."""
+    """Return Eq. 5, [B, S, H, Dv], and what the backward needs."""
     kept = empty_kept(q, sel[1], cu_seqlens, sizes)
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     out = q.new_empty(*q.shape[:3], sel[1].shape[-1])
@@ -152,7 +152,7 @@ def backward(
     grad: torch.Tensor, q: torch.Tensor, cmp: Pair, sel: Pair, win: Pair, gates: torch.Tensor, kept: Kept,
     cu_seqlens: torch.Tensor | None, sizes: Sizes,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Gradients of q, keys and values in the order of the arguments, and gates."""
+    """Return gradients of q, keys and values in the order of the arguments, and gates."""
     seqs = sequences_of(q, sel[0].shape[2], sel[1].shape[-1], cu_seqlens, sizes)
     flat = _flat(grad, q, *cmp, *sel, *win, gates)
     flat_grad, flat_q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, flat_gates = flat
