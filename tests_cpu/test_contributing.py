@@ -59,7 +59,8 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     edit(causes, "_REGISTRY = (\n", "_REGISTRY = (\n" + textwrap.indent(code(row).rstrip() + ",\n", "    "))
     (causes.parent / "rules" / "clocks.py").write_text(code(rule), encoding="utf-8")
     engine = causes.parent / "engine.py"
-    edit(engine, "import absence, autograd, exits", "import absence, autograd, clocks, exits")
+    verdict = "from pytest_nsa.diagnosis.verdict import"
+    edit(engine, verdict, f"from pytest_nsa.diagnosis.rules import clocks\n{verdict}")
     edit(engine, "    exits.rank_raised,\n", "    clocks.skewed,\n    exits.rank_raised,\n")
     planted = copy / "tests_cpu" / "faults" / "planted_ranks.py"
     planted.write_text(planted.read_text() + "\n\n" + code(fault), encoding="utf-8")
@@ -80,11 +81,40 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     assert "1 passed" in live
 
 
+@pytest.mark.slow
+def test_a_scenario_is_added_by_the_steps(copy: Path) -> None:
+    row = code(steps("Add a scenario")[0])
+    scenarios = copy / "tests_cpu" / "plan" / "scenarios.py"
+    edit(scenarios, '    _mitigation("buckets_2mb"', textwrap.indent(row, "    ") + '    _mitigation("buckets_2mb"')
+    assert "1 passed" in run(copy, "tests_cpu/plan/test_plan.py", "-k", "buckets_50mb")
+    summary = (copy / "artifacts" / "latest" / "SUMMARY.md").read_text()
+    assert "buckets_50mb" in summary
+    assert "1/" in run(copy, "tests_gpu/test_plan.py", "-k", "buckets_50mb", "--collect-only")
+
+
+@pytest.mark.slow
+def test_a_backend_is_added_by_the_steps(copy: Path) -> None:
+    module, row, *_ = steps("Add a backend of the attention")
+    kernels = copy / "nsa" / "kernels"
+    (kernels / "mine.py").write_text(code(module), encoding="utf-8")
+    edit(kernels / "backends.py", '    "flash": Backend', "    " + code(row) + '    "flash": Backend')
+    edit(kernels / "backends.py", "from nsa.kernels import ", "from nsa.kernels import mine, ")
+    edit(copy / "nsa" / "config.py", '"flash"]', '"flash", "mine"]')
+    asked = "import torch, nsa; print(nsa.explain('mine', torch.float32, torch.device('cpu')))"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, text=True, capture_output=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert "'mine'" in done.stdout
+    assert " passed" in run(copy, "tests_cpu/test_contributing.py", "-k", "registry_of_backends")
+    assert "1 passed" in run(copy, "tests_cpu/kernels/test_truth.py", "-k", "serves_a_cpu and mine")
+
+
 @pytest.mark.parametrize("chapter", ["Add a cause", "Add a scenario", "Add a backend of the attention"])
 def test_the_steps_name_what_exists(chapter: str) -> None:
     named = re.findall(r"`((?:pytest_nsa|nsa|tests_cpu|docs)/[\w/.]+)`", "".join(steps(chapter)))
     assert len(named) >= 3
-    new = {"pytest_nsa/diagnosis/rules/clocks.py", "docs/causes/clock_skew.md"}
+    new = {"pytest_nsa/diagnosis/rules/clocks.py", "docs/causes/clock_skew.md", "nsa/kernels/mine.py"}
     assert [name for name in named if name not in new and not (ROOT / name).exists()] == []
 
 

@@ -142,6 +142,19 @@ def test_the_whole_in_every_dtype(z: dict[str, Any]) -> None:
     compare(nsa_attention(*inputs, **sizes, backend="cpu"), reference_attention(*exact, **sizes), inputs, exact)
 
 
+SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float32, torch.device("cpu"), 16, 16)]
+
+
+@pytest.mark.parametrize("backend", SERVING)
+def test_every_backend_that_serves_a_cpu(backend: str) -> None:
+    sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 20}
+    n = blocks.num_compressed(70, sizes["l"], sizes["d"])
+    shapes = [(2, 70, 4, 16), *((2, m, 2, width) for m in (n, 70, 70) for width in (16, 16)), (2, 70, 4, 3)]
+    exact = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    inputs = [x.detach().float().requires_grad_() for x in exact]
+    compare(nsa_attention(*inputs, **sizes, backend=backend), reference_attention(*exact, **sizes), inputs, exact)
+
+
 @pytest.mark.parametrize("chunks", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
 def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
     """Long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""

@@ -52,10 +52,10 @@ def block_importance(
     D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr, STEP: tl.constexpr,
     INNER: tl.constexpr, CLEAR: tl.constexpr, NQ: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the importance of blocks up to their own for BM // h queries of a group, the last first, STEP at once. Grid (tiles * BG,).
+    """Write the importance of blocks up to their own for BM // h queries of a group, the last first, STEP at once.
 
-    A compressed block has A strides, a selection block R; INNER tiles of BN keys cover the STEP * R + A - 1 strides of STEP blocks;
-    one does if CLEAR, and then those that every query sees whole have no masks.
+    Grid (tiles * BG,). A compressed block has A strides, a selection block R; INNER tiles of BN keys cover the STEP * R + A - 1
+    strides of STEP blocks; one does if CLEAR, and then those that every query sees whole have no masks.
     """
     BQ: tl.constexpr = BM // h
     bg = tl.program_id(0) % BG
