@@ -37,7 +37,7 @@ def pytest_nsa_decide(verdicts):
     assert summary.startswith("Our plan: ['warm_up'].")
     assert "**Call the network team.**" in summary
     assert "1. is it the link? yes" in summary
-    assert "- the plan reads it as: the link <between> nodes" in summary
+    assert "- the plan reads it as: the link \\<between> nodes" in summary
     page = (result.run / "report.html").read_text()
     assert "The plan reads it as: the link &lt;between&gt; nodes" in page
     decision = json.loads((result.run / "decision.json").read_text())
