@@ -3,7 +3,7 @@
     python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools [N]]
 
 Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Time to announcement and to
-verdict are counted from when the ranks stood still. ``--tools`` runs the same functions on ranks without this plugin: as torch
+verdict are counted from when the ranks stalled. ``--tools`` runs the same functions on ranks without this plugin: as torch
 leaves them (its own time limit 8 s), with TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier behind them, and below a test
 with pytest-timeout alone (6 s). Then 1,000 healthy steps of two ranks with both cores busy: what is announced is a false alarm.
 """

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: say where they come from, print them, keep them where it is told to."""
+"""What every benchmark does with its figures: say where they come from, print them, keep them where a path is given."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Endurance: thousands of two-rank tests in one session with a fault every tenth; then hundreds under -n 4, several times over.
 
-Checks that every good test passes and every fault is told, and that descriptors, memory and processes of the host stay
+Checks that every good test passes and every fault is reported, and that descriptors, memory and processes of the host stay
 flat. Prints what it saw; ``--json FILE`` keeps it.
 
     python benchmarks/soak.py --tests 2000 --json benchmarks/results/soak.json

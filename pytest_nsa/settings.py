@@ -22,7 +22,7 @@ COVERAGE = "PYTEST_NSA_COVERAGE"  # what it is to measure, where pytest-cov does
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterLauncher:
-    """What torchrun or a SLURM job tells this process. ``serves_store``: the launcher itself keeps the store."""
+    """What torchrun or a SLURM job passes to this process. ``serves_store``: the launcher itself keeps the store."""
 
     rank: int
     world_size: int

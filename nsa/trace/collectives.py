@@ -203,7 +203,7 @@ class CollectiveRecorder:
         return bool(self._pending)
 
     def poll(self) -> None:
-        """Mark collectives that have completed without anybody waiting for them. Called by the heartbeat."""
+        """Mark collectives that have completed without a wait. Called by the heartbeat."""
         with self._lock:
             waiting = list(self._pending.items())
         for key, (_, work) in waiting:
@@ -258,7 +258,7 @@ class CollectiveRecorder:
 
 
 def _ignore(name: str, ranks: list[int]) -> None:
-    """Nobody listens."""
+    """No-op."""
 
 
 def _group(value: Any) -> Any:

@@ -52,7 +52,7 @@ def _is_finite(output: Any) -> bool:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Nobody listens."""
+    """No-op."""
 
 
 def _is_inside_a_step() -> bool:

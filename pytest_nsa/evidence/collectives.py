@@ -35,7 +35,7 @@ def can_complete(collective: Collective, rings: Rings) -> bool:
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:
     """Return what each rank waits in, when all wait, not all in the same place, and nothing of it can complete.
 
-    Nobody can come to anybody's help then. None when any rank is free, or waits for a send or receive.
+    No rank can help another then. None when any rank is free, or waits for a send or receive.
     """
     found = {rank: c for rank, c in blocked.items() if c is not None and c.peer == -1}
     if len(found) < max(2, len(blocked)) or len({c.place for c in found.values()}) < 2:

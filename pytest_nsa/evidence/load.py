@@ -179,7 +179,7 @@ class Evidence:
 
     @property
     def was_ended_at_a_stall(self) -> bool:
-        """Whether all ranks of a training that is only watched have gone together, after they had stood still: someone ended it."""
+        """Whether all ranks of a training that is only watched have gone together, after they had stalled: someone ended it."""
         left = [r for r in self.ranks if not r.finished]
         return bool(left and self.stood_still_s) and all(r.gone > self.stop_time for r in left)
 

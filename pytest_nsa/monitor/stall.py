@@ -1,6 +1,6 @@
 """A stall while it lasts: when to look closer, what /proc shows meanwhile, and how long it has truly lasted.
 
-A rank that waits stands still by the clock; one that computes, only by the processor's time that it got: on a busy
+A rank that waits stalls by the clock; one that computes, only by the processor's time that it got: on a busy
 machine it may get little. So no machine is too slow for a limit that is set in these seconds.
 """
 

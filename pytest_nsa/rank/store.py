@@ -1,7 +1,7 @@
 """The store in which a worker group's ranks find each other: kept by the zygote, reached through each rank's own socket pair.
 
 torch's FileStore polls a file every 10 ms, which is half of what it costs to form a group of two; its TCPStore listens on a
-port that any user of the machine can reach. Nobody else holds a socket pair.
+port that any user of the machine can reach. No other process holds a socket pair.
 """
 
 from __future__ import annotations

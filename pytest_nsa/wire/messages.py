@@ -25,8 +25,8 @@ _MEMBERS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int, "tu
 
 
 def check_kinds(of: Any, data: Any) -> None:
-    """Raise ValueError where ``data``, which anybody may have written, is no object, or has a field of the dataclass ``of`` that is
-    of another kind.
+    """Raise ValueError where ``data``, which any program may have written, is no object, or has a field of the dataclass ``of`` of
+    another kind.
     """
     if not isinstance(data, dict):
         raise ValueError("it holds no JSON object")
@@ -132,7 +132,7 @@ class Job:
 
     @classmethod
     def from_stranger(cls, data: Any) -> Job:
-        """Build it from a file that anybody may have written. Raises ValueError that names what is wrong in it."""
+        """Build it from a file that any program may have written. Raises ValueError that names what is wrong in it."""
         check_kinds(cls, data)
         missing = [name for name in ("nodeid", "folder", "world_size", "backend") if name not in data]
         if missing:

@@ -80,7 +80,7 @@ class BestModelBoard:
 
 @planted("missing_collective", [0], n=4, marked=True)
 def test_store_key_off_by_one(tmp_path):
-    """After its resume rank 0 writes the score under the key of the next epoch, and the others wait for a key that nobody sets."""
+    """After its resume rank 0 writes the score under the key of the next epoch, and the others wait for a key that no rank sets."""
     rank, world = where()
     board = BestModelBoard(tmp_path, rank, world)
     for epoch in range(6):

@@ -232,7 +232,7 @@ class Tokenise:
 
 @planted("child_process", [3], n=4, marked=True)
 def test_child_fills_its_pipe():
-    """Rank 3's shard is the long one: its child fills the pipe that nobody reads before the wait, and the wait never ends."""
+    """Rank 3's shard is the long one: its child fills the pipe that no rank reads before the wait, and the wait never ends."""
     rank, _ = where()
     for _ in range(3):
         dist.all_reduce(torch.ones(4))

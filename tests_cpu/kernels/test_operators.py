@@ -98,7 +98,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
-    """They are one product where nobody does."""
+    """They are one product where no hook is set."""
     module = make_module()
     x = torch.randn(2, 100, 32)
     wanted = module(x)

@@ -41,7 +41,7 @@ def plant(fault: str | None, trainer: Trainer) -> None:
 
 
 class WaitInBackward(torch.autograd.Function):
-    """Identity whose backward waits for a lock that nobody will release."""
+    """Identity whose backward waits for a lock that no thread will release."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

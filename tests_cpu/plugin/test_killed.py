@@ -1,4 +1,4 @@
-"""SIGKILL of host, zygote and ranks: what was seen until then is on disk, and `pytest-nsa diagnose` tells it."""
+"""SIGKILL of host, zygote and ranks: what was seen until then is on disk, and `pytest-nsa diagnose` reports it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
 
 
 def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:
-    """In a network namespace of its own, whose loopback a rank takes down: packets are lost, and nobody is told."""
+    """In a network namespace of its own, whose loopback a rank takes down: packets are lost without an error."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         pytest.skip("no network namespace can be made here")
     if shutil.which("ip") is None:

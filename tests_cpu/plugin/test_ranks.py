@@ -1,4 +1,4 @@
-"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports; and nobody else pays for it."""
+"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports; and tests without ranks do not pay for it."""
 
 from __future__ import annotations
 

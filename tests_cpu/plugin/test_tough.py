@@ -1,4 +1,4 @@
-"""Faults of the rougher kind: each is told for what it is, nothing is left behind, and the next test passes."""
+"""Faults of the rougher kind: each is reported as what it is, nothing is left behind, and the next test passes."""
 
 from __future__ import annotations
 

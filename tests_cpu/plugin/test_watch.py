@@ -80,7 +80,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:
-    """Until both ranks' heartbeats have told so many steps."""
+    """Until both ranks' heartbeats have recorded so many steps."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         files = list((folder / "run").glob("heartbeat_rank*.jsonl"))
