@@ -57,9 +57,9 @@ class Signals:
             session.exitstatus = 128 + self.ended_by
 
     def pytest_unconfigure(self) -> None:
-        """Leave the signals as they were."""
+        """Leave the signals as they were; of a session that one has ended, ignored, as a late one would change its exit code."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_IGN if self.ended_by else handler)  # type: ignore[arg-type]
         self._before = {}
 
 
