@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.rows import LOG2E, load_two
+from nsa.kernels.triton.rows import load_lse, load_two
 
 
 @triton.jit
@@ -52,15 +52,8 @@ def _of_branch(
     tl.store(DELTA + at, total, mask=there)
     gate = tl.load(GATES + r * 3 + BRANCH, mask=there, other=0.0).to(tl.float32)
     is_open = gate != 0
-    lse = _base_2(LSE, at, there) - tl.log2(tl.where(is_open, gate, 1.0))
+    lse = load_lse(LSE, at, there) - tl.log2(tl.where(is_open, gate, 1.0))
     tl.store(GATED_LSE + at, tl.where(is_open, lse, float("inf")), mask=there)
-
-
-@triton.jit
-def _base_2(LSE, at, there):
-    """Return the log-sum-exp, base 2; +inf where a row saw no key."""
-    lse = tl.load(LSE + at, mask=there, other=0.0) * LOG2E
-    return tl.where(lse == float("-inf"), float("inf"), lse)
 
 
 @triton.jit
@@ -72,4 +65,4 @@ def row_sums(
     there = r < rows
     x0, x1 = load_two(GRAD, r * D, there, D, D0, D1, True)
     tl.store(DELTA + r, _row_sums(x0.to(tl.float32), x1.to(tl.float32), O, r * D, there, D, D0, D1), mask=there)
-    tl.store(GATED_LSE + r, _base_2(LSE, r, there), mask=there)
+    tl.store(GATED_LSE + r, load_lse(LSE, r, there), mask=there)
