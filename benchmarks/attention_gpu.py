@@ -21,8 +21,6 @@ import contextlib
 import functools
 import itertools
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 import time
@@ -33,11 +31,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from ahead import compile_ahead
 from figures import environment
 
 from nsa import nsa_attention
 from nsa.kernels import blocks, ops
-from nsa.kernels.triton import branches, selecting, single, support, tiles, whole
+from nsa.kernels.triton import selecting, support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
@@ -341,55 +340,6 @@ def over_fastest(way: str, ms: dict[str, float]) -> dict[str, Any]:
     return {"dense": fastest, "ms": dense[fastest], "times": dense[fastest] / ms[f"nsa {way}"]}
 
 
-def compile_one(job: tuple[str, int, str, int, int]) -> None:
-    """In a process of its own: fill Triton's cache with every ``of``-th kernel that our contenders launch, on tensors without
-    memory.
-    """
-    shape, S, on, part, of = job
-    H, G, d_k, d_v = SHAPES[shape]
-    n, scale, seen = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), d_k**-0.5, 0
-
-    def warm_up(found: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen % of == part and 0 not in grid:
-            with contextlib.suppress(Exception):  # measuring meets it again, and says so
-                found.warmup(*arguments, grid=grid, **settings)
-
-    def tensor(*size: int) -> torch.Tensor:
-        return torch.empty(size, device="meta", dtype=DTYPE)
-
-    q, k, v, out = tensor(1, S, H, d_k), tensor(1, S, G, d_k), tensor(1, S, G, d_v), tensor(1, S, H, d_v)
-    cmp, gates, lse = (tensor(1, n, G, d_k), tensor(1, n, G, d_v)), tensor(1, S, H, 3), q.new_empty(1, S, H).float()
-    n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
-    chosen = q.new_empty(1, S, G, blocks.num_selection(S, SIZES["l_sel"]), dtype=torch.bool)
-    sizes = whole.Sizes(*SIZES.values(), scale)
-    with contextlib.ExitStack() as stack:
-        for module in (branches, selecting, single):
-            stack.enter_context(mock.patch.object(module, "launch", warm_up))
-        for module in (selecting, tiles):
-            stack.enter_context(mock.patch.object(module, "capability", return_value=on))
-        _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, sizes)
-        whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, sizes)
-        single.sliding_backward(out, q, k, v, *single.sliding_forward(q, k, v, SIZES["w"], scale), SIZES["w"], scale)
-        blocked = SIZES["l"], SIZES["d"]
-        single.compressed_forward(q, *cmp, *blocked, SIZES["l_sel"], scale)
-        single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)
-        for cache in (0, 1 << 62):
-            with mock.patch.object(selecting, "cache_of", return_value=cache):
-                single.selected_forward(q, k, v, chosen, SIZES["l_sel"], n_sel, scale)
-        single.selected_backward(out, q, k, v, out, lse, chosen, SIZES["l_sel"], n_sel, scale)
-
-
-def compile_ahead(shapes: list[str], lengths: list[int]) -> None:
-    """Compile what will be measured on all cores, one kernel per job, so that measuring compiles next to nothing."""
-    cores = len(os.sched_getaffinity(0))
-    on = tiles.capability(torch.device(DEVICE))
-    jobs = [(shape, S, on, part, cores) for shape in shapes for S in lengths for part in range(cores)]
-    with multiprocessing.get_context("forkserver").Pool(cores) as pool:
-        pool.map(compile_one, jobs, chunksize=1)
-
-
 def main() -> None:
     """Measure, print, keep: each length as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -416,7 +366,8 @@ def main() -> None:
     }  # fmt: skip
     if DEVICE == "cuda":
         began = time.monotonic()
-        compile_ahead(arguments.shapes, arguments.lengths)
+        shapes, on = [SHAPES[name] for name in arguments.shapes], tiles.capability(torch.device(DEVICE))
+        compile_ahead(shapes, arguments.lengths, SIZES, DTYPE, on)
         print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     failed = False
     # Ours and dense first; fla last, as it tunes itself for minutes: a run that is cut off keeps what came before.

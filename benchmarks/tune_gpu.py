@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ahead import compiling
 from attention_gpu import AGREEMENT, DEVICE, DTYPE, SHAPES, SIZES, slow_picks, timed
 
 from nsa.kernels import blocks
@@ -143,19 +144,11 @@ def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
     """In a process of its own: fill Triton's cache with what a kernel with this tile is compiled to."""
     shape, S, kernel, sizes, on = job
 
-    def warm_up(found: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-        if 0 not in grid and not found.__name__.startswith(
-            ("count", "scan", "place", "cut", "select_", "unite", "choose", "picks")
-        ):
-            found.warmup(*arguments, grid=grid, **settings)
+    def is_tuned(found: Any) -> bool:
+        return not found.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
 
     try:
-        with (
-            replaced("launch", warm_up),
-            mock.patch.object(single, "launch", warm_up),
-            mock.patch.object(selecting, "capability", return_value=on),
-            mock.patch.object(tiles, "capability", return_value=on),
-        ):
+        with compiling(on, is_tuned):
             with_tile(kernel, sizes, call_for(kernel)(shape, S, "meta"))()
     except Exception as refused:  # timing meets it again, and passes it over
         print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)

@@ -1,0 +1,82 @@
+"""Kernels compiled by all cores before they are measured: calls of ours on tensors without memory, whose launches compile."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nsa.kernels import blocks
+from nsa.kernels.triton import branches, selecting, single, tiles, whole
+
+Job = tuple[tuple[int, int, int, int], dict[str, int], torch.dtype, int, str, int, int]
+
+
+@contextlib.contextmanager
+def compiling(on: str, is_due: Callable[[Any], bool], *, refused: type[Exception] | None = None) -> Iterator[None]:
+    """For GPUs ``on``, as tiles.json names them, compile the kernels that ``is_due`` allows where they would be launched.
+
+    An exception ``refused`` of the compiler is passed over.
+    """
+
+    def compile_it(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
+        if is_due(kernel) and 0 not in grid:
+            with contextlib.suppress(*(() if refused is None else (refused,))):
+                kernel.warmup(*arguments, grid=grid, **settings)
+
+    with contextlib.ExitStack() as stack:
+        for module in (branches, selecting, single):
+            stack.enter_context(mock.patch.object(module, "launch", compile_it))
+        for module in (selecting, tiles):
+            stack.enter_context(mock.patch.object(module, "capability", return_value=on))
+        yield
+
+
+def compile_one(job: Job) -> None:
+    """In a process of its own: fill Triton's cache with every ``of``-th kernel that the branches and the whole launch."""
+    (H, G, d_k, d_v), sizes, dtype, S, on, part, of = job
+    n, n_blocks, scale, seen = (
+        blocks.num_compressed(S, sizes["l"], sizes["d"]),
+        blocks.num_selection(S, sizes["l_sel"]),
+        d_k**-0.5,
+        0,
+    )
+
+    def is_mine(kernel: Any) -> bool:
+        nonlocal seen
+        seen += 1
+        return seen % of == part
+
+    def tensor(*size: int) -> torch.Tensor:
+        return torch.empty(size, device="meta", dtype=dtype)
+
+    q, k, v, out = tensor(1, S, H, d_k), tensor(1, S, G, d_k), tensor(1, S, G, d_v), tensor(1, S, H, d_v)
+    cmp, gates, lse = (tensor(1, n, G, d_k), tensor(1, n, G, d_v)), tensor(1, S, H, 3), q.new_empty(1, S, H).float()
+    chosen = q.new_empty(1, S, G, n_blocks, dtype=torch.bool)
+    selection, blocked = (sizes["l_sel"], min(sizes["n_sel"], n_blocks), scale), (sizes["l"], sizes["d"])
+    with compiling(on, is_mine, refused=Exception):  # measuring meets it again, and says so
+        settings = whole.Sizes(**sizes, scale=scale)
+        _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, settings)
+        whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, settings)
+        single.sliding_backward(out, q, k, v, *single.sliding_forward(q, k, v, sizes["w"], scale), sizes["w"], scale)
+        single.compressed_forward(q, *cmp, *blocked, sizes["l_sel"], scale)
+        single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)
+        for cache in (0, 1 << 62):
+            with mock.patch.object(selecting, "cache_of", return_value=cache):
+                single.selected_forward(q, k, v, chosen, *selection)
+        single.selected_backward(out, q, k, v, out, lse, chosen, *selection)
+
+
+def compile_ahead(
+    shapes: list[tuple[int, int, int, int]], lengths: list[int], sizes: dict[str, int], dtype: torch.dtype, on: str
+) -> None:
+    """Compile what is to be measured on all cores, one kernel per job, so that measuring compiles next to nothing."""
+    cores = len(os.sched_getaffinity(0))
+    jobs = [(shape, sizes, dtype, S, on, part, cores) for shape in shapes for S in lengths for part in range(cores)]
+    with multiprocessing.get_context("forkserver").Pool(cores) as pool:
+        pool.map(compile_one, jobs, chunksize=1)
