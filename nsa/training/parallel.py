@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nsa.config import ConfigError, ParallelConfig
+from nsa.trace.debug_level import lower_detail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +67,11 @@ def join_group(backend: str, timeout_s: float = 1800.0) -> None:
 
     TORCH_DISTRIBUTED_DEBUG=DETAIL, which ends DDP on gloo by SIGSEGV, becomes INFO there.
     """
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and backend == "gloo":
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+    lowered = lower_detail(backend)
+    if lowered:
         dist.set_debug_level(dist.DebugLevel.INFO)  # torch read the variable as it was imported
         if os.environ.get("RANK", "0") == "0":
-            said = "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (SIGSEGV, seen with torch 2.13); this run uses INFO instead"
-            print(f"[train] {said}", file=sys.stderr, flush=True)
+            print(f"[train] {lowered}; this run uses INFO instead", file=sys.stderr, flush=True)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 

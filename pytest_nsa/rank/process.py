@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
+from nsa.trace.debug_level import VARIABLE, lower_detail
 from nsa.trace.events import local_rank, machine, record, record_exception
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
@@ -145,13 +146,11 @@ class RankProcess:
         if self.spec.cores:
             os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
         self.notes = []
-        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and self.spec.backend == "gloo":
-            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
-            self.notes.append(
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo (SIGSEGV, seen with torch 2.13); the ranks use INFO instead"
-            )
-        elif not os.environ.get("TORCH_DISTRIBUTED_DEBUG"):
-            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # DDP's errors then name parameters, not indices
+        lowered = lower_detail(self.spec.backend)
+        if lowered:
+            self.notes.append(f"{lowered}; the ranks use INFO instead")
+        elif not os.environ.get(VARIABLE):
+            os.environ[VARIABLE] = "INFO"  # DDP's errors then name parameters, not indices
 
     def _join(self, *, forked_ahead: bool = False) -> None:
         """Choose the device and form the group, once. Raises RuntimeError where there is no GPU to use."""
