@@ -7,10 +7,10 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.report.plain import escape
 from pytest_nsa.wire.files import read_bytes, read_lines, read_text
 
 Series = dict[str, list[tuple[float, float]]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape as escape_markup
 from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
@@ -14,7 +13,7 @@ from pytest_nsa.evidence.load import Evidence, RankEvidence, load
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, write_trace
-from pytest_nsa.report.plain import visible
+from pytest_nsa.report.plain import escape
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import frame_lines, number_ranks, short_place
 
@@ -46,11 +45,6 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
         f"{_table(entries)}\n<h2>Path through the plan's tree</h2><ol>{path}</ol>\n"
         f'<h2>Ranks over time</h2><p class="key quiet">{key}</p>\n{body}</body></html>\n'
     )
-
-
-def escape(text: str) -> str:
-    """Return a text for the page: neither markup nor control characters."""
-    return escape_markup(visible(text))
 
 
 def _table(entries: list[Entry]) -> str:

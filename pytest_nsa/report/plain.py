@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 # Colours stay; what moves a cursor, sets a title, or ends a line elsewhere does not.
@@ -20,12 +21,20 @@ def visible(text: str) -> str:
     return _CONTROL.sub(_name, text)
 
 
+def escape(text: str) -> str:
+    """Return ``text`` for a page: neither markup nor control characters."""
+    return html.escape(visible(text))
+
+
 def markdown(text: str) -> str:
     """Return ``text`` for a line of Markdown: no tag, no link and no image of its own."""
-    line = " ".join(visible(_COLOUR.sub("", text)).split("\n"))
-    return _TAG.sub(r"\<", line).replace("](", "]\\(")
+    return _TAG.sub(r"\<", _line(text)).replace("](", "]\\(")
 
 
 def code(text: str) -> str:
     """Return ``text`` for between two backticks."""
-    return " ".join(visible(_COLOUR.sub("", text)).split("\n")).replace("`", "'")
+    return _line(text).replace("`", "'")
+
+
+def _line(text: str) -> str:
+    return visible(_COLOUR.sub("", text)).replace("\n", " ")

@@ -122,7 +122,7 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
         if stack:
             stacks.setdefault(stack, []).append(rank.rank)
     for stack, ranks in stacks.items():
-        yield f"stack of {number_ranks(ranks)}", visible(stack)
+        yield f"stack of {number_ranks(ranks)}", stack
 
 
 def _stack_text(rank: RankEvidence) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.report.plain import visible
 from pytest_nsa.session.choose_launcher import SharedZygote
 from pytest_nsa.session.folders import ANNOUNCEMENTS
 from pytest_nsa.session.interrupts import signals_key
@@ -49,7 +48,7 @@ class XdistHooks:
         while not self._done.wait(TELL_S):
             texts = [entry["text"] for entry in read_lines(path)]
             for text in texts[shown:]:
-                sys.stdout.write(visible(f"\n{text}\n"))
+                sys.stdout.write(f"\n{text}\n")
                 sys.stdout.flush()
             shown = len(texts)
 
