@@ -219,9 +219,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     follows = runner.attachment is not None and not runner.attachment.leads
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        folder = runner.folder
-        for path in runs.cut_off(folder.root, folder.path)[:1]:
-            folder.tell(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
         config.stash[entries_key], config.stash[decision_key] = session_report.write_reports(
             runner.folder.path,
             runner.settings.gpus,
@@ -229,10 +226,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             interrupted=interrupted,
         )
         failed = sum(entry.verdict.failed for entry in config.stash[entries_key])
-        runs.finish(folder.path, failed, interrupted=interrupted)
-        if runner.settings.keep_runs:
-            for path in runs.delete(runs.surplus(runs.runs_in(folder.root), runner.settings.keep_runs)):
-                folder.note(f"deleted {path.name}, beyond ranks_artifacts_keep = {runner.settings.keep_runs}")
+        runs.finish(runner.folder.path, failed, interrupted=interrupted)
+        _look_at_other_runs(runner.folder, runner.settings.keep_runs)
+
+
+def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
+    """Name the newest that was cut off; delete those beyond the ``keep`` newest, unless it is 0."""
+    found = runs.runs_in(folder.root)
+    for path in runs.cut_off(found)[:1]:
+        folder.tell(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
+    for path in runs.delete(runs.surplus(found, keep)) if keep else ():
+        folder.note(f"deleted {path.name}, beyond ranks_artifacts_keep = {keep}")
 
 
 def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
@@ -257,7 +261,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for notice in runner.folder.notices():
         terminalreporter.write_line(visible(f"  {notice}"))
     for entry in failed:
-        terminalreporter.write_line(visible(f"  {entry.name}: {headline(entry.verdict)}"))
+        terminalreporter.write_line(f"  {visible(entry.name)}: {headline(entry.verdict)}")
     for name in ("SUMMARY.md", "report.html"):
         terminalreporter.write_line(f"{name}: {short_path(runner.folder.path / name)}")
 

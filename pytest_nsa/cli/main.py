@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.cli.outputs import VerdictCommand
-from pytest_nsa.cli.report import clean, report
+from pytest_nsa.cli.report import clean, read, report
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import Evidence, find_test_folders, load, with_sources
+from pytest_nsa.evidence.load import Evidence, find_test_folders
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision
@@ -97,19 +97,12 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    failed = unread = False
+    failed = False
     entries = []
     for folder in folders:
-        try:
-            evidence = load(folder, *others)
-        except (OSError, ValueError) as error:
-            print(visible(f"error: {error}"), file=sys.stderr)
-            unread = True
+        evidence = read(folder, *others)
+        if evidence is None:
             continue
-        for what in evidence.unread:
-            print(visible(f"{folder.name}: not read: {what}"), file=sys.stderr)
-        if not evidence.sources.snippets:  # the process that ran the ranks did not come to keep them
-            evidence = with_sources(evidence)
         verdict = diagnose(evidence)
         name_of_test = visible(verdict.scenario or verdict.nodeid)
         if is_live(evidence):
@@ -131,7 +124,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
         )
         print(first / "report.html", file=sys.stderr)
-    return 2 if unread and not entries else 1 if failed else 0
+    return 2 if not entries else 1 if failed else 0
 
 
 def is_live(evidence: Evidence) -> bool:

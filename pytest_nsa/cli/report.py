@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import find_test_folders, load, with_sources
+from pytest_nsa.evidence.load import Evidence, find_test_folders, load, with_sources
 from pytest_nsa.report import runs
+from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import DECISION, read_decision, write_reports, write_verdict
 from pytest_nsa.report.summary import VERDICTS, read_entries
 from pytest_nsa.wire.files import append_line
@@ -22,7 +23,7 @@ def report(folders: Sequence[Path]) -> int:
         if not (run / VERDICTS).is_file() and not find_test_folders(run):
             print(f"error: {str(run)!r}: no run here (no {VERDICTS}, no test's folder)", file=sys.stderr)
             return 2
-        if runs.Run(run, 0, False, 0).is_in_use:
+        if runs.is_in_use(run):
             print(f"error: {str(run)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
             return 2
         _conclude(run)
@@ -33,7 +34,7 @@ def report(folders: Sequence[Path]) -> int:
         failed = sum(entry.verdict.failed for entry in entries)
         if not was_finished:
             runs.finish(run, failed, interrupted=True)
-        print(f"{decision.sentence}\n{run / 'SUMMARY.md'}\n{run / 'report.html'}")
+        print(f"{visible(decision.sentence)}\n{run / 'SUMMARY.md'}\n{run / 'report.html'}")
         status = status or int(failed > 0)
     return status
 
@@ -44,14 +45,25 @@ def _conclude(run: Path) -> None:
     for folder in find_test_folders(run):
         if folder.name in known:
             continue
-        try:
-            evidence = load(folder)
-        except (OSError, ValueError) as error:
-            print(f"error: {error}", file=sys.stderr)
+        evidence = read(folder)
+        if evidence is None:
             continue
-        verdict = diagnose(evidence if evidence.sources.snippets else with_sources(evidence))
+        verdict = diagnose(evidence)
         write_verdict(folder, verdict)
         append_line(run / VERDICTS, {"folder": folder.name, **verdict.to_json()})
+
+
+def read(folder: Path, *others: Path) -> Evidence | None:
+    """Return a folder's evidence, and print what of it cannot be read; None where that is all."""
+    try:
+        evidence = load(folder, *others)
+    except (OSError, ValueError) as error:
+        print(visible(f"error: {error}"), file=sys.stderr)
+        return None
+    for what in evidence.unread:
+        print(visible(f"{folder.name}: not read: {what}"), file=sys.stderr)
+    # Without any, the process that ran the ranks did not come to keep them.
+    return evidence if evidence.sources.snippets else with_sources(evidence)
 
 
 def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.wire.files import parse, read_lines, read_text, write_atomically
 from pytest_nsa.wire.messages import SCHEMA
 
@@ -34,20 +35,20 @@ class Run:
     finished: bool
     failed: int
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether a process of it runs still."""
-        try:
-            fd = os.open(self.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(fd)
+
+def is_in_use(run: Path) -> bool:
+    """Return whether a process of a run lives still."""
+    try:
+        fd = os.open(run / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def hold(run: Path) -> int:
@@ -90,7 +91,7 @@ def surplus(runs: list[Run], keep: int, keep_failed: int = KEPT_FAILED) -> list[
 def delete(runs: list[Run]) -> Iterator[Path]:
     """Delete runs that are not in use; yields those that went. First renamed, so that no reader meets half of one."""
     for run in runs:
-        if run.is_in_use:
+        if is_in_use(run.path):
             continue
         doomed = run.path.with_name(f".{run.path.name}.{os.getpid()}.deleted")
         with contextlib.suppress(OSError):
@@ -99,10 +100,10 @@ def delete(runs: list[Run]) -> Iterator[Path]:
             yield run.path
 
 
-def cut_off(root: Path, but: Path) -> list[Path]:
-    """Return runs that have verdicts and no end, and that no process writes any more, the newest first."""
+def cut_off(runs: list[Run]) -> list[Path]:
+    """Return runs that have verdicts and no end, and that no process writes any more."""
     return [
-        run.path for run in runs_in(root)
-        if not run.finished and run.path != but and not run.is_in_use and any(read_lines(run.path / "verdicts.jsonl"))
+        run.path for run in runs
+        if not run.finished and not is_in_use(run.path) and any(read_lines(run.path / VERDICTS))
         and not (run.path / "SUMMARY.md").exists()
     ]  # fmt: skip
