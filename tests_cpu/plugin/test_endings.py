@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.testing import HEADER, run_example
-from tests_cpu.plugin.leftovers import processes_below
+from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 
 TERM, HUP, QUIT, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT
 HANGS = """
@@ -52,12 +51,13 @@ def pytest_nsa_decide(verdicts):
 MOMENTS = {"a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the reports": (REPORTS, DECIDES)}
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def has_come(folder: Path, moment: str) -> bool:
+    """Return whether the session is there; under xdist another worker may run the test before, whose verdict is asserted."""
+    verdicts = folder / "artifacts" / "latest" / "verdicts.jsonl"
+    files = ("moment0", "moment1") if moment == "a hang" else ("moment0",)
+    return (
+        all((folder / name).exists() for name in files) and verdicts.exists() and "test_before" in verdicts.read_text()
+    )
 
 
 def end(
@@ -65,24 +65,15 @@ def end(
 ) -> subprocess.Popen[str]:
     """Run a session, send it signals at ``moment``, 0.3 s apart, and wait until it and all of its processes have ended."""
     tests, conftest = MOMENTS[moment]
-    (folder / "test_example.py").write_text(HEADER + tests)
     (folder / "conftest.py").write_text(conftest)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder), *arguments],
-        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )  # fmt: skip
-    wait_for(lambda: (folder / "moment0").exists() and (moment != "a hang" or (folder / "moment1").exists()), process)
+    process = start_session(folder, HEADER + tests, *arguments)
+    wait_for(lambda: has_come(folder, moment), process)
     for number in sent:
         (os.killpg if group else os.kill)(process.pid, number)
         if len(sent) > 1:
             time.sleep(0.3)  # the distance between two signals is what is tried
-    out, errors = process.communicate(timeout=90)
-    print(out, errors)
-    deadline = time.monotonic() + 20
-    while processes_below(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_below(folder) == []
+    print(process.communicate(timeout=90)[0])
+    no_process_is_left(folder)
     return process
 
 
@@ -129,15 +120,11 @@ def test_a_signal_to_the_whole_process_group(tmp_path: Path, sent: signal.Signal
 
 @pytest.mark.timeout(100)
 def test_a_signal_during_collection_leaves_no_process(tmp_path: Path) -> None:
-    (tmp_path / "test_example.py").write_text("import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
-    process = subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, text=True, stdout=subprocess.PIPE)
+    process = start_session(tmp_path, "import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
     wait_for((tmp_path / "moment0").exists, process)
     process.send_signal(TERM)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while processes_below(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_below(tmp_path) == []
+    no_process_is_left(tmp_path)
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 from tests_cpu.plugin.leftovers import processes_below
+from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
 
 FAULTS = """
 class InBackward(torch.nn.Module):
@@ -341,7 +342,7 @@ def test_a(group):
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(tmp_path: Path, sent: signal.Signals) -> None:
-    (tmp_path / "test_example.py").write_text(
+    source = (
         HEADER
         + """
 @world_size(2)
@@ -355,26 +356,14 @@ def test_waits(group, artifacts):
     dist.barrier()
 """
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tmp_path)],
-        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )  # fmt: skip
+    process = start_session(tmp_path, source)
     run = tmp_path / "artifacts" / "latest"
-    names = {0: "running0", 1: "running1"}
-    deadline = time.monotonic() + 60
-    while len(list(run.glob("*test_waits*/running*"))) < len(names):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: len(list(run.glob("*test_waits*/running*"))) == 2, process)
     time.sleep(1.5)  # the stand-still itself: shorter than a second it would be none
     process.send_signal(sent)
     process.communicate(timeout=60)
     folder = next(run.glob("*test_waits*"))
-    deadline = time.monotonic() + 20
-    while processes_below(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_below(tmp_path) == []
+    no_process_is_left(tmp_path)
     if sent != signal.SIGKILL:
         assert process.returncode == pytest.ExitCode.INTERRUPTED
         assert (folder / "result.txt").read_text() == "INTERRUPTED\n"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below
+from tests_cpu.plugin.sessions import start_session, wait_for
 
 FAULTS = """
 import ctypes, resource
@@ -328,22 +328,6 @@ def test_it(group): dist.barrier()
     assert "slow: every rank is a new interpreter, because collecting the tests initialises CUDA" in result.stdout
 
 
-def start_and_wait(folder: Path, source: str, is_there: Callable[[], bool], *options: str) -> subprocess.Popen[str]:
-    """pytest over ``source``, once ``is_there`` says so. SIGINT interrupts it, however this process was started."""
-    (folder / "test_example.py").write_text(source)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options], cwd=folder, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not is_there():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
-
-
 def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytester) -> None:
     (pytester.path / "conftest.py").write_text(
         "import os, pathlib, time\n"
@@ -352,7 +336,8 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytes
         "    time.sleep(1000)\n"
     )
     source = HEADER + "@world_size(2)\ndef test_it(group): pass\n"
-    process = start_and_wait(pytester.path, source, (pytester.path / "starting").is_file, "--ranks-launch=clean")
+    process = start_session(pytester.path, source, "--ranks-launch=clean")
+    wait_for((pytester.path / "starting").is_file, process)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=30)[0]
     assert process.returncode == pytest.ExitCode.INTERRUPTED
@@ -373,7 +358,8 @@ def test_waits(group, artifacts):
 """
     )
     run = pytester.path / "artifacts" / "latest"
-    process = start_and_wait(pytester.path, source, lambda: len(list(run.glob("*/running*"))) == 2)
+    process = start_session(pytester.path, source)
+    wait_for(lambda: len(list(run.glob("*/running*"))) == 2, process)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)  # the second within the handling of the first
