@@ -40,6 +40,7 @@ __all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()
 decision_key = pytest.StashKey[Decision]()
+unwritten_key = pytest.StashKey[str]()
 
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
@@ -219,20 +220,35 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     follows = runner.attachment is not None and not runner.attachment.leads
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
-        config.stash[entries_key], config.stash[decision_key] = session_report.write_reports(
-            runner.folder.path,
-            runner.settings.gpus,
-            lambda verdicts: _decide(config, verdicts),
-            interrupted=interrupted,
-        )
-        failed = sum(entry.verdict.failed for entry in config.stash[entries_key])
-        runs.finish(runner.folder.path, failed, interrupted=interrupted)
+        runner.folder.gather()
+        try:
+            _write_reports(config, interrupted=interrupted)
+        except OSError as error:
+            try:
+                runner.folder.move(error)
+                runner.folder.gather()
+                _write_reports(config, interrupted=interrupted)
+            except OSError:  # no room there either
+                config.stash[unwritten_key] = f"SUMMARY.md and report.html could not be written: {error}"
+                return
         _look_at_other_runs(runner.folder, runner.settings.keep_runs)
+
+
+def _write_reports(config: pytest.Config, *, interrupted: bool) -> None:
+    runner = config.stash[runner_key]
+    config.stash[entries_key], config.stash[decision_key] = session_report.write_reports(
+        runner.folder.path,
+        runner.settings.gpus,
+        lambda verdicts: _decide(config, verdicts),
+        interrupted=interrupted,
+    )
+    failed = sum(entry.verdict.failed for entry in config.stash[entries_key])
+    runs.finish(runner.folder.path, failed, interrupted=interrupted)
 
 
 def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
     """Name the newest that was cut off; delete those beyond the ``keep`` newest, unless it is 0."""
-    found = runs.runs_in(folder.root)
+    found = runs.runs_in(folder.path.parent)
     for path in runs.cut_off(found)[:1]:
         folder.tell(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
     for path in runs.delete(runs.surplus(found, keep)) if keep else ():
@@ -252,6 +268,8 @@ def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     runner = config.stash[runner_key]
     entries = config.stash.get(entries_key, None)
+    if unwritten_key in config.stash:
+        terminalreporter.write_line(visible(config.stash[unwritten_key]))
     if entries is None:
         return
     failed = [entry for entry in entries if entry.verdict.failed]

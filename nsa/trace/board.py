@@ -7,9 +7,11 @@ A write is a store into mapped memory: no system call, no flush. The page outliv
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
+import resource
 import struct
 import time
 from typing import Any
@@ -49,7 +51,9 @@ _INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 _MOVES = ("progress", "modules_entered", "gradients", "collectives_entered", "collectives_left")
 
 
-def _layout() -> tuple[dict[str, Any], int]:
+@functools.cache
+def _layout(slots: int = RING_SIZE) -> tuple[dict[str, Any], bytes, int]:
+    """Return the layout of a board with ``slots`` collectives, as values and as the file's header, and its size in bytes."""
     offset, numbers, texts = HEADER, {}, {}
     for name, code in _NUMBERS.items():
         numbers[name] = [offset, code]
@@ -66,7 +70,7 @@ def _layout() -> tuple[dict[str, Any], int]:
     offset += 2 * MAX_PATH
     ring = {
         "offset": offset,
-        "size": RING_SIZE,
+        "size": slots,
         "stride": _RECORD_STRUCT.size,
         "record": [list(f) for f in _RECORD],
     }
@@ -79,17 +83,29 @@ def _layout() -> tuple[dict[str, Any], int]:
         "path": path,
         "ring": ring,
     }
-    return layout, -(-(offset + RING_SIZE * _RECORD_STRUCT.size) // 8) * 8
+    header = json.dumps(layout).encode()
+    if len(header) > HEADER:
+        raise AssertionError("the board's header outgrew its page")
+    return layout, header, -(-(offset + slots * _RECORD_STRUCT.size) // 8) * 8
+
+
+def _mapped(path: str | os.PathLike[str], size: int) -> mmap.mmap:
+    """Map a file of zeros. The monitor may have made it, with its space on the disk: that is kept."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if os.pread(fd, 1, 0) not in (b"", b"\0"):  # an earlier rank's
+            os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, size)  # a store into a page that the disk cannot hold is a SIGBUS
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
 
 
 class Board:
     """The writer's side. Attributes of a rank are set with `number` and `text`; collectives with `enter` and `leave`."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None, rank: int = 0, world_size: int = 1) -> None:
-        layout, self._size = _layout()
-        self._header = json.dumps(layout).encode()
-        if len(self._header) > HEADER:
-            raise AssertionError("the board's header outgrew its page")
+        layout = _layout()[0]
         self._numbers = {
             name: (place[0], _FLOAT if place[1] == "d" else _INT) for name, place in layout["numbers"].items()
         }
@@ -104,17 +120,18 @@ class Board:
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
-        """Begin anew in the file ``path`` (None: in memory that no other process sees). Raises OSError, on a full disk too."""
-        if path is None:
-            self._map = mmap.mmap(-1, self._size)
-        else:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, self._size)  # a store into a page that the disk cannot hold is a SIGBUS
-                self._map = mmap.mmap(fd, self._size)
-            finally:
-                os.close(fd)
-        self._map[: len(self._header)] = self._header
+        """Begin anew in the file ``path`` (None: in memory that no other process sees). Raises OSError, on a full disk too.
+
+        Where `ulimit -f` allows no file of its size, it holds fewer collectives.
+        """
+        self._slots = RING_SIZE
+        if path is not None:
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            if limit != resource.RLIM_INFINITY:
+                self._slots = max(1, min(RING_SIZE, (limit - self._ring) // _RECORD_STRUCT.size - 1))
+        _, header, size = _layout(self._slots)
+        self._map = mmap.mmap(-1, size) if path is None else _mapped(path, size)
+        self._map[: len(header)] = header
         view = memoryview(self._map)
         self._counters, self._calls = view.cast("q"), view[self._path : self._path + 2 * MAX_PATH].cast("H")
         self._path_base = 0
@@ -212,7 +229,7 @@ class Board:
         ``note``: a new group's name and ranks, a tag, split sizes.
         """
         index = self.count("collectives_entered")
-        offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
+        offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
@@ -225,7 +242,7 @@ class Board:
 
     def leave(self, index: int) -> None:
         """The collective that `enter` numbered has completed."""
-        if self.count("collectives_entered") - index <= RING_SIZE:
-            offset = self._ring + (index % RING_SIZE) * _RECORD_STRUCT.size
+        if self.count("collectives_entered") - index <= self._slots:
+            offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
             _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], time.time())
         self.add("collectives_left")

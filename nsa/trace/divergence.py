@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from nsa.trace.events import where_there_is_room
 from nsa.trace.names import plain_name
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
@@ -28,7 +29,7 @@ class Checksums:
     """Writes the checksums of a rank. Costs one norm per tensor and, on a GPU, a synchronisation: only on request."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._size = 0
         self._count = 0  # of the models so far: of those that have gone, too
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
@@ -85,7 +86,8 @@ class Checksums:
         }  # fmt: skip
         if is_new:
             record["names"] = [name for name, _ in kept]
-        self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
+        with where_there_is_room():
+            self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
         """No more is written."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import platform
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,27 @@ MAX_TEXT = 200_000
 MAX_CHAIN = 10
 
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+
+
+@contextlib.contextmanager
+def where_there_is_room() -> Iterator[None]:
+    """Write evidence: the program that is traced goes on where the disk is full, or a file may not grow."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+
+
 def append(path: Path, entry: dict[str, Any]) -> None:
     """Append a line of JSON."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(fd, (json.dumps(entry) + "\n").encode())
-    finally:
-        os.close(fd)
+    with where_there_is_room():
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(fd, (json.dumps(entry) + "\n").encode())
+        finally:
+            os.close(fd)
 
 
 def record(folder: Path, **event: Any) -> None:

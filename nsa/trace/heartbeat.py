@@ -62,7 +62,7 @@ class Heartbeat:
         self.recorder = recorder
         self.rank = rank
         self.label = label
-        self._file = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._stacks_file = os.memfd_create("nsa-stacks", os.MFD_CLOEXEC)
         self._main = threading.main_thread().ident
         self._stop = threading.Event()

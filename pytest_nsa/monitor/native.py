@@ -24,5 +24,8 @@ def dump_native(pid: int, path: Path) -> str:
     if done.returncode or not done.stdout:
         said = done.stderr.strip().splitlines()
         return f"py-spy could not look: {said[0][:200] if said else 'no reason given'}"
-    path.write_text(done.stdout, encoding="utf-8")
+    try:
+        path.write_text(done.stdout, encoding="utf-8")
+    except OSError as error:
+        return f"its dump could not be written: {error.strerror}"
     return ""

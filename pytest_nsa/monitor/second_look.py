@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.system.procfs import catches, children_of, difference, look_at
+from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL
@@ -35,7 +36,8 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
     """A line on a rank's process."""
-    append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
+    with where_there_is_room():
+        append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
 
 
 def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
@@ -64,7 +66,7 @@ def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
         for child in children_of(pid)[:MAX_CHILDREN]:
             if not catches(child, DUMP_SIGNAL):
                 continue
-            with files[rank].open("a", encoding="utf-8") as file:
+            with where_there_is_room(), files[rank].open("a", encoding="utf-8") as file:
                 file.write(f"{CHILD_MARK}{child}\n")
             with contextlib.suppress(ProcessLookupError):
                 dump_stacks({rank: files[rank]}, lambda _, child=child: os.kill(child, DUMP_SIGNAL))  # type: ignore[misc]

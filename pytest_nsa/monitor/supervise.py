@@ -15,6 +15,7 @@ from pytest_nsa.monitor.second_look import dump_children, dump_stacks, note_proc
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
+from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
 from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion
@@ -208,4 +209,5 @@ class RanksRun:
         return not any(self.statuses.values()) and self.watch.is_even()
 
     def _note(self, event: str, **facts: object) -> None:
-        append_line(self.log, {"event": event, "time": time.time(), **facts})
+        with where_there_is_room():
+            append_line(self.log, {"event": event, "time": time.time(), **facts})

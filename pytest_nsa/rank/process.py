@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 import pytest
 
 from nsa.trace.debug_level import VARIABLE, lower_detail
-from nsa.trace.events import local_rank, machine, record, record_exception
+from nsa.trace.events import local_rank, machine, record, record_exception, where_there_is_room
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.system.children import end_leftovers
@@ -85,7 +85,7 @@ class RankProcess:
     def _run(self, job: Job) -> int:
         """Run one job; returns its exit code. Everything is left in the rank's folder."""
         folder = job.rank_folder(self.number)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)  # of ranks of another machine the monitor makes none
         _redirect_output(folder)
         self._arm_stack_dumps(folder)
 
@@ -213,7 +213,7 @@ class RankProcess:
 def _redirect_output(folder: Path) -> None:
     """File descriptors 1 and 2 go to this rank's output.log; standard input is empty."""
     null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -232,7 +232,7 @@ class TraceLog(logging.Handler):
         if sys.__stdout__ is not None:
             sys.__stdout__.write(line)
             sys.__stdout__.flush()
-        with (self.folder / "traces.log").open("a", encoding="utf-8") as file:
+        with where_there_is_room(), (self.folder / "traces.log").open("a", encoding="utf-8") as file:
             file.write(line)
 
 

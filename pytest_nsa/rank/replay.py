@@ -18,6 +18,7 @@ from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext
 from pytest_nsa.rank.handles import by_name
+from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
@@ -162,7 +163,8 @@ class RankRecorder:
         if data is not None:
             # The text is all that anybody reads of a failure; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
-            append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
+            with where_there_is_room():
+                append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
         self._outcomes.add(report.outcome)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:

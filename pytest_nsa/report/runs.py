@@ -53,7 +53,7 @@ def is_in_use(run: Path) -> bool:
 
 def hold(run: Path) -> int:
     """Mark a run as in use until this process ends; returns the descriptor that does."""
-    fd = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    fd = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd
 

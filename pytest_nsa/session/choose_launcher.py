@@ -20,8 +20,11 @@ from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environm
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.prctl import die_with
 from pytest_nsa.system.procfs import restless_threads
+from pytest_nsa.system.room import reserve
 from pytest_nsa.wire.messages import Channel
 from pytest_nsa.wire.protocols import Launcher
+
+LOG = 64 << 10  # bytes that a zygote's log has on the disk from its start
 
 
 def why_not_fork(config: pytest.Config) -> str:
@@ -72,6 +75,7 @@ def start(kind: str, config: pytest.Config, session: pytest.Session, log: Path) 
 def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
     from pytest_nsa.spawn.zygote import Zygote, by_nodeid
 
+    reserve(log, LOG, keep_size=True)
     ours, theirs = socket.socketpair()
     for stream in (sys.__stdout__, sys.__stderr__, sys.stdout, sys.stderr):
         if stream is not None:
@@ -83,7 +87,7 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
             die_with(parent)
             ours.close()
             os.setpgid(0, 0)  # Ctrl-C at the terminal is the host's
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.dup2(fd, 1)
             os.dup2(fd, 2)
             Zygote(by_nodeid(session.items), theirs).serve()
@@ -100,6 +104,7 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
 def _clean_zygote(
     config: pytest.Config, arguments: list[str], log: Path, listener: socket.socket | None = None
 ) -> ZygoteLauncher:
+    reserve(log, LOG, keep_size=True)  # a zygote that cannot print is one that ends
     ours, theirs = socket.socketpair()
     parent = os.getpid()
 

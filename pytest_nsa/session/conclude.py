@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pytest_nsa.evidence.load import Evidence, load, with_sources
 from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.session.folders import RunFolder
+from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 
 
@@ -27,8 +29,9 @@ def conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
     if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
     if keep or verdict.failed:
-        write_verdict(folder, verdict)
-        _merge_logs(folder, evidence)
+        with where_there_is_room():
+            write_verdict(folder, verdict)
+            _merge_logs(folder, evidence)
     return verdict, evidence
 
 
@@ -78,9 +81,16 @@ class Recorder:
 
     def replace(self, folder: Path, verdict: Verdict) -> None:
         """Record another verdict on a test that has one."""
-        folder.mkdir(exist_ok=True)  # that of a test which passed may be gone
-        write_verdict(folder, verdict)
+        with where_there_is_room():
+            folder.mkdir(exist_ok=True)  # that of a test which passed may be gone
+            write_verdict(folder, verdict)
         self._list(folder, verdict)
 
     def _list(self, folder: Path, verdict: Verdict) -> None:
-        append_line(self.run.path / VERDICTS, {"folder": folder.name, **verdict.to_json()})
+        line = {"folder": folder.name, **verdict.to_json()}
+        try:
+            append_line(self.run.path / VERDICTS, line)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # no room there either: the terminal has the verdict
+                self.run.move(error)
+                append_line(self.run.path / VERDICTS, line)

@@ -1,4 +1,7 @@
-"""Folders: one per run, in it one per test, in that one per rank. Names from test ids are sanitised; nothing foreign is deleted."""
+"""Folders: one per run, in it one per test, in that one per rank. Names from test ids are sanitised; nothing foreign is deleted.
+
+A run goes on in a temporary folder where its own cannot hold it: read-only, full, over a quota, or not a folder.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,16 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from pytest_nsa.report.runs import hold
-from pytest_nsa.wire.files import append_line, read_lines
+from pytest_nsa.report.summary import VERDICTS
+from pytest_nsa.report.terminal import short_path
+from pytest_nsa.system.room import check_room, check_space, largest_file, private_folder, reserve, where_there_is_room
+from pytest_nsa.wire.files import append_line, read_lines, read_text, write_atomically
 
 MAX_NAME = 100
 
@@ -26,15 +35,23 @@ def safe_name(nodeid: str) -> str:
 
 
 ANNOUNCEMENTS = "announcements.jsonl"
+NOTICES = "notices.jsonl"
+BOARD = 160 << 10  # bytes; a rank's board, and some more
+LINES = 16 << 10  # of a rank's events, and of the host's: what a verdict cannot do without
+SMALLEST_LIMIT = 48 << 10  # of `ulimit -f`: below it no evidence fits,
+SMALL_LIMIT = 1 << 20  # and below this not all
 
 
 class RunFolder:
-    """``ROOT/test_engineer_TIME``, made when first needed; ``ROOT/latest`` points to the newest."""
+    """``ROOT/test_engineer_TIME``, made when first needed; ``ROOT/latest`` points to the newest. ``mode``: its permissions."""
 
-    def __init__(self, root: Path, name: str | None = None) -> None:
+    def __init__(self, root: Path, name: str | None = None, mode: int = 0o700) -> None:
         self.root = root
         self.name = name
+        self.mode = mode
         self._path: Path | None = None
+        self._left: Path | None = None  # the folder that had no room any more
+        self._has_moved = False
         self._taken: dict[str, int] = {}
         self._lock = -1  # held as long as this process writes
 
@@ -45,72 +62,136 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """The folder; made on first use."""
+        """The folder; made on first use. Raises UsageError where no file that a verdict needs may be written."""
         if self._path is None:
-            self._path = self._make()
-            with contextlib.suppress(OSError):  # a file system without locks
-                self._lock = hold(self._path)
-            self._point_latest(self._path)
+            limit = largest_file()
+            if limit < SMALLEST_LIMIT:
+                raise pytest.UsageError(
+                    f"ulimit -f limits files to {limit >> 10} KiB, and a rank's evidence needs {SMALLEST_LIMIT >> 10}: raise it"
+                )
+            try:
+                self._open(self.root)
+            except OSError as error:
+                self.move(error)
+            if limit < SMALL_LIMIT:
+                self.tell(f"ulimit -f limits files to {limit >> 10} KiB: what ranks write beyond that is left out")
+        assert self._path is not None
         return self._path
 
-    def _make(self) -> Path:
-        self.root.mkdir(parents=True, exist_ok=True)
-        ignore = self.root / ".gitignore"
+    def _open(self, root: Path) -> None:
+        path = self._make(root)
+        check_room(path)
+        self._path = path
+        with contextlib.suppress(OSError):  # a file system without locks
+            self._lock = hold(path)
+        self._point_latest(root, path)
+
+    def move(self, error: OSError) -> None:
+        """Go on in a temporary folder, as this one cannot be written to. Raises ``error`` where that has been done already."""
+        if self._has_moved:
+            raise error
+        self._has_moved, self._left = True, self._path
+        self._open(private_folder() / "artifacts")
+        self.tell(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
+
+    def gather(self) -> None:
+        """At the session's end: where this process or a worker of it has moved, bring the run's lists together there."""
+        if not self._has_moved and self.name is not None and any(p.is_dir() for p in self.places("")[1:]):
+            self._has_moved, self._left = True, self._path
+            self._open(private_folder() / "artifacts")
+        if self._left is None:
+            return
+        for name in (VERDICTS, NOTICES, ANNOUNCEMENTS):
+            text = read_text(self._left / name) + read_text(self.path / name)
+            if text:
+                write_atomically(self.path / name, text)
+        self._left = None
+
+    def places(self, file: str) -> list[Path]:
+        """Return where a file of the run may lie that a worker writes, by now."""
+        name, roots = self.name or "", [self.root]
+        with contextlib.suppress(OSError):  # no place at all
+            roots.append(private_folder() / "artifacts")
+        return [root / name / file for root in roots]
+
+    def _make(self, root: Path) -> Path:
+        root.mkdir(parents=True, exist_ok=True)
+        ignore = root / ".gitignore"
         if not ignore.exists():
             ignore.write_text("*\n", encoding="utf-8")
         if self.name:  # xdist workers write into the run that the controller named
-            path = self.root / self.name
-            path.mkdir(exist_ok=True)
+            path = root / self.name
+            path.mkdir(mode=self.mode, exist_ok=True)
             return path
         stamp = time.strftime("test_engineer_%Y%m%d_%H%M%S")
         for attempt in range(1000):
-            path = self.root / (stamp if not attempt else f"{stamp}_{attempt}")
+            path = root / (stamp if not attempt else f"{stamp}_{attempt}")
             try:
-                path.mkdir()
+                path.mkdir(mode=self.mode)
                 return path
             except FileExistsError:
                 continue
-        raise OSError(f"no free name for a run in {self.root}")
+        raise OSError(f"no free name for a run in {root}")
 
-    def _point_latest(self, path: Path) -> None:
-        link = self.root / "latest"
+    @staticmethod
+    def _point_latest(root: Path, path: Path) -> None:
+        link = root / "latest"
         if link.exists() and not link.is_symlink():
             return  # a folder that is not ours
-        partial = self.root / f".latest.{os.getpid()}"
+        partial = root / f".latest.{os.getpid()}"
         partial.unlink(missing_ok=True)
         partial.symlink_to(path.name)
         partial.replace(link)
 
-    def test_folder(self, name: str) -> Path:
-        """Return a new folder for a test; a second one of the same name gets a number."""
+    def test_folder(self, name: str, ranks: Sequence[int] = ()) -> Path:
+        """Return a new folder for a test; a second one of the same name gets a number.
+
+        What a verdict cannot do without has its space from now on, for ``ranks``, whatever else fills the disk.
+        """
+        try:
+            return self._new_folder(name, ranks)
+        except OSError as error:
+            self.move(error)
+            return self._new_folder(name, ranks)
+
+    def _new_folder(self, name: str, ranks: Sequence[int]) -> Path:
         while True:
             count = self._taken.get(name, 0)
             self._taken[name] = count + 1
             path = self.path / (name if not count else f"{name}-{count + 1}")
+            check_space(self.path)
             try:
                 path.mkdir()
-                return path
             except FileExistsError:
                 continue
+            if ranks:
+                reserve(path / "host.jsonl", LINES, keep_size=True)
+            for rank in ranks:
+                (path / f"rank{rank}").mkdir()
+                reserve(path / f"rank{rank}" / "board.bin", BOARD)
+                reserve(path / f"rank{rank}" / "events.jsonl", LINES, keep_size=True)
+            return path
 
     def note(self, text: str) -> None:
         """A line with the time in the run's ``test_execution.log``."""
-        with (self.path / "test_execution.log").open("a", encoding="utf-8") as file:
+        with where_there_is_room(), (self.path / "test_execution.log").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def tell(self, text: str) -> None:
         """Report something that concerns the whole run: in its closing lines, once, whichever worker reports it."""
         self.note(text)
-        append_line(self.path / "notices.jsonl", {"text": text})
+        with where_there_is_room():
+            append_line(self.path / NOTICES, {"text": text})
 
     def announce(self, text: str) -> None:
         """Something to be read while the test runs."""
         self.note(text)
-        append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
+        with where_there_is_room():
+            append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:
         """Return what `tell` reported, by any worker."""
-        return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / "notices.jsonl")))
+        return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / NOTICES)))
 
 
 def discard(folder: Path) -> None:

@@ -52,7 +52,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
         _check(request, function, world_size, timeout, outer, arguments or {})
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
-        folder = runner.folder.test_folder(safe_name(nodeid))
+        folder = runner.folder.test_folder(safe_name(nodeid), range(world_size))
         folders.append(folder)
         job = Job(
             nodeid=nodeid,

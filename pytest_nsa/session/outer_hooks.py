@@ -14,13 +14,17 @@ from pytest_nsa import marks
 from pytest_nsa.session.items import RankedFunction, runner_key
 from pytest_nsa.session.needs import needs_of
 from pytest_nsa.settings import settings_key
+from pytest_nsa.system.room import private_folder
 
 
 def become_follower(config: pytest.Config, artifacts: Path) -> Path:
     """Nothing of this process's is shown or kept. Returns the folder for its evidence, which the leader is sent."""
     config.option.xmlpath = None
-    artifacts.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=artifacts))
+    try:
+        artifacts.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=artifacts))
+    except OSError:  # the leader reports it
+        folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=private_folder()))
 
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)

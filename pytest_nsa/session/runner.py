@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ class RankRunner:
         """
         nodeid, scenario = plain_nodeid(item.nodeid), scenario_of(item, tried)
         suffix = "".join(f"-{value.replace(':', '_')}" for value in (tried or {}).values())
-        folder = self.folder.test_folder(scenario or safe_name(nodeid) + suffix)
         needs = needs_of(item, self.settings)
+        folder = self.folder.test_folder(scenario or safe_name(nodeid) + suffix, self._ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
             self.launcher.kill_ranks()  # that stayed for a test that did not come hold what this one is about to wait for
         job = job_of(
@@ -167,6 +168,10 @@ class RankRunner:
         self.folder.announce(text)
         if not hasattr(self.config, "workerinput"):
             self._terminal(f"\n{text}\n")
+
+    def _ranks_here(self, world_size: int) -> Sequence[int]:
+        """Return the ranks of a test that run on this machine; under an outer launcher the one of this process."""
+        return range(world_size) if self.settings.outer is None else (self.settings.outer.rank,)
 
     def _next_needs(self) -> Needs | None:
         """Return what the next test of this process needs; None when it needs no ranks, or is not known."""

@@ -36,17 +36,17 @@ class XdistHooks:
         node.workerinput["nsa_run"] = name
         self._zygote = self._zygote or SharedZygote()
         if self._teller is None:
-            path = runner.folder.root / name / ANNOUNCEMENTS
-            self._teller = threading.Thread(target=self._tell, args=(path,), name="nsa-announcements", daemon=True)
+            paths = runner.folder.places(ANNOUNCEMENTS)
+            self._teller = threading.Thread(target=self._tell, args=(paths,), name="nsa-announcements", daemon=True)
             self._teller.start()
         node.workerinput["nsa_zygote"] = self._zygote.name
         node.workerinput["nsa_arguments"] = [str(a) for a in node.config.invocation_params.args]
 
-    def _tell(self, path: Path) -> None:
+    def _tell(self, paths: list[Path]) -> None:
         """Print what the workers announce, while they run: xdist itself calls no hook until a test has ended."""
         shown = 0
         while not self._done.wait(TELL_S):
-            texts = [entry["text"] for entry in read_lines(path)]
+            texts = [entry["text"] for path in paths for entry in read_lines(path)]
             for text in texts[shown:]:
                 sys.stdout.write(f"\n{text}\n")
                 sys.stdout.flush()
@@ -72,5 +72,5 @@ class XdistHooks:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """A worker that wrote into the run has made it: the reports are due."""
         folder = node.config.stash[runner_key].folder
-        if folder.name and (folder.root / folder.name).is_dir():
+        if folder.name and any(path.is_dir() for path in folder.places("")):
             _ = folder.path

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from pytest_nsa.system.room import own_folder
 
 PART = 1 << 30
 POLL_S = 0.05
@@ -36,11 +37,7 @@ def default_folder() -> Path:
     """Return where this user's lock files lie. Raises PermissionError when another user has made the folder."""
     base = _runtime_folder()
     folder = base / "pytest-nsa" if base else Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()  # not what another user's link leads to
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise PermissionError(f"{folder}: belongs to another user; remove it, or set XDG_RUNTIME_DIR")
-    return folder
+    return own_folder(folder)
 
 
 @dataclass(kw_only=True)

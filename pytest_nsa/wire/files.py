@@ -21,7 +21,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a JSON line in one write: a killed writer loses at most the line in hand."""
     # What is no file, or a link, may be a stranger's: not waited for, not written to.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         os.write(fd, (json.dumps(record) + "\n").encode())
     finally:

@@ -1,0 +1,92 @@
+"""Room for evidence: what a folder can hold, space that is set aside before it is needed, and a place of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import resource
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+NEEDED = 4 << 20  # bytes that a folder must have room for
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
+_UNLIMITED = 1 << 62
+_FALLOC_FL_KEEP_SIZE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def where_there_is_room() -> Iterator[None]:
+    """Write what can be done without: a full disk, or a file that may not grow, ends nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+
+
+def largest_file() -> int:
+    """Return how many bytes a file of this process may have (`ulimit -f`)."""
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return soft if soft != resource.RLIM_INFINITY else _UNLIMITED
+
+
+def check_room(folder: Path) -> None:
+    """Raise OSError where ``folder`` cannot be written to, or has no room: by writing, as a quota shows in nothing else."""
+    probe = folder / f".room.{os.getpid()}"
+    try:
+        reserve(probe, NEEDED)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def check_space(folder: Path) -> None:
+    """Raise OSError where the disk of ``folder`` is full, or nearly so."""
+    usage = os.statvfs(folder)
+    if usage.f_bavail * usage.f_frsize < NEEDED:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def reserve(path: Path, size: int, *, keep_size: bool = False) -> None:
+    """Make a file that has its space on the disk: ``size`` bytes of zeros, or with ``keep_size`` none yet, to append to.
+
+    Raises OSError where there is no room. Up to the limit of `ulimit -f`.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        size = min(size, largest_file())
+        if not keep_size:
+            os.posix_fallocate(fd, 0, size)
+        elif _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+            number = ctypes.get_errno()
+            if number in NO_ROOM:  # else a file system that knows no such thing
+                raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(fd)
+
+
+def private_folder() -> Path:
+    """Return a folder for files of this user's, which no other user reaches: in the first place that has room for any.
+
+    Raises PermissionError when another user has made it, OSError where no place can be written to.
+    """
+    for base in (Path(tempfile.gettempdir()), Path("/dev/shm")):
+        with contextlib.suppress(OSError):
+            check_space(base)
+            return own_folder(base / f"pytest-nsa-{os.getuid()}")
+    return own_folder(Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}")
+
+
+def own_folder(folder: Path) -> Path:
+    """Make a folder that no other user reaches. Raises PermissionError when another user has made it."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()  # not what another user's link leads to
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(
+            errno.EPERM, "belongs to another user; remove it, or set XDG_RUNTIME_DIR or TMPDIR", str(folder)
+        )
+    return folder

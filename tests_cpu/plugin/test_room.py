@@ -1,0 +1,108 @@
+"""A disk for artifacts that is read-only, full or fills up, a limit on files: the tests' outcomes stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER
+
+SOURCE = (
+    HEADER
+    + """
+import errno, pathlib
+
+@world_size(2)
+def test_pass(group): dist.barrier()
+
+def test_fill():
+    if "FILL" in os.environ:
+        with pytest.raises(OSError):
+            with open(pathlib.Path("artifacts", "filler"), "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 16))
+
+@world_size(2)
+def test_after(group): dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_fail(group):
+    assert group.rank == 0, "rank 1 is wrong"
+"""
+)
+
+
+def run_on_a_small_disk(folder: Path, size: str, *options: str, fill: bool = False) -> tuple[str, Path]:
+    """Run SOURCE with ``artifacts`` on a disk of its own; returns the output, and where evidence goes that finds no room there."""
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace of its own (unshare -Urm)")
+    (folder / "test_example.py").write_text(SOURCE)
+    (folder / "artifacts").mkdir()
+    (folder / "tmp").mkdir()
+    command = f"mount -t tmpfs -o size={size} none artifacts && exec {sys.executable} -m pytest -p no:cacheprovider -p no:randomly"
+    variables = {"TMPDIR": str(folder / "tmp"), **({"FILL": "1"} if fill else {})}
+    done = subprocess.run(
+        [unshare, "-Urm", "sh", "-c", f'{command} "$@"', "sh", "--basetemp", str(folder / "base"), *options], cwd=folder,
+        env={**os.environ, **variables}, text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    return done.stdout + done.stderr, folder / "tmp" / f"pytest-nsa-{os.getuid()}" / "artifacts" / "latest"
+
+
+def is_whole(run: Path) -> None:
+    """Assert that a run's reports and verdicts are there, of the test that failed its evidence too."""
+    assert "rank 1 is wrong" in (run / "SUMMARY.md").read_text()
+    assert (run / "report.html").is_file()
+    assert (run / "test_example.py-test_fail-" / "verdict.json").is_file() or list(run.glob("*test_fail*/verdict.json"))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    output, spare = run_on_a_small_disk(tmp_path, "600k")
+    assert "1 failed, 3 passed" in output, output
+    assert output.count("artifacts: No space left on device: evidence goes to") == 1
+    assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "' + str(tmp_path), "")
+    is_whole(spare)
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("-n", "2", "--dist", "loadgroup"), marks=pytest.mark.slow)])
+def test_a_disk_that_fills_up(tmp_path: Path, options: tuple[str, ...]) -> None:
+    output, spare = run_on_a_small_disk(tmp_path, "12m", *options, fill=True)
+    assert "1 failed, 3 passed" in output, output
+    assert "No space left on device: evidence goes to" in output
+    is_whole(spare)
+    if not options:  # else another worker may have run it before
+        assert "test_pass" in (spare / "SUMMARY.md").read_text()
+
+
+def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
+    output, spare = run_on_a_small_disk(tmp_path, "9m,ro")
+    assert "1 failed, 3 passed" in output, output
+    assert output.count("artifacts: Read-only file system: evidence goes to") == 1
+    is_whole(spare)
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        (100, "ulimit -f limits files to 100 KiB: what ranks write beyond that is left out"),
+        (20, "ERROR: ulimit -f limits files to 20 KiB, and a rank's evidence needs 48: raise it"),
+    ],
+)
+def test_a_limit_on_files(tmp_path: Path, limit: int, says: str) -> None:
+    (tmp_path / "test_example.py").write_text(SOURCE)
+    command = f"ulimit -f {limit}; exec {sys.executable} -m pytest -p no:cacheprovider -p no:randomly -q"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False
+    )
+    output = done.stdout + done.stderr
+    assert output.count(says) == 1, output
+    if limit == 100:
+        assert "1 failed, 3 passed" in output
+        is_whole(tmp_path / "artifacts" / "latest")
