@@ -9,6 +9,7 @@ The board's ``blocked_in`` is the index + 1 of the collective that the main thre
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch.distributed._functional_collectives as functional
 from nsa.trace.board import Board
 from nsa.trace.compiled import outside_graphs
 from nsa.trace.frames import call_site
+from nsa.trace.limits import limit_of_call, limit_of_group
 
 _METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",
@@ -45,10 +47,12 @@ class CollectiveRecorder:
         self.board = board
         self._sequence: defaultdict[str, int] = defaultdict(int)
         self._inside = threading.local()
-        self._pending: dict[int, tuple[int, Any]] = {}  # id(work) -> (index on the board, work)
+        self._pending: dict[int, tuple[int, Any, float]] = {}  # id(work) -> (index on the board, work, its limit)
         self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
         self._blocked_in = 0
+        self._limit_time = 0.0
+        self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
         self.on_group: Callable[[str, list[int]], None] = _ignore  # a new group's name and ranks
@@ -56,7 +60,7 @@ class CollectiveRecorder:
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
-        self._blocked_in = 0
+        self._blocked_in, self._limit_time = 0, 0.0
         self._functional.clear()
         self.on_group = _ignore
         with self._lock:
@@ -79,6 +83,8 @@ class CollectiveRecorder:
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
+        for name in ("wait", "get"):
+            self._wrap_store(name)
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 
@@ -90,7 +96,7 @@ class CollectiveRecorder:
             entry = self._pending.get(id(work))
             if entry is None:
                 return wait(work, *args, **kwargs)
-            with self._blocked(entry[0]):
+            with self._blocked(entry[0], limit_of_call((*args, *kwargs.values())) or entry[2]):
                 result = wait(work, *args, **kwargs)
             # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
             if work.is_completed():
@@ -135,6 +141,8 @@ class CollectiveRecorder:
                 made := result[0] if isinstance(result, tuple) else result, dist.ProcessGroup
             ):
                 self._wrap_python_group(made)
+            if op == NEW_GROUP and len(args) > 5:
+                self._limits[str(args[5])] = limit_of_group(kwargs.get("timeout"))
             if op == NEW_GROUP and len(args) > 5 and args[2]:
                 self.on_group(str(args[5]), list(args[2]))
             return result
@@ -183,19 +191,48 @@ class CollectiveRecorder:
 
         functional.wait_tensor = recorded_wait
 
+    def _wrap_store(self, name: str) -> None:
+        """Wrap a call of stores that waits for keys: it has a limit, its own or the store's."""
+        original = getattr(dist.Store, name)
+
+        def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+            limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
+            if not limit or threading.current_thread() is not threading.main_thread():
+                return original(store, *args, **kwargs)
+            until = self._limit_time
+            self._set_limit(time.time() + limit)
+            try:
+                return original(store, *args, **kwargs)
+            finally:
+                self._set_limit(until)
+
+        setattr(dist.Store, name, recorded)
+
     @contextmanager
-    def _blocked(self, index: int) -> Iterator[None]:
-        """Mark that the main thread waits in collective ``index``; an exception leaves the mark, as it has its own location."""
+    def _blocked(self, index: int, limit: float = 0.0) -> Iterator[None]:
+        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has a limit of its own.
+
+        An exception leaves the mark, as it has its own location.
+        """
         on_main = threading.current_thread() is threading.main_thread()
         outer, self._blocked_in = self._blocked_in, index + 1 if on_main else self._blocked_in
+        until = self._limit_time
         if on_main:
             self.board.number("blocked_in", index + 1)
+            if limit:
+                self._set_limit(time.time() + limit)
         try:
             yield
         finally:
             self._blocked_in = outer
+            if limit and on_main:
+                self._set_limit(until)
         if on_main:
             self.board.number("blocked_in", outer)  # of a call around it: a new group may be made inside one
+
+    def _set_limit(self, until: float) -> None:
+        self._limit_time = until
+        self.board.number("limit_time", until)
 
     @property
     def is_waiting(self) -> bool:
@@ -206,7 +243,7 @@ class CollectiveRecorder:
         """Mark collectives that have completed without a wait. Called by the heartbeat."""
         with self._lock:
             waiting = list(self._pending.items())
-        for key, (_, work) in waiting:
+        for key, (_, work, _) in waiting:
             if work.is_completed() and _succeeded(work):
                 self._leave(key)
 
@@ -239,9 +276,10 @@ class CollectiveRecorder:
                 name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer,
                 root=root, reduction=reduction, note=note,
             )  # fmt: skip
+            limit = limit_of_call((*args, *kwargs.values())) or self._limits.get(label, 0.0)
             self._inside.depth = 1
             try:
-                with self._blocked(index):  # some calls wait before they return
+                with self._blocked(index, limit):  # some calls wait before they return
                     work = original(group, *args, **kwargs)
             finally:
                 self._inside.depth = 0
@@ -251,7 +289,7 @@ class CollectiveRecorder:
                 if "wait" in vars(type(work)) and type(work) not in self._waits:
                     self._wrap_wait(type(work))
                 with self._lock:
-                    self._pending[id(work)] = (index, work)
+                    self._pending[id(work)] = (index, work, limit)
             return work
 
         return outside_graphs(recorded)

@@ -121,6 +121,11 @@ class BoardSnapshot:
         return next((c for c in self.collectives if c.index == index), None) if index >= 0 else None
 
     @property
+    def limit_time(self) -> float:
+        """When the call that blocks the main thread ends by itself, in seconds since the epoch; 0.0 where nothing ends it."""
+        return self.numbers.get("limit_time", 0.0)
+
+    @property
     def waits_in(self) -> Collective | None:
         """The collective that the rank waits in: the one that blocks its main thread, else the oldest it is inside."""
         return self.blocked or (self.inside[0] if self.inside else None)
@@ -159,11 +164,23 @@ class BoardReader:
             return None
 
 
+def read_numbers(path: Path) -> dict[str, float]:
+    """Return the number fields of a board, without the rest of it; {} where there is none."""
+    try:
+        data = read_bytes(path, 2 * HEADER)
+        layout = parse(data[:HEADER].rstrip(b"\0 "))
+        return _numbers(layout, data) if isinstance(layout, dict) else {}
+    except (OSError, struct.error, KeyError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _numbers(layout: dict[str, Any], data: bytes) -> dict[str, float]:
+    return {name: struct.unpack_from("<" + code, data, offset)[0] for name, (offset, code) in layout["numbers"].items()}
+
+
 def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
     phases = layout["phases"]
-    numbers = {
-        name: struct.unpack_from("<" + code, data, offset)[0] for name, (offset, code) in layout["numbers"].items()
-    }
+    numbers = _numbers(layout, data)
     texts = {name: _text(data[offset : offset + size]) for name, (offset, size) in layout["texts"].items()}
     start, size = layout["arrived"]
     return BoardSnapshot(

@@ -17,6 +17,7 @@ QUIET_S = 0.2
 HELD_UP_S = 0.6  # between two looks, which are 0.05 s apart
 BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
+LIMIT_GRACE_S = 2.0  # for a call to end after its own limit
 
 
 @dataclass
@@ -134,6 +135,11 @@ class ProgressWatch:
     def _disagree(self) -> bool:
         blocked = {rank: board.blocked for rank, board in self.boards.items()}
         return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
+
+    def ends_by_itself(self, within: float) -> bool:
+        """Return whether a rank waits in a call with a limit of its own that comes within ``within`` seconds, or has just come."""
+        now = time.time()
+        return any(now - LIMIT_GRACE_S < board.limit_time < now + within for board in self.boards.values())
 
     def is_even(self) -> bool:
         """Return whether every rank has left each collective that it entered, and none of them differed."""

@@ -95,14 +95,19 @@ class RanksRun:
                 failed_at = now
             if failed_at and self._nothing_to_wait_for(now - failed_at):
                 return "failed"
-            if self.watch.has_departed():
-                return "departed"
-            if self._waits_for_the_finished():
-                return "left_alone"
+            if not self._has_limits_to_come(now - started):
+                if self.watch.has_departed():
+                    return "departed"
+                if self._waits_for_the_finished():
+                    return "left_alone"
             reason = self._past_limits(started, now)
             if reason:
                 return reason
         return ""
+
+    def _has_limits_to_come(self, elapsed: float) -> bool:
+        """Return whether a rank's wait ends by itself before the test does: until then it is no stall."""
+        return self.watch.ends_by_itself(self.limits.run - elapsed)
 
     def _past_limits(self, started: float, now: float) -> str:
         since = self.watch.running_since
@@ -121,7 +126,8 @@ class RanksRun:
     def _look_closer(self) -> None:
         """At a stall: record what the processes do, and let the rules make a suspicion of it."""
         waited = self.watch.longest_wait
-        if self.suspect is None or not self.watch.running_since or waited < GRACE_S:
+        ends = self._has_limits_to_come(time.monotonic() - self.watch.running_since)
+        if self.suspect is None or not self.watch.running_since or waited < GRACE_S or ends:
             self.standing.reset()
             self.suspicion = None
             self._beats = {}

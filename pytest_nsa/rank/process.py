@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
+from nsa.trace.board import PHASES
 from nsa.trace.debug_level import VARIABLE, lower_detail
 from nsa.trace.events import local_rank, machine, record, record_exception, where_there_is_room
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
+from pytest_nsa.rank.linger import wait_for_others
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper
@@ -67,6 +69,9 @@ class RankProcess:
         while job is not None:
             code = self._run(job)
             self._tell(op="finished", code=code, late=[m for m in LATE if m in sys.modules and m not in self._had])
+            if not job.stay:
+                others = [job.rank_folder(rank) for rank in range(job.world_size) if rank != self.number]
+                wait_for_others(others, PHASES.index("done"), job.timeout)
             job = self._next_job() if job.stay else None
         return code
 

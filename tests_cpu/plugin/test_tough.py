@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -225,50 +223,6 @@ def test_worker_dies_while_ranks_run(group, worker):
     assert result.outcomes == {"passed": 6, "failed": 2}
     assert result.stdout.count("crashed while running") >= 2
     assert processes_below(pytester.path) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB; skipped with the reason where none may be mounted."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False)
-
-
-def test_a_full_disk_is_named_and_room_helps(pytester: pytest.Pytester, small_disk: Path) -> None:
-    source = f"""
-from pathlib import Path
-FILLER = Path({str(small_disk / "filler")!r})
-
-@world_size(2)
-def test_before(group): dist.barrier()
-
-def test_fill():
-    try:
-        with FILLER.open("wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 4096)
-    except OSError:
-        pass
-
-@world_size(2)
-def test_full(group): dist.barrier()
-
-def test_make_room(): FILLER.unlink()
-
-@world_size(2)
-def test_after(group): dist.barrier()
-"""
-    result = run_example(pytester, source, f"--artifacts={small_disk / 'artifacts'}")
-    assert result.outcomes == {"passed": 4, "failed": 1}
-    assert "No space left on device" in result.stdout
-    assert "INTERNALERROR" not in result.stdout
 
 
 def test_a_host_without_descriptors_reports_it_and_recovers(pytester: pytest.Pytester) -> None:

@@ -1,0 +1,45 @@
+"""A rank that is done first keeps its connections while the others may still need them.
+
+Else a timeout that a test expects would be a lost connection: where another rank is inside a call with a limit of its own, this
+one stays until that limit, and 2 s. A rank that waits without a limit is left at once: the lost connection ends its wait.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pytest_nsa.evidence.board import read_numbers
+
+AFTER_S = 2.0  # beyond the limit
+POLL_S = 0.02
+SETTLED_S = 0.2  # in one call: a collective that is only begun is left within it
+
+
+def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
+    """Stay while a rank of those whose folders are ``folders`` is at work, or waits with a limit, ``longest`` seconds at most.
+
+    ``done`` is the number of the phase of a rank that is done. Ranks of another machine have no board here, and no say.
+    """
+    began = time.monotonic()
+    waits: dict[int, tuple[float, float]] = {}  # by process: the call it waits in without a limit, and since when
+    while (now := time.monotonic()) - began < longest:
+        boards = [read_numbers(folder / "board.bin") for folder in folders]
+        others = {int(b["pid"]): b for b in boards if b and b["phase"] != done and _lives(int(b["pid"]))}
+        for pid, board in others.items():
+            call = 0.0 if board["limit_time"] + AFTER_S > time.time() else board["blocked_in"]
+            if waits.get(pid, (0.0, 0.0))[0] != call:
+                waits[pid] = (call, now)
+        if not others or any(call and now - since > SETTLED_S for call, since in waits.values()):
+            return
+        time.sleep(POLL_S)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
