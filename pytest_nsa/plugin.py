@@ -67,7 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     follows = resolved.outer is not None and resolved.outer.rank > 0
     root = outer_hooks.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
-    config.stash[runner_key] = RankRunner(config, resolved, RunFolder(root, worker.get("nsa_run")))
+    config.stash[runner_key] = RankRunner(
+        config, resolved, RunFolder(root, worker.get("nsa_run"), resolved.folder_mode)
+    )
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession
 

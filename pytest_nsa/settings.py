@@ -44,6 +44,8 @@ class Settings:
     check_divergence: bool
     keep_passed: bool
     keep_runs: int
+    folder_mode: int
+    mask_output: bool
     ahead: bool
     output_limit: int
     debug_rank: int
@@ -106,6 +108,16 @@ def add_options(parser: pytest.Parser) -> None:
         "How many finished runs are kept, with the 5 newest that failed; older ones are deleted at the end of a run (0: never)",
         default="20",
     )
+    parser.addini(
+        "ranks_artifacts_mode",
+        "Permissions of a run's folder, in octal: 0755 lets others read what it holds",
+        default="0700",
+    )
+    parser.addini(
+        "ranks_mask_output",
+        "Mask what has the form of a secret in what ranks print and raise, too (in env.json and arguments it always is)",
+        type="bool", default=False,
+    )  # fmt: skip
     parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
     parser.addini("ranks_start_timeout", "Seconds for the ranks to form their group", default="120")
     parser.addini(
@@ -141,6 +153,8 @@ def resolve(config: pytest.Config) -> Settings:
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--pdb-rank"),
         keep_runs=_count(config, "ranks_artifacts_keep"),
+        folder_mode=_mode(config, "ranks_artifacts_mode"),
+        mask_output=config.getini("ranks_mask_output"),
         keep_passed=config.getoption("--ranks-keep") == "all",
         backend=backend,
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,
@@ -192,6 +206,16 @@ def _count(config: pytest.Config, name: str) -> int:
     if not text.isdecimal():
         raise pytest.UsageError(f"ini {name} = {text!r}: must be a number, as in {name} = 20; 0 keeps all")
     return int(text)
+
+
+def _mode(config: pytest.Config, name: str) -> int:
+    text = str(config.getini(name))
+    mode = int(text, 8) if text and set(text) <= set("01234567") else -1
+    if mode & 0o700 != 0o700 or mode > 0o777:
+        raise pytest.UsageError(
+            f"ini {name} = {text!r}: must be permissions in octal that let the owner in, as in 0750"
+        )
+    return mode
 
 
 def _seconds(config: pytest.Config, name: str, at_least: float) -> float:
@@ -270,3 +294,10 @@ def outer_environment() -> dict[str, Any]:
     )
     shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
     return masked_variables(shown)
+
+
+def mask_secrets(text: str) -> str:
+    """Return ``text`` without what has the form of a secret."""
+    from nsa.trace.secrets import masked
+
+    return masked(text)

@@ -53,8 +53,11 @@ def source_line(where: str) -> str:
     return (ROOT / file).read_text().splitlines()[int(rest.split()[0]) - 1].strip()
 
 
-def test_deadlock_in_the_selection_branch(tmp_path: Path) -> None:
+def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario decides what it runs
+    monkeypatch.setenv("NSA_GC_RANGE", "0:1")
     summary, verdicts = run_plan("sel_backward_deadlock", tmp_path)
+    assert "| `NSA_FORCE_BRANCH` | `win` |" in summary
     assert failing(verdicts) == DDP - {"branch_cmp_only", "branch_win_only"}
     for name in failing(verdicts):
         verdict = verdicts[name]

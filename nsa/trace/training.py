@@ -29,7 +29,7 @@ class TracedTraining:
 
     def __init__(self, run: Path, rank: int, world_size: int, label: str) -> None:
         self.folder = run / f"rank{rank}"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in ("events.jsonl", "standing.json", "stacks.txt"):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)

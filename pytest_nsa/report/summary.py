@@ -82,6 +82,9 @@ def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, int
         for key, value in env.items()
         if key != "schema" and not isinstance(value, dict)
     ]
+    variables = env.get("variables")
+    if isinstance(variables, dict):
+        out += [f"| `{code(str(k))}` | `{_cell(code(str(v)))}` |" for k, v in variables.items()]
     return "\n".join(out) + "\n"
 
 

@@ -24,12 +24,13 @@ from pytest_nsa.session.bisect import bisect
 from pytest_nsa.session.conclude import Recorder, conclude, write_verdict
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
 from pytest_nsa.session.job import job_of, scenario_of
+from pytest_nsa.session.masking import mask_files
 from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer_launcher import Attachment
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
-from pytest_nsa.settings import Settings
-from pytest_nsa.wire.files import append_line, write_atomically
+from pytest_nsa.settings import Settings, mask_secrets
+from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
@@ -138,11 +139,16 @@ class RankRunner:
             if self.attachment is not None:
                 self.attachment.refuse(str(error))
         except KeyboardInterrupt:
-            if not (folder / "host.jsonl").is_file():  # no rank had been started
+            if not any(read_lines(folder / "host.jsonl")):  # no rank had been started
                 stop = {"event": "stop", "time": time.time(), "reason": "interrupted", "moved": True}
                 append_line(folder / "host.jsonl", stop)
-            self.recorder.add(folder, conclude(folder, keep=True)[0])
+            self.recorder.add(folder, self._conclude(folder, keep=True)[0])
             raise
+        return self._conclude(folder, keep=keep)
+
+    def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
+        if self.settings.mask_output:
+            mask_files(folder, mask_secrets)
         return conclude(folder, keep=keep)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
@@ -156,11 +162,14 @@ class RankRunner:
         """Return what is polled while ``job`` runs."""
         found: list[Monitor] = [OutputLimit(job, self.settings.output_limit)]
         if self.config.option.capture == "no":
-            found.append(LiveOutput(job, self._terminal))
+            found.append(LiveOutput(job, self._print_live))
         if self._debugger is not None:
             self._debugger.begin(once=self.config.option.usepdb)
             found.append(self._debugger)
         return found
+
+    def _print_live(self, text: str) -> None:
+        self._terminal(mask_secrets(text) if self.settings.mask_output else text)
 
     def _announce(self, text: str) -> None:
         """Print it now; an xdist worker's controller passes it on."""

@@ -213,6 +213,18 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     return [*marks, pytest.mark.phase(row.phase)]
 
 
+# What a row sets, or leaves as the configuration has it: not what was exported for another run.
+ROW_DECIDES = ("NSA_FORCE_BRANCH", "NSA_GC_RANGE", "NSA_DDP_STATIC_GRAPH")
+
+
+def forget_exported() -> None:
+    """Take what a row decides out of this rank's environment, and report that."""
+    for name in ROW_DECIDES:
+        value = os.environ.pop(name, "")
+        if value:
+            print(f"{name}={value} is set, and not used: a scenario decides it", flush=True)
+
+
 def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
     """Train ``row.steps`` steps as the row says; assert that every gradient arrived and is right, and that the ranks agree."""
     import torch
@@ -225,6 +237,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     from nsa.training.trainer import Trainer
     from tests_cpu.plan import faults, health
 
+    forget_exported()
     os.environ.update(row.environment)
     overrides = {
         "parallel.mode": row.parallel, "parallel.bucket_cap_mb": 0.25, "train.steps": row.steps,
