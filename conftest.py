@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests_cpu.plan.decision import decide, is_of_the_plan
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
+# Workers of xdist share the cores: torch's threads, as many per worker as there are cores, would spin while they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FAULTS = ("sel_backward_deadlock", "rank1_skips_allreduce", "gc_reentrant", "rank1_killed")
 
