@@ -17,7 +17,7 @@ from tests_cpu.plan.decision import decide, is_of_the_plan
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
-# Workers of xdist share the cores: torch's threads, as many per worker as there are cores, would spin while they wait for each other.
+# Workers of xdist share the cores: threads of torch, as many per worker as there are cores, would spin waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FAULTS = ("sel_backward_deadlock", "rank1_skips_allreduce", "gc_reentrant", "rank1_killed")
