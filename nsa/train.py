@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+NEEDED = {
+    "torch": "install torch>=2.6",
+    "yaml": "install pyyaml",
+    "pyarrow": "install pyarrow",
+    "numpy": "install numpy",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        print(f"error: {error.name} is not installed in {sys.executable}: {NEEDED[error.name]}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         print("error: interrupted; what was written so far is kept", file=sys.stderr)

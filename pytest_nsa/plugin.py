@@ -30,6 +30,7 @@ from pytest_nsa.session.items import (
     verdict_key,
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch
+from pytest_nsa.session.needs import why_no_ranks
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
@@ -145,8 +146,11 @@ def _only_lists(config: pytest.Config) -> bool:
 
 
 def _needs_ranks(item: pytest.Item) -> bool:
-    ranked = isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())
-    return ranked and not _lacks_gpu(item)
+    return _is_for_ranks(item) and not _lacks_gpu(item) and not why_no_ranks()
+
+
+def _is_for_ranks(item: pytest.Item) -> bool:
+    return isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())
 
 
 def _lacks_gpu(item: pytest.Item) -> str:
@@ -175,6 +179,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _lacks_gpu(item)
     if reason:
         pytest.skip(reason)
+    if _is_for_ranks(item) and why_no_ranks():
+        pytest.fail(why_no_ranks(), pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)

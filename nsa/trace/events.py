@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.trace.frames import is_user_file
+from nsa.trace.network import unusable_network
 
 SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines beside them
 MAX_TEXT = 200_000
@@ -124,4 +125,5 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
             f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
         ),
         chain=chain,
+        **({"network": network} if (network := unusable_network(message_of(error))) else {}),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import nn
 
 from nsa.config import ConfigError, ParallelConfig
 from nsa.trace.debug_level import lower_detail
+from nsa.trace.network import unresolved, unusable_network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +64,23 @@ def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
     return "nccl" if device.type == "cuda" and local <= torch.cuda.device_count() else "gloo"
 
 
-def join_group(backend: str, timeout_s: float = 1800.0) -> None:
-    """Join the group that the launcher's variables describe. Waits ``timeout_s`` at most for the other ranks.
+def wait_for_name(seconds: float) -> None:
+    """Wait until the name of the host where ranks meet resolves: where nodes start together, it may come after them.
+
+    Raises ConfigError when it does not within ``seconds``.
+    """
+    name, deadline = os.environ.get("MASTER_ADDR", ""), time.monotonic() + seconds
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # torchrun has resolved it
+        return
+    while problem := name and unresolved(name):
+        if time.monotonic() >= deadline:
+            raise ConfigError(problem)
+        time.sleep(0.5)
+
+
+def join_group(backend: str, timeout_s: float = 1800.0, name_s: float = 60.0) -> None:
+    """Join the group that the launcher's variables describe. Waits ``timeout_s`` at most for the other ranks, ``name_s`` for the
+    host's name to resolve. Raises ConfigError for an address, an interface or a port that cannot be used.
 
     TORCH_DISTRIBUTED_DEBUG=DETAIL, which ends DDP on gloo by SIGSEGV, becomes INFO there.
     """
@@ -72,7 +89,14 @@ def join_group(backend: str, timeout_s: float = 1800.0) -> None:
         dist.set_debug_level(dist.DebugLevel.INFO)  # torch read the variable as it was imported
         if os.environ.get("RANK", "0") == "0":
             print(f"[train] {lowered}; this run uses INFO instead", file=sys.stderr, flush=True)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    wait_for_name(name_s)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # of any backend, and of the store
+        network = unusable_network(str(error))
+        if not network:
+            raise
+        raise ConfigError(network) from error
 
 
 def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, bf16: bool) -> nn.Module:

@@ -177,6 +177,15 @@ _REGISTRY = (
         retry="once",
     ),
     Cause(
+        name="network_unusable",
+        chapter="The rank itself",
+        summary="an interface, a host name or a port that a group needs cannot be used.",
+        advice="the reason names what cannot be used: mend it, or name another; no code of the test is at fault",
+        rules=("network.unusable",),
+        outcome="FAIL",
+        retry="elsewhere",
+    ),
+    Cause(
         name="lock_deadlock",
         chapter="What it is blocked in",
         summary="a rank waits for a lock, a queue, an event or a thread.",

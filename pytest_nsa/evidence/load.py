@@ -27,7 +27,7 @@ class RaisedException:
     """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
-    while it took a batch from a data loader's worker.
+    while it took a batch from a data loader's worker. ``network``: what of the network cannot be used, as the rank found.
     """
 
     time: float
@@ -41,6 +41,7 @@ class RaisedException:
     raised_in: str
     chain: tuple[tuple[str, str, str], ...]
     in_loader: bool = False
+    network: str = ""
 
     @property
     def where(self) -> str:
@@ -321,6 +322,7 @@ def _read_rank(
                 raised_in=e.get("raised_in", ""),
                 chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
                 in_loader=e.get("in_loader", False),
+                network=e.get("network", ""),
             )
             for e in events
             if e["event"] == "exception"

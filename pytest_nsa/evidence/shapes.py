@@ -83,7 +83,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "exception": {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
-        "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag,
+        "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag, "network?": is_text,
     },
     "parameters": {"names": _list_of(is_text), "modules?": _list_of(is_text)},
     "warning": {"category?": is_text, "message?": is_text},

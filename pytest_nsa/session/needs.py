@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
+import sys
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import pytest
 
 from pytest_nsa import marks
 from pytest_nsa.settings import Settings
+
+OLDEST_TORCH = "2.6"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +72,18 @@ def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
         "traces": traces.args if traces is not None else (),
         "check_divergence": settings.check_divergence or item.get_closest_marker("check_divergence") is not None,
     }
+
+
+@functools.cache
+def why_no_ranks() -> str:
+    """Return why no test can run on ranks here, and what to do; '' where torch is there. Imports nothing of it."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        if importlib.util.find_spec("torch") is not None:  # built in its own repository
+            return ""
+        return f"tests on ranks need torch, which {sys.executable} does not have: install torch>={OLDEST_TORCH}"
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < tuple(map(int, OLDEST_TORCH.split("."))):
+        return f"tests on ranks need torch {OLDEST_TORCH} or newer, and {sys.executable} has {version}: upgrade it"
+    return ""

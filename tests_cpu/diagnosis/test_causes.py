@@ -20,7 +20,7 @@ PLANTED = ("groups", "loops", "order", "ranks", "standing", "training")
 # The closed list of the plan: other tools read these names.
 NAMES = """
 skipped_collective extra_collective collective_mismatch group_order_deadlock p2p_unmatched
-missing_collective rank_exception rank_exited rank_died rank_stopped oom init_timeout lock_deadlock
+missing_collective rank_exception rank_exited rank_died rank_stopped oom init_timeout network_unusable lock_deadlock
 infinite_loop sleeping native_busy device_busy gil_held io_stuck child_process dataloader_stuck compiling
 transport_stuck ready_twice unused_parameters static_graph_changed data_dependent_branch
 hook_deadlock backward_deadlock silent_divergence nan_loss slow graph_explosion straggler assertion

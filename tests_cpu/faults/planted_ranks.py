@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -216,3 +218,27 @@ def test_the_others_skip_as_one_was_killed(group: Group) -> None:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         pytest.skip(f"no network here: {error}")
+
+
+@planted("network_unusable", [0], reason="is in use by another process")
+def test_a_port_that_is_taken(group: Group) -> None:
+    if group.rank == 0:
+        taken = socket.create_server(("127.0.0.1", 0))
+        dist.TCPStore("127.0.0.1", taken.getsockname()[1], 1, True, timeout=timedelta(seconds=2))
+    dist.barrier()
+
+
+@planted(
+    "network_unusable",
+    [0, 1],
+    where="planted_ranks.py",
+    reason="the host name no-such-host.invalid resolves to no address",
+)
+def test_a_host_name_that_resolves_nowhere(group: Group) -> None:
+    dist.TCPStore("no-such-host.invalid", 29555, 2, False, timeout=timedelta(seconds=2))
+
+
+@planted("network_unusable", [0, 1], reason="GLOO_SOCKET_IFNAME=nsa77 names no interface")
+def test_an_interface_that_is_not_there(group: Group) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nsa77"
+    dist.new_group([0, 1])

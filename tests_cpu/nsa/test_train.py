@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -212,3 +213,35 @@ def test_debug_detail_on_gloo_is_info_and_said(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("this run uses INFO instead") == 1
+
+
+def test_without_torch_the_program_says_so_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "nsa.train", "--config", "configs/tiny_cpu.yaml"], cwd=ROOT, text=True, capture_output=True,
+        timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == f"error: torch is not installed in {sys.executable}: install torch>=2.6\n"
+
+
+JOIN = "from nsa.training.parallel import join_group; join_group('gloo', 5.0, 0.5)"
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("no-such-host.invalid", "the host name no-such-host.invalid resolves to no address here"),
+        ("127.0.0.1", "is in use by another process; take another one (MASTER_PORT)"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_named_in_a_line(address: str, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(taken.getsockname()[1])}
+        done = subprocess.run(
+            [sys.executable, "-c", JOIN], cwd=ROOT, text=True, capture_output=True, timeout=100, check=False,
+            env={**os.environ, **variables},
+        )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("nsa.convert.ConfigError: ")
+    assert says in last
