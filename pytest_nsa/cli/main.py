@@ -17,7 +17,8 @@ from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, read, report
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import Evidence, find_test_folders
+from pytest_nsa.evidence.load import find_test_folders
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report import html
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import read_decision

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import Evidence, find_test_folders, load, with_sources
+from pytest_nsa.evidence.load import find_test_folders, load, with_sources
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.run import DECISION, read_decision, write_reports, write_verdict

@@ -17,7 +17,8 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.load import Evidence, load, with_sources
+from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announcements import stalled_for
 from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch

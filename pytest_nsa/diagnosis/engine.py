@@ -26,7 +26,7 @@ from pytest_nsa.diagnosis.rules import (
     stalls,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 
 Rule = Callable[[Evidence], Finding | None]
 

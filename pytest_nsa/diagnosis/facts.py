@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 
 from pytest_nsa.diagnosis.verdict import Fact
-from pytest_nsa.evidence.load import RaisedException, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import RaisedException, RankEvidence
 
 
 def signal_text(number: int) -> str:

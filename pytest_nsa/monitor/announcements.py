@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import Evidence, load, with_sources
+from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.patience import Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.wire.files import append_line

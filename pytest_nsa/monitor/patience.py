@@ -21,7 +21,7 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.rules.source import is_in_retries
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import torch_s_wait
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0

@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.evidence.board import Collective
-from pytest_nsa.evidence.load import Evidence, RankEvidence, load
+from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, write_trace

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.wire.files import write_atomically
 
 NAME = "perfetto.json"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.evidence.load import Evidence, RankEvidence
 from pytest_nsa.evidence.stacks import ThreadStack
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.report.plain import visible
 
 MAX_STACK = 4

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
-from pytest_nsa.evidence.load import Evidence, load, with_sources
+from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.session.folders import RunFolder

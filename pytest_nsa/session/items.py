@@ -14,7 +14,7 @@ from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLoca
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank

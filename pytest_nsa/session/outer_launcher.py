@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.session.outer_store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announcements import Suspicions
 from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun

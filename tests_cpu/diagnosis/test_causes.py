@@ -11,7 +11,8 @@ import pytest
 from pytest_nsa.diagnosis import engine
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import NO_RANK, Finding
-from pytest_nsa.evidence.load import Evidence, load
+from pytest_nsa.evidence.load import load
+from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.testing import run_example
 from tests_cpu.diagnosis.test_evidence import make_folder
 

@@ -8,7 +8,7 @@ from pytest_nsa.diagnosis.rules.order import STOPS, awaited, skipped
 from pytest_nsa.diagnosis.rules.source import is_for_a_later_rank
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def left_by_choice(evidence: Evidence) -> Finding | None:

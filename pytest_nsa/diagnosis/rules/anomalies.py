@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 HABIT = 0.5  # of a rank's steps: what happens so often is how this program trains
 

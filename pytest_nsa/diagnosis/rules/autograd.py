@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.verdict import Finding
-from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 _TWICE = re.compile(r"Parameter at index (\d+)(?: with name (\S+?))? has been marked as ready twice")
 

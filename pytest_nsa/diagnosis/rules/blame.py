@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.rules.source import have_a_common_loop, share_a_loop
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import Rings
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def rings(evidence: Evidence) -> Rings:

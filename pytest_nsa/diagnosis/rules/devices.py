@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact
-from pytest_nsa.evidence.load import STILL_LOOKS, Evidence, RankEvidence
+from pytest_nsa.evidence.values import STILL_LOOKS, Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import FOR_A_DEVICE
 
 BUSY = 50  # percent

@@ -14,8 +14,8 @@ from pytest_nsa.diagnosis.facts import (
 )
 from pytest_nsa.diagnosis.rules.devices import LATE_HINT, is_late
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 # What torch raises on a rank when another rank has gone: a consequence, on whichever rank it appears.
 VICTIM_TEXTS = (

@@ -8,7 +8,7 @@ from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import can_complete
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def groups_apart(evidence: Evidence) -> Finding | None:

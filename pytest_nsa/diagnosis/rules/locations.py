@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.rules.source import end_of_with, is_here, is_in_loop, is_past_the_loop, share_a_loop
-from pytest_nsa.evidence.load import RankEvidence
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import RankEvidence
 
 
 @dataclass(frozen=True, slots=True)

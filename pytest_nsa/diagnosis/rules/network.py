@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, exception_fact
 from pytest_nsa.diagnosis.verdict import Finding
-from pytest_nsa.evidence.load import Evidence
 from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import Evidence
 
 
 def unusable(evidence: Evidence) -> Finding | None:

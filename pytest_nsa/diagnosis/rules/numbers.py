@@ -9,7 +9,7 @@ from typing import Any
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
-from pytest_nsa.evidence.load import Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.wire.files import read_lines
 
 _FINITE = re.compile(r"isfinite|isnan|isinf")

@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_r
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import can_complete, first_departure
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import can_complete
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 
 
 def unpaired(evidence: Evidence) -> Finding | None:

@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.rules.blame import blame, rings
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import UNEVEN
 from pytest_nsa.evidence.collectives import first_departure
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 
 _EVEN = ("allreduce", "broadcast", "reduce")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.departures import is_same_line
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
-from pytest_nsa.evidence.load import Evidence
+from pytest_nsa.evidence.values import Evidence
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import itertools
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 MANY_NODES = 20_000
 SHARE = 0.5  # of a forward's nodes that one module makes

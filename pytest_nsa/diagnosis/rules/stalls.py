@@ -12,8 +12,8 @@ from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import SILENT_S, STILL_LOOKS, Evidence, RankEvidence
 from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")

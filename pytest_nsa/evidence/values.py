@@ -1,0 +1,205 @@
+"""What is known of a test and of its ranks, as values: what `load` reads, and what follows from it. No opinion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.stacks import ThreadStack, telling_thread
+from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
+from pytest_nsa.wire.messages import Job
+
+SILENT_S = 0.6  # the heartbeat beats every 0.05 s
+STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RaisedException:
+    """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
+
+    ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
+    while it took a batch from a data loader's worker. ``network``: what of the network cannot be used, as the rank found.
+    """
+
+    time: float
+    when: str
+    type: str
+    module: str
+    message: str
+    file: str
+    line: int
+    function: str
+    raised_in: str
+    chain: tuple[tuple[str, str, str], ...]
+    in_loader: bool = False
+    network: str = ""
+
+    @property
+    def where(self) -> str:
+        """``file:line in function``."""
+        return f"{self.file}:{self.line} in {self.function}" if self.file else ""
+
+    @property
+    def headline(self) -> str:
+        """The first line of its message, '' where it has none."""
+        return next(iter(self.message.strip().splitlines()), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEvidence:
+    """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
+    that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
+    own numbers, the last that were read; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
+    fail, and after what; ``gone``: its process is no more, and how it ended was not observed; ``beat_age_s`` is how
+    long the heartbeat had been silent when the host looked at the stall.
+    """
+
+    rank: int
+    exit_code: int | None
+    signal: int
+    exit_time: float
+    by_us: bool
+    finished: bool
+    passed: bool
+    skipped: str | None
+    xfailed: str | None
+    left: dict[str, Any]
+    exceptions: tuple[RaisedException, ...]
+    parameter_names: tuple[str, ...]
+    board: BoardSnapshot | None
+    beat_age_s: float | None
+    moved_at_stop: bool
+    process: dict[str, Any]
+    threads: tuple[ThreadStack, ...]
+    fatal: tuple[ThreadStack, ...]
+    children_threads: tuple[tuple[ThreadStack, ...], ...]
+    native_symbol: str
+    native_absent: str
+    reports: tuple[dict[str, Any], ...]
+    heartbeats: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    warnings: tuple[dict[str, Any], ...]
+    left_running: tuple[str, ...]
+    left_threads: tuple[tuple[str, str], ...]
+    quit_debugger: bool
+    gone: float
+    anomalies: tuple[dict[str, Any], ...]
+    modules: tuple[str, ...]
+    checksums: Path
+    parallel: str | None
+    ddp: dict[str, Any]
+    groups: dict[str, tuple[int, ...]]
+    folder: Path
+    sources: Sources
+    backend: str = ""
+    machine: str = ""
+    gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
+
+    @property
+    def stack(self) -> ThreadStack | None:
+        """The thread that shows the rank's location, from the dump of the stall or of the crash."""
+        return telling_thread(self.threads) or telling_thread(self.fatal)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rank waits for others: inside a call that the board records, or in a function of torch that waits.
+
+        Not while its main thread computes, is stopped, or waits for a disk: whatever it is inside of, it is at work.
+        """
+        if self.process.get("state") in ("T", "t", "D"):
+            return False
+        board, stack = self.board, telling_thread(self.threads)
+        if stack is None:
+            # A silent rank does not mark a collective that has completed behind its back; what blocks it, it marked before.
+            silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
+            return board is not None and (board.blocked is not None if silent else bool(board.inside))
+        if board is not None and board.inside and self._is_in_one_call_on_a_device:
+            return True
+        if computes(self.process):
+            return False
+        if not torch_s_wait(stack.frames):
+            return board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
+        return board is None or board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
+
+    @property
+    def _is_in_one_call_on_a_device(self) -> bool:
+        """Whether the main thread stays in one native call where collectives run on a device: the host's thread may spin there."""
+        if self.board is None or not (self.board.numbers.get("on_device") or self.backend not in ("", "gloo")):
+            return False
+        n = self.board.numbers
+        return n.get("still_looks", 0.0) >= STILL_LOOKS and n.get("still_moves", 0.0) <= 1
+
+    @property
+    def waits_for_a_key(self) -> bool:
+        """Whether the rank waits for a key of a store."""
+        stack = telling_thread(self.threads)
+        return stack is not None and waits_for_a_key(stack.frames, self._line(stack))  # a store of files is polled
+
+    def _line(self, stack: ThreadStack) -> str:
+        frame = stack.user_frame
+        return self.sources.line(frame.file, frame.line) if frame is not None else ""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Parameters whose gradient had not arrived in the last backward begun."""
+        if self.board is None or len(self.board.arrived) < len(self.parameter_names):
+            return ()
+        return tuple(n for n, seen in zip(self.parameter_names, self.board.arrived, strict=False) if not seen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by
+    themselves; ``refused`` why no ranks could be started, ``lost`` why those that ran could be followed no longer."""
+
+    job: Job
+    ranks: tuple[RankEvidence, ...]
+    stop: str
+    stood_still_s: float
+    moved_at_stop: bool
+    duration_s: float
+    started: float
+    stop_time: float
+    waits_s: float
+    refused: str
+    lost: str
+    folder: Path
+    sources: Sources
+    stopped_by: str = ""  # the signal that interrupted the session; '' for Ctrl-C
+    unread: tuple[str, ...] = ()  # what could not be read, and why
+    xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
+
+    @property
+    def was_ended_at_a_stall(self) -> bool:
+        """Whether all ranks of a training that is only watched have gone together, after they had stalled: someone ended it."""
+        left = [r for r in self.ranks if not r.finished]
+        return bool(left and self.stood_still_s) and all(r.gone > self.stop_time for r in left)
+
+    @property
+    def was_stalled(self) -> bool:
+        """Whether the ranks were stalled at the end. Where the host was killed that is not given: they may have been in motion."""
+        if self.stop != "host_died":
+            return True
+        boards = [r.board.numbers for r in self.ranks if not r.finished and r.board is not None]
+        if self.stood_still_s:  # the host saw it, then; a rank whose heartbeat went on must not have moved since
+            boards = [n for n in boards if n["beat_time"] > self.stop_time]
+        elif not boards:
+            return False
+        # A rank that was silent already, stopped or without the interpreter's lock, gives no evidence of whether it moved.
+        newest = max((n["beat_time"] for n in boards), default=0.0)
+        boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
+        return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """Return the ranks of a group; all of them where it was not recorded."""
+        told = next((r.groups[group] for r in self.ranks if group in r.groups), ())
+        return told or tuple(range(self.job.world_size))
+
+    @property
+    def parallel(self) -> str:
+        """How the model was shared, as the ranks recorded it, else as the test's fixtures request."""
+        return next((r.parallel for r in self.ranks if r.parallel), self.job.parallel)
