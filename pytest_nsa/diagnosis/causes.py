@@ -172,6 +172,7 @@ _REGISTRY = (
             "exits.init_timeout",
             "absence.left_alone",
             "absence.not_entered",
+            "stalls.blocked",
         ),
         of_the_rank=True,
         retry="once",

@@ -5,6 +5,7 @@ A file's name shows nothing: `get_rank`, DTensor's dispatch and imports lie unde
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ FOR_A_DEVICE = re.compile(
     r"\.(item|tolist|cpu|numpy|synchronize|nonzero|elapsed_time)\(|\bprint\(|\bfloat\(|\bint\(|\bbool\(|\bif\b|\bassert\b|\.to\(.cpu"
 )
 _STORE_CALL = re.compile(r"store\w*\.(get|wait|multi_get|barrier)\(", re.IGNORECASE)
+_MEETS = re.compile(r"\b(TCPStore|init_process_group|init_device_mesh|init_rpc)\(")
 _ENGINE = "_engine_run_backward"
 
 
@@ -84,3 +86,9 @@ def waits_for_a_key(frames: Sequence[Frame], line: str) -> bool:
         return False
     # A queue or a dictionary may be called store, too: then a frame of Python's own is the innermost.
     return frames[0].is_user or any(part in frames[0].file for part in _TORCH_S)
+
+
+def meets(frames: Sequence[Frame], line: str) -> bool:
+    """Return whether a thread is about to meet the other ranks: it connects to the host where they do, or waits for them there."""
+    called = list(itertools.takewhile(lambda frame: not frame.is_user, frames))
+    return bool(_MEETS.search(line)) and all(any(part in f.file for part in (*_TORCH_S, *_DISPATCH)) for f in called)

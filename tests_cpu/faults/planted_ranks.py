@@ -231,11 +231,17 @@ def test_a_port_that_is_taken(group: Group) -> None:
 @planted(
     "network_unusable",
     [0, 1],
-    where="planted_ranks.py",
     reason="the host name no-such-host.invalid resolves to no address",
 )
 def test_a_host_name_that_resolves_nowhere(group: Group) -> None:
-    dist.TCPStore("no-such-host.invalid", 29555, 2, False, timeout=timedelta(seconds=2))
+    dist.TCPStore("no-such-host.invalid", 29555, 2, False, timeout=timedelta(seconds=0.2))
+
+
+@planted("init_timeout", [0], reason="tries to reach the host where the ranks of a group meet, or waits for them there")
+def test_a_store_that_waits_for_a_rank_that_does_not_come(group: Group) -> None:
+    if group.rank == 0:
+        dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=200))
+    dist.barrier()
 
 
 @planted("network_unusable", [0, 1], reason="GLOO_SOCKET_IFNAME=nsa77 names no interface")

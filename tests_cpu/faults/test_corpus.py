@@ -46,6 +46,11 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 
 # In make test: what leaves evidence of each kind. Each module is a session of its own, which takes seconds to start.
 SAMPLED = ("ranks", "standing", "later")
+# Minutes of the cores' time in all: for make slow.
+HEAVY = (
+    "test_a_compile_that_takes_long", "test_one_rank_is_slow", "test_a_module_with_sixty_thousand_autograd_nodes",
+    "test_a_long_compile_on_one_rank", "test_busy_cores", "test_long_python", "test_a_long_forward",
+)  # fmt: skip
 
 
 def sample() -> set[tuple[str, str]]:
@@ -54,14 +59,14 @@ def sample() -> set[tuple[str, str]]:
     planted_there = {cause for _, cause, _ in EXPECTED.values()}
     for module in SAMPLED:
         for name, fault in faults(module).items():
-            if fault.cause not in planted_there:
+            if fault.cause not in planted_there and name not in HEAVY:
                 kind = fault.cause if module in ("standing", "ranks") else module
                 first.setdefault(kind, (module, name))
     return set(first.values())
 
 
 def chosen(request: pytest.FixtureRequest, module: str) -> list[str]:
-    """The faults of a module that this session asks for."""
+    """The tests of a module that this session asks for."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     found = [call.params for call in calls if call is not None]
     return [params["name"] for params in found if params.get("module") == module]
@@ -116,7 +121,7 @@ def healthy_tests(module: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ExampleResult]:
+def healthy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], ExampleResult]:
     """Runs a module once, where a suspicion that lasts for longer than its tests do would end them."""
 
     @functools.cache
@@ -125,7 +130,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Example
         shutil.copy(ROOT / "tests_cpu" / "faults" / f"{module}.py", folder / "test_healthy.py")
         options = ("ranks_hang_after=30", "ranks_check_divergence=true", f"pythonpath={ROOT}")
         arguments = [a for option in options for a in ("-o", option)]
-        return run_in(folder, "-p", "xdist", "-n", "2", "--ranks-keep", "all", *arguments, timeout=280)
+        tests = [f"test_healthy.py::{name}" for name in chosen(request, module)]
+        return run_in(folder, "-p", "xdist", "-n", "2", "--ranks-keep", "all", *arguments, *tests, timeout=280)
 
     return run_module
 
@@ -133,7 +139,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Example
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        pytest.param(module, name, marks=() if module == "healthy" else pytest.mark.slow)
+        pytest.param(module, name, marks=() if module == "healthy" and name not in HEAVY else pytest.mark.slow)
         for module in HEALTHY
         for name in healthy_tests(module)
     ],

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 # What runs in one process; the last check of each may change how work is cut, for good.
 QUICK = (
-    ("window", "selection", "lists"),
     ("whole", "decoding", "rotary"),
     ("union",),
 )
 SLOW = (
+    ("window", "selection", "lists"),
     ("compression", "segments", "selected"),
     ("one_tile",),
     ("ranges",),

@@ -114,7 +114,7 @@ def test_it(group):
     assert result.outcomes == {"passed": 1, "rerun": 2}
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n2",)])
+@pytest.mark.parametrize("arguments", [(), pytest.param(("-n2",), marks=pytest.mark.slow)])
 def test_randomly_gives_all_ranks_one_seed(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
     source = """
 import random

@@ -123,6 +123,7 @@ def test_exit_first_ends_all(pytester: pytest.Pytester) -> None:
     assert (leader.returncode, follower.returncode) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_process_with_other_tests_is_refused_with_the_difference(pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
     port = free_port()

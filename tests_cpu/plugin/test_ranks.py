@@ -115,7 +115,7 @@ def test_plain(): assert "RANK" not in os.environ
 """
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n1",)])
+@pytest.mark.parametrize("arguments", [(), pytest.param(("-n1",), marks=pytest.mark.slow)])
 def test_short_summary_is_one_line_on_ci(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_session_without_ranks_starts_no_zygote(pytester: pytest.Pytester) -> 
     assert not (pytester.path / "artifacts").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_ended_leaves_no_warning_to_the_ranks_of_another(pytester: pytest.Pytester) -> None:
     (pytester.path / "conftest.py").write_text(
         "import os, pathlib\n"

@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, Evidence, RankEvidence
-from pytest_nsa.evidence.waiting import BUSY, STARVED, computes
+from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 FAULTS = 1000  # per second: a process that gets new memory is in the kernel as well
@@ -121,7 +121,7 @@ def _why(rank: RankEvidence) -> Why | None:
     """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
         _stopped, _compiling, _importing,
-        _loader, _child, _device, _gil_held, _busy, _store, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
+        _loader, _child, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
         _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
@@ -301,6 +301,15 @@ def _io_by_source(rank: RankEvidence) -> Why | None:
 def _store(rank: RankEvidence) -> Why | None:
     missing = "waits for a key of a store that no rank has set"
     return Why("io_stuck", missing, 0.6) if rank.waits_for_a_key else None
+
+
+def _meets(rank: RankEvidence) -> Why | None:
+    about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
+    return (
+        Why("init_timeout", "tries to reach the host where the ranks of a group meet, or waits for them there", 0.6)
+        if about
+        else None
+    )
 
 
 def _file_lock(rank: RankEvidence) -> Why | None:
