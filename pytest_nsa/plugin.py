@@ -30,7 +30,7 @@ from pytest_nsa.session.items import (
     verdict_key,
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch
-from pytest_nsa.session.needs import why_no_ranks
+from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
@@ -179,8 +179,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _lacks_gpu(item)
     if reason:
         pytest.skip(reason)
-    if _is_for_ranks(item) and why_no_ranks():
-        pytest.fail(why_no_ranks(), pytrace=False)
+    if _is_for_ranks(item) and not _is_child(item.config):
+        problem = why_no_ranks() or why_not_light(item, item.config.stash[settings_key])
+        if problem:
+            pytest.fail(problem, pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)

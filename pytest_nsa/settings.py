@@ -46,6 +46,7 @@ class Settings:
     keep_runs: int
     folder_mode: int
     mask_output: bool
+    traces_lightly: bool
     ahead: bool
     output_limit: int
     debug_rank: int
@@ -141,6 +142,9 @@ def resolve(config: pytest.Config) -> Settings:
     backend = os.environ.get("TORCH_BACKEND") or None
     if backend not in (None, "gloo", "nccl"):
         raise pytest.UsageError(f"TORCH_BACKEND={backend!r}: must be gloo or nccl")
+    level = os.environ.get("NSA_TRACE_LEVEL") or "full"
+    if level not in ("full", "light"):
+        raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
     settings = Settings(
         artifacts=config.rootpath / directory,
         launch=config.getoption("--ranks-launch"),
@@ -155,6 +159,7 @@ def resolve(config: pytest.Config) -> Settings:
         keep_runs=_count(config, "ranks_artifacts_keep"),
         folder_mode=_mode(config, "ranks_artifacts_mode"),
         mask_output=config.getini("ranks_mask_output"),
+        traces_lightly=level == "light",
         keep_passed=config.getoption("--ranks-keep") == "all",
         backend=backend,
         zygote_fd=int(os.environ[ZYGOTE_FD]) if os.environ.get(ZYGOTE_FD) else None,

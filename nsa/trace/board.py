@@ -14,6 +14,7 @@ import os
 import resource
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 SCHEMA = 3
@@ -171,12 +172,24 @@ class Board:
         """Store a text field, cut to its size."""
         self.put(name, self.padded(value, name))
 
-    def arrive(self, index: int, name: bytes) -> None:
-        """The gradient of the model's parameter ``index`` has arrived; ``name`` is what `padded` gave."""
-        if index < MAX_PARAMETERS:
-            self._map[self._arrived + index] = 1
-        self._map[self._parameter] = name
-        self._counters[self._gradients] += 1
+    def arrival(self, index: int, name: bytes) -> Callable[[object], None]:
+        """Return a hook that notes on this board, until it is opened anew, that the gradient of parameter ``index`` has arrived.
+
+        ``name`` is what `padded` gave. A hook is called for each parameter in each step: nothing is looked up in it.
+        """
+        mapped, counters, gradients, parameter = self._map, self._counters, self._gradients, self._parameter
+        at = self._arrived + index
+
+        def arrived(_: object) -> None:
+            mapped[at] = 1
+            mapped[parameter] = name
+            counters[gradients] += 1
+
+        def counted(_: object) -> None:
+            mapped[parameter] = name
+            counters[gradients] += 1
+
+        return arrived if index < MAX_PARAMETERS else counted
 
     def begin_backward(self) -> None:
         """No gradient has arrived, and what is called from now on is not part of the forward's path."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,16 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from nsa.trace.board import Board
+from nsa.trace.calls import (
+    global_rank,
+    group_of,
+    label_of,
+    new_group_note,
+    payload_of,
+    root_and_reduction,
+    split_sizes,
+    succeeded,
+)
 from nsa.trace.compiled import outside_graphs
 from nsa.trace.frames import call_site
 from nsa.trace.limits import limit_of_call, limit_of_group
@@ -129,10 +138,10 @@ class CollectiveRecorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             first = args[0] if args else None
             group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not name its group
-            label = op if op == NEW_GROUP else f"ddp:{_label(group)}" if group is not None else "ddp"
+            label = op if op == NEW_GROUP else f"ddp:{label_of(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
-            note = _new_group(args) if op == NEW_GROUP else ""
+            note = new_group_note(args) if op == NEW_GROUP else ""
             index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size, note=note)
             with self._blocked(index):
                 result = original(*args, **kwargs)
@@ -157,11 +166,11 @@ class CollectiveRecorder:
         def recorded(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(self._inside, "depth", 0):
                 return original(tensor, *args, **kwargs)
-            group = next((g for v in (*args, *kwargs.values()) if (g := _group(v)) is not None), dist.group.WORLD)
+            group = next((g for v in (*args, *kwargs.values()) if (g := group_of(v)) is not None), dist.group.WORLD)
             if group is None:
                 return original(tensor, *args, **kwargs)
-            dtype, count = _payload((tensor,))
-            label = _label(group)
+            dtype, count = payload_of((tensor,))
+            label = label_of(group)
             self._sequence[label] += 1
             index = self.board.enter(name, label, self._sequence[label], dtype, count, call_site(), size=group.size())
             self._inside.depth = 1
@@ -208,27 +217,9 @@ class CollectiveRecorder:
 
         setattr(dist.Store, name, recorded)
 
-    @contextmanager
-    def _blocked(self, index: int, limit: float = 0.0) -> Iterator[None]:
-        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has a limit of its own.
-
-        An exception leaves the mark, as it has its own location.
-        """
-        on_main = threading.current_thread() is threading.main_thread()
-        outer, self._blocked_in = self._blocked_in, index + 1 if on_main else self._blocked_in
-        until = self._limit_time
-        if on_main:
-            self.board.number("blocked_in", index + 1)
-            if limit:
-                self._set_limit(time.time() + limit)
-        try:
-            yield
-        finally:
-            self._blocked_in = outer
-            if limit and on_main:
-                self._set_limit(until)
-        if on_main:
-            self.board.number("blocked_in", outer)  # of a call around it: a new group may be made inside one
+    def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
+        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has a limit of its own."""
+        return _Blocked(self, index, limit)
 
     def _set_limit(self, until: float) -> None:
         self._limit_time = until
@@ -244,7 +235,7 @@ class CollectiveRecorder:
         with self._lock:
             waiting = list(self._pending.items())
         for key, (_, work, _) in waiting:
-            if work.is_completed() and _succeeded(work):
+            if work.is_completed() and succeeded(work):
                 self._leave(key)
 
     def _leave(self, key: int) -> None:
@@ -260,18 +251,18 @@ class CollectiveRecorder:
             if getattr(self._inside, "depth", 0):  # one method may be built on another
                 return original(group, *args, **kwargs)
             # Of what goes from all to all, what this rank gives: what it takes comes first.
-            dtype, count = _payload(
+            dtype, count = payload_of(
                 (*args, *kwargs.values())[1 if name.startswith(("alltoall", "all_to_all")) else 0 :]
             )
-            label = _label(group)
+            label = label_of(group)
             self._sequence[label] += 0 if point_to_point else 1
-            peer, note = -1, _splits(args) if name in _SPLIT else ""
+            peer, note = -1, split_sizes(args) if name in _SPLIT else ""
             if point_to_point:
                 given, tag = ([a for a in args[1:] if isinstance(a, int)] + [-1, 0])[:2]
                 note = f"tag {tag}" if tag > 0 else ""
-                peer = ANY if name == "recv_anysource" else _global_rank(group, given)
-            root, reduction = _options((*args, *kwargs.values()))
-            root = _global_rank(group, root) if root >= 0 else root
+                peer = ANY if name == "recv_anysource" else global_rank(group, given)
+            root, reduction = root_and_reduction((*args, *kwargs.values()))
+            root = global_rank(group, root) if root >= 0 else root
             index = self.board.enter(
                 name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer,
                 root=root, reduction=reduction, note=note,
@@ -295,93 +286,38 @@ class CollectiveRecorder:
         return outside_graphs(recorded)
 
 
+class _Blocked:
+    """A mark on the board while the main thread waits. An exception leaves it, as it has its own location.
+
+    A class: a generator's context costs three times as much, and every collective has two.
+    """
+
+    __slots__ = ("index", "limit", "on_main", "outer", "recorder", "until")
+
+    def __init__(self, recorder: CollectiveRecorder, index: int, limit: float) -> None:
+        self.recorder, self.index, self.limit = recorder, index, limit
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self.on_main = threading.get_ident() == threading.main_thread().ident
+        self.outer, self.until = recorder._blocked_in, recorder._limit_time
+        if self.on_main:
+            recorder._blocked_in = self.index + 1
+            recorder.board.number("blocked_in", self.index + 1)
+            if self.limit:
+                recorder._set_limit(time.time() + self.limit)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        recorder = self.recorder
+        recorder._blocked_in = self.outer
+        if self.on_main:
+            if self.limit:
+                recorder._set_limit(self.until)
+            if kind is None:
+                recorder.board.number(
+                    "blocked_in", self.outer
+                )  # of a call around it: a new group may be made inside one
+
+
 def _ignore(name: str, ranks: list[int]) -> None:
     """No-op."""
-
-
-def _group(value: Any) -> Any:
-    """Return the process group that an argument of a functional collective means; None where it is not one."""
-    if isinstance(value, dist.ProcessGroup):
-        return value
-    try:
-        if isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "get_group"):
-            return value[0].get_group(value[1])
-        return value.get_group() if hasattr(value, "get_group") else None
-    except RuntimeError:  # a mesh of several dimensions
-        return None
-
-
-def _new_group(args: tuple[Any, ...]) -> str:
-    """'2: 0,1': the name of the group that torch is to make, and its ranks; the store of a default group in place of its ranks."""
-    if len(args) <= 5 or not isinstance(args[2], list):
-        return ""
-    return f"{args[5]}: {','.join(map(str, args[2])) or _store(args[4])}"
-
-
-def _store(store: Any) -> str:
-    """Return where ranks meet: a file's name, or host and port; '' where it is not known."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if isinstance(store, dist.FileStore):
-        return f"file ...{store.path[-60:]}"
-    return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
-
-
-def _splits(args: tuple[Any, ...]) -> str:
-    """'gives 1,2 takes 2,1': how many rows go to each rank and come from each; '' where they are even."""
-    takes, gives = ([a for a in args if isinstance(a, list) and a and isinstance(a[0], int)] + [[], []])[:2]
-    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
-
-
-def _succeeded(work: Any) -> bool:
-    """Return whether a collective succeeded. One that failed was never left: its rank is still in it, as far as the others are
-    concerned.
-    """
-    try:
-        future = work.get_future()  # querying the work itself is deprecated, and torch warns of it in every rank
-    except RuntimeError:  # sends and receives have none on some backends
-        return True
-    try:
-        if future.done():
-            future.value()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _label(group: Any) -> str:
-    try:
-        return str(group.group_name)
-    except RuntimeError:  # a group that was never registered has no name
-        return "unnamed"
-
-
-def _global_rank(group: Any, rank: int) -> int:
-    """torch numbers peers and roots within their group."""
-    try:
-        return dist.get_global_rank(group, rank)
-    except (RuntimeError, ValueError, KeyError):  # a group that was never registered
-        return rank
-
-
-def _options(values: Any) -> tuple[int, str]:
-    """Root, -1 where there is none, and reduction of a call, from its options."""
-    options = next((v for v in values if type(v).__name__.endswith("Options")), None)
-    try:  # the one way to its name that all versions of torch have
-        kind = options.reduceOp.__getstate__()[0].name.lower()  # type: ignore[union-attr]
-    except (AttributeError, TypeError, IndexError, RuntimeError):
-        kind = ""
-    return getattr(options, "rootRank", -1), kind
-
-
-def _payload(values: Any) -> tuple[str, int]:
-    """dtype and total element count of the first tensors among a call's arguments."""
-    for value in values:
-        flat = value
-        while isinstance(flat, list | tuple) and flat and isinstance(flat[0], list | tuple):
-            flat = flat[0]
-        if isinstance(flat, torch.Tensor):
-            return str(flat.dtype).removeprefix("torch."), flat.numel()
-        if isinstance(flat, list | tuple) and flat and isinstance(flat[0], torch.Tensor):
-            return str(flat[0].dtype).removeprefix("torch."), sum(t.numel() for t in flat)
-    return "", 0

@@ -22,7 +22,9 @@ from nsa.trace.frames import is_user_file
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
-CHANGES = 2000  # that are written each for itself; then a quick loop would write tens of megabytes a minute:
+CHANGES = (
+    100  # that are written each for itself; then a quick loop would write tens of megabytes a minute, and wait for it:
+)
 CHANGE_EVERY = 0.05  # seconds
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
@@ -32,7 +34,7 @@ _FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 
 class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
-    that follow each other within 50 ms at the last one, after the first 2,000.
+    that follow each other within 50 ms at the last one, after the first 100.
 
     Where the main thread is stalled, the stacks of all threads go to ``standing`` (a path; None: nowhere): no process has to
     disturb the rank for them.

@@ -38,16 +38,24 @@ from nsa.trace.names import plain_name
 MAX_LOOK = 1 << 22  # numbers
 
 
-def _is_finite(output: Any) -> bool:
-    """Return whether a model's output is of finite numbers; what is on a GPU, or large, counts as such: looking would cost."""
+def _kept(output: Any) -> torch.Tensor | None:
+    """Return a model's output to look at, should no backward follow; None for what is on a GPU or large: looking would cost."""
     if not isinstance(output, torch.Tensor) or output.device.type != "cpu" or output.numel() > MAX_LOOK:
-        return True
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace would record the look
-        return True
-    try:  # a sum is quick, but one in float16 may overflow
-        finite = not output.is_floating_point() or math.isfinite(output.detach().sum(dtype=torch.float32).item())
-        return finite or bool(output.detach().isfinite().all())
+        return None
+    if (
+        torch._C._get_tracing_state() is not None or not output.is_floating_point()
+    ):  # torch.jit.trace would record the look
+        return None
+    try:
+        return output.detach()
     except Exception:  # a tensor without numbers: under vmap, or fake
+        return None
+
+
+def _is_finite(output: torch.Tensor | None) -> bool:
+    try:
+        return output is None or bool(output.isfinite().all())
+    except Exception:  # as above
         return True
 
 
@@ -136,7 +144,7 @@ class Observer:
         self._calls.clear()
         self._failure = (0, "", "")  # id and text of what a forward ended with, and the module it came from
         self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
-        self._is_finite = True
+        self._output: torch.Tensor | None = None  # of the current step's forward, until its backward comes
         self.parameter_names = []
         self._remove_hooks()
         self._roots = WeakSet()
@@ -154,7 +162,7 @@ class Observer:
             if _BACKWARD in self._calls:  # reentrant checkpointing runs a backward inside a backward
                 return backward(*args, **kwargs)
             self._calls.append(_BACKWARD)
-            self._forward = "backward"
+            self._forward, self._output = "backward", None
             self._note_loss(args[0] if args else kwargs.get("tensors"))
             for root in self._roots:
                 note_kept_gradients(root)
@@ -206,8 +214,8 @@ class Observer:
             _, text, module = self._failure
             self.on_anomaly("forward_failed", step, error=text, module=module)
         elif self._forward == "done":
-            self.on_anomaly("no_backward", step, finite=self._is_finite)
-        self._forward, self._failure = "", (0, "", "")
+            self.on_anomaly("no_backward", step, finite=_is_finite(self._output))
+        self._forward, self._failure, self._output = "", (0, "", ""), None
 
     def _phase(self, name: str) -> None:
         self.board.phase(name)
@@ -328,7 +336,7 @@ class Observer:
         self._phase("body")
         if self._forward == "running":
             self._forward = "done" if error is None else "failed"
-            self._is_finite = _is_finite(output)
+            self._output = _kept(output)
 
     def _is_model(self, module: nn.Module) -> bool:
         return module in self._models
@@ -388,11 +396,4 @@ class Observer:
         return known
 
     def _arrival(self, index: int, name: str) -> Callable[[torch.Tensor], None]:
-        text = self.board.padded(name, "parameter")
-
-        arrive = self.board.arrive
-
-        def arrived(_: torch.Tensor) -> None:
-            arrive(index, text)
-
-        return arrived
+        return self.board.arrival(index, self.board.padded(name, "parameter"))

@@ -15,7 +15,17 @@ from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.loaders import count_batches
 from nsa.trace.observe import Observer
 
+LEVEL, LEVELS = "NSA_TRACE_LEVEL", ("full", "light")
+
 _current: TraceSession | None = None
+
+
+def is_light() -> bool:
+    """Return whether modules, gradients and phases are left out: collectives and heartbeat alone. ValueError for another level."""
+    level = os.environ.get(LEVEL) or "full"
+    if level not in LEVELS:
+        raise ValueError(f"{LEVEL}={level!r}: must be full or light")
+    return level == "light"
 
 
 class TraceSession:
@@ -28,7 +38,9 @@ class TraceSession:
         self.recorder = CollectiveRecorder(self.board)
         self.observer = Observer(self.board)
         self.recorder.install()
-        self.observer.install()
+        self.is_light = is_light()
+        if not self.is_light:
+            self.observer.install()
         count_batches(self.board)
         note_own_end(self.board)
         os.register_at_fork(after_in_child=self._in_child)
@@ -50,8 +62,10 @@ class TraceSession:
     ) -> None:
         """Leave ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too).
 
-        With ``checksums`` also those of what DDP keeps equal on all ranks.
+        With ``checksums`` also those of what DDP keeps equal on all ranks; ValueError where the level leaves out what they need.
         """
+        if checksums and self.is_light:
+            raise ValueError(f"check_divergence needs what {LEVEL}=light leaves out: unset it")
         self.recorder.forget()
         self.recorder.on_group = lambda name, ranks: record(Path(folder), event="group", name=name, ranks=ranks)
         self.observer.forget()

@@ -74,6 +74,13 @@ def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
     }
 
 
+def why_not_light(item: pytest.Item, settings: Settings) -> str:
+    """Return that a test asks for what this run's level of tracing leaves out; '' where it does not."""
+    if settings.traces_lightly and tracing_of(item, settings)["check_divergence"]:
+        return "check_divergence needs what NSA_TRACE_LEVEL=light leaves out: unset it"
+    return ""
+
+
 @functools.cache
 def why_no_ranks() -> str:
     """Return why no test can run on ranks here, and what to do; '' where torch is there. Imports nothing of it."""

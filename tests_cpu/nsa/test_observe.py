@@ -171,7 +171,7 @@ def test_quick_phases_do_not_fill_the_disk(session: TraceSession, tmp_path: Path
     session.heartbeat.beat()  # which writes the phase that has come last
     lines = [json.loads(line) for line in (tmp_path / "heartbeat_rank0.jsonl").read_text().splitlines()]
     assert lines[-1]["modules_entered"] == 4000
-    assert 2000 < len(lines) < 3000  # of 8,000 phases
+    assert 100 < len(lines) < 1100  # of 8,000 phases
 
 
 COMPILES = """

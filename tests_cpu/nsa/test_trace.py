@@ -64,7 +64,7 @@ def test_a_board_reads_back_what_was_written(tmp_path: Path) -> None:
     board.called(4, board.padded("blocks.4"))  # a recomputation
     board.phase("backward")
     board.number("gradients_expected", 3)
-    board.arrive(1, board.padded("blocks.4.attn.out.weight", "parameter"))
+    board.arrival(1, board.padded("blocks.4.attn.out.weight", "parameter"))(None)
     first = board.enter("allreduce", "0", 1, "float32", 16, "/a/b.py:3 in f", size=4)
     board.enter("barrier", "0", 2, "", 0, "/a/b.py:9 in f", size=4)
     board.leave(first)

@@ -1,0 +1,126 @@
+"""What the always-on tracers cost a step of a small model, in microseconds: by number of modules, under DDP, per collective.
+
+    python benchmarks/step_cost.py --json benchmarks/results/step_cost.json
+
+A model of N linear layers of 8 x 8; traced and bare steps take turns in one process, the cost is the median of the differences of
+neighbours. The first 100 changes of phase, each of which writes a line, are not counted. `light` is NSA_TRACE_LEVEL=light.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from figures import keep
+from torch.nn.parallel import DistributedDataParallel
+
+WARM, PAIRS = 50, 400
+CASES = (
+    {"modules": 1, "ddp": False, "light": False},
+    {"modules": 13, "ddp": False, "light": False},
+    {"modules": 52, "ddp": False, "light": False},
+    {"modules": 13, "ddp": True, "light": False},
+    {"modules": 13, "ddp": True, "light": True},
+)
+
+
+def step_cost(modules: int, *, ddp: bool) -> dict[str, float]:
+    """Microseconds that tracing adds to a step, and a bare step's."""
+    from nsa.trace.session import installed
+
+    models = []
+    bare = torch.nn.Module.__call__, torch.autograd.backward
+    for _ in range(2):
+        model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(modules)))
+        model = DistributedDataParallel(model) if ddp else model
+        models.append((model, torch.optim.SGD(model.parameters(), lr=0.01)))
+    x = torch.randn(4, 8)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        began = time.thread_time()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        return time.thread_time() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+        session = installed()
+        session.begin(folder, 0, 1)
+        traced = torch.nn.Module.__call__, torch.autograd.backward
+        gc.collect()
+        gc.freeze()
+        added, alone = [], []
+        for number in range(WARM + PAIRS):
+            pair = {}
+            for which in (0, 1) if number % 2 else (1, 0):
+                torch.nn.Module.__call__, torch.autograd.backward = traced if which == 0 else bare
+                pair[which] = step(*models[which])
+            if number >= WARM:
+                added.append(pair[0] - pair[1])
+                alone.append(pair[1])
+        session.end()
+    return {"added_us": 1e6 * statistics.median(added), "step_us": 1e6 * statistics.median(alone)}
+
+
+def collective_cost() -> dict[str, float]:
+    """Microseconds of an all_reduce of one number in a group of one rank, bare and then traced."""
+    from nsa.trace.session import installed
+
+    def median_us() -> float:
+        value, found = torch.ones(1), []
+        for _ in range(2000):
+            began = time.thread_time()
+            dist.all_reduce(value)
+            found.append(time.thread_time() - began)
+        return 1e6 * statistics.median(found[200:])
+
+    alone = median_us()
+    with tempfile.TemporaryDirectory() as folder:
+        session = installed()
+        session.begin(folder, 0, 1)
+        added = median_us() - alone
+        session.end()
+    return {"added_us": added, "all_reduce_us": alone}
+
+
+def main() -> None:
+    """Measure each case in a process of its own, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+            case = CASES[arguments.case] if arguments.case < len(CASES) else None
+            print(
+                json.dumps(
+                    collective_cost() if case is None else step_cost(int(case["modules"]), ddp=bool(case["ddp"]))
+                )
+            )
+        return
+    found = []
+    for number in range(len(CASES) + 1):
+        case = dict(CASES[number]) if number < len(CASES) else {"collective": True}
+        level = "light" if case.get("light") else "full"
+        done = subprocess.run(
+            [sys.executable, __file__, "--case", str(number)], text=True, capture_output=True, check=True,
+            env={**os.environ, "NSA_TRACE_LEVEL": level},
+        )  # fmt: skip
+        found.append({**case, **json.loads(done.stdout.splitlines()[-1])})
+    keep({"cases": found, "pairs": PAIRS}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a call of a process group carries: its group, payload, root, reduction, splits; read from its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def group_of(value: Any) -> Any:
+    """Return the process group that an argument of a functional collective means; None where it is not one."""
+    if isinstance(value, dist.ProcessGroup):
+        return value
+    try:
+        if isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "get_group"):
+            return value[0].get_group(value[1])
+        return value.get_group() if hasattr(value, "get_group") else None
+    except RuntimeError:  # a mesh of several dimensions
+        return None
+
+
+def new_group_note(args: tuple[Any, ...]) -> str:
+    """'2: 0,1': the name of the group that torch is to make, and its ranks; the store of a default group in place of its ranks."""
+    if len(args) <= 5 or not isinstance(args[2], list):
+        return ""
+    return f"{args[5]}: {','.join(map(str, args[2])) or store_place(args[4])}"
+
+
+def store_place(store: Any) -> str:
+    """Return where ranks meet: a file's name, or host and port; '' where it is not known."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore):
+        return f"file ...{store.path[-60:]}"
+    return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
+
+
+def split_sizes(args: tuple[Any, ...]) -> str:
+    """'gives 1,2 takes 2,1': how many rows go to each rank and come from each; '' where they are even."""
+    takes, gives = ([a for a in args if isinstance(a, list) and a and isinstance(a[0], int)] + [[], []])[:2]
+    return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
+
+
+def succeeded(work: Any) -> bool:
+    """Return whether a collective succeeded. One that failed was never left: its rank is still in it, as far as the others are
+    concerned.
+    """
+    try:
+        future = work.get_future()  # querying the work itself is deprecated, and torch warns of it in every rank
+    except RuntimeError:  # sends and receives have none on some backends
+        return True
+    try:
+        if future.done():
+            future.value()
+    except RuntimeError:
+        return False
+    return True
+
+
+def label_of(group: Any) -> str:
+    try:
+        return str(group.group_name)
+    except RuntimeError:  # a group that was never registered has no name
+        return "unnamed"
+
+
+def global_rank(group: Any, rank: int) -> int:
+    """torch numbers peers and roots within their group."""
+    try:
+        return dist.get_global_rank(group, rank)
+    except (RuntimeError, ValueError, KeyError):  # a group that was never registered
+        return rank
+
+
+def root_and_reduction(values: Any) -> tuple[int, str]:
+    """Root, -1 where there is none, and reduction of a call, from its options."""
+    options = None
+    for value in values:
+        if type(value).__name__.endswith("Options"):
+            options = value
+            break
+    try:  # the one way to its name that all versions of torch have
+        kind = options.reduceOp.__getstate__()[0].name.lower()  # type: ignore[union-attr]
+    except (AttributeError, TypeError, IndexError, RuntimeError):
+        kind = ""
+    return getattr(options, "rootRank", -1), kind
+
+
+def payload_of(values: Any) -> tuple[str, int]:
+    """dtype and total element count of the first tensors among a call's arguments."""
+    for value in values:
+        flat = value
+        while isinstance(flat, list | tuple) and flat and isinstance(flat[0], list | tuple):
+            flat = flat[0]
+        if isinstance(flat, torch.Tensor):
+            return str(flat.dtype).removeprefix("torch."), flat.numel()
+        if isinstance(flat, list | tuple) and flat and isinstance(flat[0], torch.Tensor):
+            return str(flat[0].dtype).removeprefix("torch."), sum(t.numel() for t in flat)
+    return "", 0
