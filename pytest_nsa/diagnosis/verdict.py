@@ -87,7 +87,10 @@ class Verdict:
         check_kinds(cls, data)
         names = set(cls.__dataclass_fields__)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
-        values["evidence"] = tuple(Fact(**fact) for fact in values.get("evidence", ()))
+        known = set(Fact.__dataclass_fields__)
+        values["evidence"] = tuple(
+            Fact(**{k: v for k, v in fact.items() if k in known}) for fact in values.get("evidence", ())
+        )
         return cls(**values)
 
     @property
