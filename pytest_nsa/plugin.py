@@ -67,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     follows = resolved.outer is not None and resolved.outer.rank > 0
+    config.stash[signals_key].defers = follows
     root = outer_hooks.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
     config.stash[runner_key] = RankRunner(
         config, resolved, RunFolder(root, worker.get("nsa_run"), resolved.folder_mode)

@@ -69,6 +69,7 @@ _REGISTRY = (
             "order.waiting_apart",
             "order.departed",
             "payloads.aborted",
+            "payloads.splits_differ",
             "payloads.wrong_numbers",
         ),
         of_the_rank=True,

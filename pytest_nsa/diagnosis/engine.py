@@ -66,6 +66,7 @@ RULES: tuple[Rule, ...] = (
     order.departed,
     groups.groups_apart,
     pairs.unpaired,
+    payloads.splits_differ,
     order.waiting_apart,
     network.unusable,
     exits.init_timeout,
@@ -98,7 +99,7 @@ SUSPICIONS: tuple[Rule, ...] = (
 )
 
 # Of ranks that all ended well: what is wrong all the same.
-OF_THE_PASSED: tuple[Rule, ...] = (payloads.wrong_numbers, numbers.silent_divergence)
+OF_THE_PASSED: tuple[Rule, ...] = (payloads.splits_differ, payloads.wrong_numbers, numbers.silent_divergence)
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

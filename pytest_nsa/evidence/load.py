@@ -12,7 +12,7 @@ from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import has, is_number, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
-from pytest_nsa.evidence.stacks import parse_children, parse_dump
+from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
@@ -142,7 +142,7 @@ def _read_rank(
         beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
-        threads=parse_dump(_text(folder / "stacks.txt") or own.get("stacks", ""), job.body),
+        threads=_threads(_text(folder / "stacks.txt"), own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
         children_threads=parse_children(_text(folder / "stacks.txt")),
@@ -188,6 +188,14 @@ def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]
     if not isinstance(own, dict) or not has(own, {"time": is_number, "stacks?": is_text, "beat_age_s?": is_number}):
         return {}
     return own if own["time"] >= until - stood_still - 1.0 else {}
+
+
+def _threads(dump: str, own: str, body: str) -> tuple[ThreadStack, ...]:
+    """Return the threads of the requested dump; of the rank's own where that lacks the main thread, as a kill has cut it off."""
+    found = parse_dump(dump, body)
+    if any(stack.is_main and not stack.is_ours for stack in found):
+        return found
+    return parse_dump(own, body) or found
 
 
 def _text(path: Path) -> str:

@@ -13,11 +13,12 @@ from pytest_nsa.evidence.stacks import CHILD_MARK
 from pytest_nsa.system.procfs import catches, children_of, difference, look_at
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append_line
+from pytest_nsa.wire.files import append_line, read_text
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
 DUMP_WAIT_S = 2.0
+SURELY_WHOLE = 10  # looks at a dump that has not grown
 MAX_CHILDREN = 4
 
 
@@ -46,15 +47,17 @@ def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
     for rank in ranks:
         send(rank)
     deadline = time.monotonic() + DUMP_WAIT_S
-    waiting = dict.fromkeys(ranks, -1)
+    waiting = dict.fromkeys(ranks, (-1, 0))  # the size at the last look, and how often it was that before
     while waiting and time.monotonic() < deadline:
         time.sleep(0.02)
-        for rank, last in list(waiting.items()):
+        for rank, (last, times) in list(waiting.items()):
             size = _size(ranks[rank])
-            if size > sizes[rank] and size == last:
+            times = times + 1 if size > sizes[rank] and size == last else 0
+            # On a busy machine a rank may pause in the middle of its dump.
+            if times >= (1 if times and _ends_with_current_thread(ranks[rank]) else SURELY_WHOLE):
                 del waiting[rank]
             else:
-                waiting[rank] = size
+                waiting[rank] = (size, times)
 
 
 def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
@@ -70,6 +73,12 @@ def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
                 file.write(f"{CHILD_MARK}{child}\n")
             with contextlib.suppress(ProcessLookupError):
                 dump_stacks({rank: files[rank]}, lambda _, child=child: os.kill(child, DUMP_SIGNAL))  # type: ignore[misc]
+
+
+def _ends_with_current_thread(path: Path) -> bool:
+    """Return whether the thread that got the signal, as a rule the main one, comes last in a dump, as the oldest one does."""
+    last = read_text(path).rpartition("\n\n")[2]
+    return last.startswith("Current thread") and last.count("\n") > 2
 
 
 def _size(path: Path) -> int:

@@ -7,13 +7,16 @@ being written none does. The exit code is 128 + the signal's number; Ctrl-C keep
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Generator
 from types import FrameType
 
 import pytest
 
+DEFER_S = 15.0  # torchrun gives 30
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -22,6 +25,10 @@ class Signals:
 
     def __init__(self) -> None:
         self.ended_by = 0
+        self.defers = (
+            False  # under an outer launcher all processes get the signal: the leader ends the test, and then the others
+        )
+        self._deferred_since = 0.0
         self._is_interrupted = self._writes = False
         self._before: dict[int, object] = {}
 
@@ -38,10 +45,22 @@ class Signals:
     def _end(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:
             self.ended_by = self.ended_by or number
-        if self._writes or self._is_interrupted:
+        if self._writes or self._is_interrupted or self._is_deferred(number):
             return
         self._is_interrupted = True
         raise KeyboardInterrupt(signal.Signals(number).name if number != signal.SIGINT else "")
+
+    def _is_deferred(self, number: int) -> bool:
+        """Return whether the leader has time left to end the test; should it not, this process interrupts itself."""
+        if not self.defers:
+            return False
+        now = time.monotonic()
+        if not self._deferred_since:
+            self._deferred_since = now
+            again = threading.Timer(DEFER_S + 1, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+        return now - self._deferred_since < DEFER_S
 
     def goes_on(self) -> None:
         """A test begins: whatever was interrupted before, a test of it has caught."""

@@ -73,9 +73,10 @@ class Attachment:
         what = [f"it lacks {', '.join(missing[:5])}"] * bool(missing) + [f"it has {', '.join(more[:5])} too"] * bool(
             more
         )
+        order = "the same in another order (pytest-randomly: give --randomly-seed=N)"
         return (
             f"rank {rank}'s process collected other tests on ranks than rank 0's: "
-            f"{' and '.join(what) or 'the same in another order'}; give all the same checkout and arguments"
+            f"{' and '.join(what) or order}; give all the same checkout and arguments"
         )
 
     def local(self, job: Job) -> Job:

@@ -164,3 +164,16 @@ def test_sleeps(group):
     (folder / "job.json").write_text(json.dumps({**job, "schema": 2, "planet": "Mars"}))
     again = diagnose(load(folder))
     assert (again.cause, again.ranks) == ("sleeping", (1,))
+
+
+def test_a_dump_that_was_cut_off_before_the_main_thread_is_replaced_by_the_rank_s_own(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "t")
+    stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stood_still_s": 5.0, "moved": False}
+    (folder / "host.jsonl").write_text(json.dumps(stop) + "\n")
+    beat = 'Thread 0x0000000000000002 (most recent call first):\n  File "/repo/nsa/trace/heartbeat.py", line 185 in _place_of\n'
+    main = 'Current thread 0x0000000000000001 (most recent call first):\n  File "/home/me/t.py", line 9 in wait\n'
+    (folder / "rank1" / "stacks.txt").write_text(beat)
+    (folder / "rank1" / "standing.json").write_text(json.dumps({"time": 99.0, "stacks": beat + "\n" + main}))
+    stack = load(folder).ranks[1].stack
+    assert stack is not None
+    assert stack.frames[0].describe() == "/home/me/t.py:9 in wait"

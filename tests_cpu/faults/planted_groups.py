@@ -106,7 +106,7 @@ def test_reduces_by_another_operation(group: Group) -> None:
     assert t.tolist() == [3.0] * 4
 
 
-@planted("collective_mismatch", [2], n=3, reason="others expected something else")
+@planted("collective_mismatch", [2], n=3, reason="rank 2 gives 2 to rank 0, which takes 1")
 def test_sends_more_to_one_than_it_takes(group: Group) -> None:
     given = [2, 1, 1] if group.rank == 2 else [1, 1, 1]
     taken = torch.zeros(3, 2)

@@ -259,3 +259,16 @@ def test_a_collective_in_a_gradient_hook_of_one_rank(ddp: DDP) -> None:
         inner.blocks[1].in_backward = lambda: dist.all_reduce(torch.ones(7))
 
     train(model, ddp.rank, culprit=1, before=plant)
+
+
+@planted(
+    "collective_mismatch",
+    [1],
+    n=3,
+    reason="rank 1 gives 2 to rank 0, which takes 1; rank 1 gives 2 to rank 2, which takes 1",
+)
+def test_split_sizes_that_do_not_agree(group: Group) -> None:
+    gives = [2, 1, 2] if group.rank == 1 else [1, 1, 1]
+    out = torch.empty(3, 4)
+    dist.all_to_all_single(out, torch.ones(sum(gives), 4), [1, 1, 1], gives)
+    dist.barrier()

@@ -45,7 +45,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 
 
 # In make test: what leaves evidence of each kind. Each module is a session of its own, which takes seconds to start.
-SAMPLED = ("ranks", "standing", "later")
+SAMPLED = ("ranks", "standing")
 # Minutes of the cores' time in all: for make slow.
 HEAVY = (
     "test_a_compile_that_takes_long", "test_one_rank_is_slow", "test_a_module_with_sixty_thousand_autograd_nodes",
@@ -54,14 +54,13 @@ HEAVY = (
 
 
 def sample() -> set[tuple[str, str]]:
-    """(module, test) of faults that leave each kind of evidence: per cause of what stalls or dies by itself, else per module."""
+    """(module, test) of faults that leave each kind of evidence: one per cause of what stalls or dies by itself."""
     first: dict[str, tuple[str, str]] = {}
     planted_there = {cause for _, cause, _ in EXPECTED.values()}
     for module in SAMPLED:
         for name, fault in faults(module).items():
             if fault.cause not in planted_there and name not in HEAVY:
-                kind = fault.cause if module in ("standing", "ranks") else module
-                first.setdefault(kind, (module, name))
+                first.setdefault(fault.cause, (module, name))
     return set(first.values())
 
 

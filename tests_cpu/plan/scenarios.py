@@ -192,6 +192,10 @@ TABLE = (
 )  # fmt: skip
 
 
+# Of the table DDP x checkpointing, what `make test` runs on a CPU: a cell per outcome; `make plan PHASES=all` runs them all.
+SAMPLED_CELLS = ("nonreentrant-plain-1", "nonreentrant-static-2", "reentrant-find_unused-1", "reentrant-plain-2")
+
+
 def rows(size: Size) -> list[Any]:
     """The scenarios as parameters of a test, with their marks."""
     return [pytest.param(row, id=row.id, marks=_marks(row, size)) for row in TABLE]
@@ -208,7 +212,7 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
     if size.on_gpu:
         marks.append(gpu(memory=GPU_MEMORY))
-    if row.steps > 100 and not size.on_gpu:
+    if not size.on_gpu and (row.steps > 100 or (row.phase == 6 and row.id not in SAMPLED_CELLS)):
         marks.append(pytest.mark.slow)
     return [*marks, pytest.mark.phase(row.phase)]
 

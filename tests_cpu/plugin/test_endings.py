@@ -203,3 +203,28 @@ def test_a_session_keeps_as_many_runs_as_the_setting_names(pytester: pytest.Pyte
     assert left == {result.run.name, *(made[n - 1].name for n in (5, 4, 1))}
     result = run_example(pytester, "", "-o", "ranks_artifacts_keep=few")
     assert "ini ranks_artifacts_keep = 'few': must be a number, as in ranks_artifacts_keep = 20" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["torchrun", "the process group"])
+def test_a_signal_under_torchrun_ends_all_processes_with_the_leader_s_reports(tmp_path: Path, to: str) -> None:
+    (tmp_path / "test_example.py").write_text(HEADER + HANGS)
+    options = ("-p", "no:cacheprovider", "-p", "no:randomly", "-q", "--rootdir", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "pytest", *options],
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    run = tmp_path / "artifacts" / "latest"
+    wait_for(lambda: has_come(tmp_path, "a hang") and list(run.glob("*test_moment*/rank*/standing.json")), process)
+    if to == "torchrun":
+        process.send_signal(TERM)
+    else:
+        os.killpg(process.pid, TERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    summary = (run / "SUMMARY.md").read_text()
+    assert "test_moment ends in INTERRUPTED" in summary, output
+    assert "interrupted by SIGTERM" in summary
+    assert (run / "report.html").is_file()
+    assert "gil_held" not in summary  # a process that ends at once would leave its rank silent
+    no_process_is_left(tmp_path)

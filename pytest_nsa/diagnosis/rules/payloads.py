@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import blame, rings
 from pytest_nsa.diagnosis.verdict import Finding
-from pytest_nsa.evidence.board import UNEVEN
+from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
 from pytest_nsa.evidence.values import Evidence
 
+_SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
+NOTE = 96  # bytes of a note on the board: a longer one is cut
 _EVEN = ("allreduce", "broadcast", "reduce")
 
 
@@ -39,6 +43,53 @@ def aborted(evidence: Evidence) -> Finding | None:
             certain=True, confidence=0.7, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
+
+
+def splits_differ(evidence: Evidence) -> Finding | None:
+    """Find an exchange of all with all in which a rank gives another one more, or fewer, rows than that one takes."""
+    calls: dict[tuple[str, int], dict[int, Collective]] = {}
+    for rank, ring in rings(evidence).items():
+        for call in ring:
+            if _SPLITS.match(call.note):
+                calls.setdefault(call.place, {})[rank] = call
+    for (group, _), entered in sorted(calls.items(), key=lambda item: min(c.entered for c in item[1].values())):
+        wrong = list(_wrong_splits(evidence.members(group), {rank: _splits(c.note) for rank, c in entered.items()}))
+        if not wrong:
+            continue
+        counts = Counter(rank for giver, taker, _, _ in wrong for rank in (giver, taker))
+        # In most of the pairs; of several such, the rank that splits as no other does.
+        alike = Counter(c.note for c in entered.values())
+        blamed = {rank: (count, -alike[entered[rank].note]) for rank, count in counts.items()}
+        culprits = tuple(sorted(rank for rank, by in blamed.items() if by == max(blamed.values())))
+        shown = "; ".join(
+            f"rank {giver} gives {gives} to rank {taker}, which takes {takes}"
+            for giver, taker, gives, takes in wrong[:4]
+        )
+        call = entered[culprits[0]]
+        return Finding(
+            cause="collective_mismatch", ranks=culprits, where=call.site,
+            reason=f"the split sizes of {call.op} #{call.sequence} do not agree: {shown} (rows)",
+            certain=True, confidence=0.9, facts=all_facts(evidence.ranks),
+        )  # fmt: skip
+    return None
+
+
+def _splits(note: str) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank of the group, and come from each; empty where the note was cut short."""
+    found = _SPLITS.match(note) if len(note) < NOTE else None
+    return ([*map(int, found[1].split(","))], [*map(int, found[2].split(","))]) if found is not None else ([], [])
+
+
+def _wrong_splits(
+    members: tuple[int, ...], splits: dict[int, tuple[list[int], list[int]]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield giver, taker, rows given and rows taken, where they differ."""
+    n = len(members)
+    for i, giver in enumerate(members):
+        for j, taker in enumerate(members):
+            gives, takes = splits.get(giver, ([], []))[0], splits.get(taker, ([], []))[1]
+            if len(gives) == len(takes) == n and gives[j] != takes[i]:
+                yield giver, taker, gives[j], takes[i]
 
 
 def wrong_numbers(evidence: Evidence) -> Finding | None:
