@@ -19,7 +19,15 @@ import pytest
 from pytest_nsa.report.runs import hold
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
-from pytest_nsa.system.room import check_room, check_space, largest_file, private_folder, reserve, where_there_is_room
+from pytest_nsa.system.room import (
+    check_room,
+    check_space,
+    largest_file,
+    private_folder,
+    private_path,
+    reserve,
+    where_there_is_room,
+)
 from pytest_nsa.wire.files import append_line, read_lines, read_text, write_atomically
 
 MAX_NAME = 100
@@ -111,7 +119,7 @@ class RunFolder:
         """Return where a file of the run may lie that a worker writes, by now."""
         name, roots = self.name or "", [self.root]
         with contextlib.suppress(OSError):  # no place at all
-            roots.append(private_folder() / "artifacts")
+            roots.append(private_path() / "artifacts")
         return [root / name / file for root in roots]
 
     def _make(self, root: Path) -> Path:

@@ -70,15 +70,17 @@ def reserve(path: Path, size: int, *, keep_size: bool = False) -> None:
 
 
 def private_folder() -> Path:
-    """Return a folder for files of this user's, which no other user reaches: in the first place that has room for any.
+    """Make a folder for files of this user's, which no other user reaches. Raises PermissionError when another user has made it."""
+    return own_folder(private_path())
 
-    Raises PermissionError when another user has made it, OSError where no place can be written to.
-    """
+
+def private_path() -> Path:
+    """Return where `private_folder` is or would be: in the first place that has room. Raises OSError without any."""
     for base in (Path(tempfile.gettempdir()), Path("/dev/shm")):
         with contextlib.suppress(OSError):
             check_space(base)
-            return own_folder(base / f"pytest-nsa-{os.getuid()}")
-    return own_folder(Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}")
+            return base / f"pytest-nsa-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"pytest-nsa-{os.getuid()}"
 
 
 def own_folder(folder: Path) -> Path:
