@@ -229,7 +229,7 @@ def union() -> None:
 
 @check
 def unions() -> None:
-    """Check blocks that are not powers of two or have several sub-blocks; one head per group; a batch; a pack in several ranges."""
+    """Check blocks not of a power of two, or of sub-blocks; one head per group; a batch; a pack, in one range and in several."""
     _united(75, 6, 2, 8, 4, 8)
     _united(60, 2, 1, 24, 3, 48, by_tma=True)
     _united(170, 1, 1, 72, 2, 8)

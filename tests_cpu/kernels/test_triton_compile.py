@@ -72,9 +72,9 @@ def assert_unchanged(code: Compiled, known: dict[str, int]) -> None:
 def test_a_step_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, int, int, int]
 ) -> None:
-    """Forward, backward, a token decoded and a tensor rotated, in the 125M model's shape, have so many launches.
+    """The launches of a forward, its backward, a token decoded and a tensor rotated, with the 125M model's heads.
 
-    Queries are one range at any of these lengths; with more keys and values than an L2 cache holds, neighbours' unions are made.
+    Queries are one range at any of these lengths. With 4 groups, keys and values exceed an L2 cache: unions are made, too.
     """
     found = record_launches(monkeypatch, Problem(S, 12, G, 64, 64, torch.bfloat16), "sm_90")
     assert tuple(map(len, found)) == launches

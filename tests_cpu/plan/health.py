@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
 MAX_GROWTH_MIB = 4.0  # per hundred steps
-ALIVE = 0.02  # a gate's mean is above it
+ALIVE = 0.02  # the mean of a gate that is alive is above it
 PLANNED_STEPS = 50_000
 
 
