@@ -1,4 +1,4 @@
-"""Options of this repository's own suites."""
+"""Options, hooks and fixtures of this repository's own suites."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULTS = ("sel_backward_deadlock", "rank1_skips_allreduce", "gc_reentrant", "ran
 
 
 def _phases(text: str) -> range:
-    """'3', '1-5' or 'all'."""
+    """Return the phases of '3', '1-5' or 'all'. Raise argparse.ArgumentTypeError for any other text."""
     first, _, last = ("1-99" if text == "all" else text).partition("-")
     if not first.isdigit() or not (last or first).isdigit():
         raise argparse.ArgumentTypeError(f"--phases {text}: must be a number, a range as in 1-5, or all")
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow run where -m asks for them (make slow), scenarios where --phases does."""
+    """Deselect tests marked slow unless -m names slow (make slow), and scenarios of a phase that --phases leaves out."""
     wants_slow, phases = "slow" in config.option.markexpr, config.getoption("--phases")
 
     def is_left_out(item: pytest.Item) -> bool:
@@ -55,19 +55,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision | None:
-    """The plan's tree, where scenarios of the plan were run."""
+    """Return the decision of the plan's tree, where scenarios of the plan were run."""
     return decide(verdicts) if is_of_the_plan(verdicts) else None
 
 
 @pytest.fixture
 def fault(request: pytest.FixtureRequest) -> str | None:
-    """The fault that ``--fault`` plants, None without."""
+    """Return the fault that ``--fault`` plants, None without."""
     return request.config.getoption("--fault")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[WarmPython]:
-    """Runs of pytest on examples are forks of a process that has imported torch."""
+    """Run pytest on examples in forks of a process that has imported torch."""
     warm = WarmPython()
     testing.run_pytest = warm.run
     yield warm
@@ -76,10 +76,10 @@ def warm() -> Iterator[WarmPython]:
 
 @pytest.fixture(autouse=True)
 def _examples_in_order(request: pytest.FixtureRequest) -> None:
-    """Tests that run pytest on an example want its tests in order: pytest-randomly is on only where they ask for it."""
+    """Run examples in the warm process, with their tests in order: pytest-randomly is on only where a test turns it on."""
     if "pytester" not in request.fixturenames:
         return
-    pytester = request.getfixturevalue("pytester")  # which clears the variable
+    pytester = request.getfixturevalue("pytester")  # it clears the variable
     monkeypatch = request.getfixturevalue("monkeypatch")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly")
     if request.node.get_closest_marker("own_python") is None:
@@ -87,7 +87,7 @@ def _examples_in_order(request: pytest.FixtureRequest) -> None:
 
 
 def _warm_runs(folder: Path) -> Callable[..., pytest.RunResult]:
-    """What pytester's method does, in a fork of the warm process."""
+    """Return a function that does what pytester's method does, in a fork of the warm process."""
     count = itertools.count()
 
     def run(*arguments: str | Path, timeout: float | None = None) -> pytest.RunResult:

@@ -1,4 +1,4 @@
-"""Kernels compiled by all cores before they are measured: calls of ours on tensors without memory, whose launches compile."""
+"""Compile kernels on all cores before they are measured: by calls on tensors without memory, whose launches compile."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Job = tuple[tuple[int, int, int, int], dict[str, int], torch.dtype, int, str, in
 
 @contextlib.contextmanager
 def compiling(on: str, is_due: Callable[[Any], bool], *, refused: type[Exception] | None = None) -> Iterator[None]:
-    """For GPUs ``on``, as tiles.json names them, compile the kernels that ``is_due`` allows where they would be launched.
+    """Compile the kernels that ``is_due`` allows where they would be launched, for GPUs ``on``, as tiles.json names them.
 
-    An exception ``refused`` of the compiler is passed over.
+    An exception of type ``refused`` from the compiler is passed over.
     """
 
     def compile_it(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
@@ -38,7 +38,7 @@ def compiling(on: str, is_due: Callable[[Any], bool], *, refused: type[Exception
 
 
 def compile_one(job: Job) -> None:
-    """In a process of its own: fill Triton's cache with every ``of``-th kernel that the branches and the whole launch."""
+    """Fill Triton's cache with every ``of``-th kernel that the branches and the whole launch; runs in a process of its own."""
     (H, G, d_k, d_v), sizes, dtype, S, on, part, of = job
     n, n_blocks, scale, seen = (
         blocks.num_compressed(S, sizes["l"], sizes["d"]),
@@ -59,7 +59,7 @@ def compile_one(job: Job) -> None:
     cmp, gates, lse = (tensor(1, n, G, d_k), tensor(1, n, G, d_v)), tensor(1, S, H, 3), q.new_empty(1, S, H).float()
     chosen = q.new_empty(1, S, G, n_blocks, dtype=torch.bool)
     selection, blocked = (sizes["l_sel"], min(sizes["n_sel"], n_blocks), scale), (sizes["l"], sizes["d"])
-    with compiling(on, is_mine, refused=Exception):  # measuring meets it again, and says so
+    with compiling(on, is_mine, refused=Exception):  # measuring meets it again, and reports it
         settings = whole.Sizes(**sizes, scale=scale)
         _, kept = whole.forward(q, cmp, (k, v), (k, v), gates, None, settings)
         whole.backward(out, q, cmp, (k, v), (k, v), gates, kept, None, settings)
@@ -75,7 +75,7 @@ def compile_one(job: Job) -> None:
 def compile_ahead(
     shapes: list[tuple[int, int, int, int]], lengths: list[int], sizes: dict[str, int], dtype: torch.dtype, on: str
 ) -> None:
-    """Compile what is to be measured on all cores, one kernel per job, so that measuring compiles next to nothing."""
+    """Compile on all cores what is to be measured, a part of the kernels per job, so that measuring compiles next to nothing."""
     cores = len(os.sched_getaffinity(0))
     jobs = [(shape, sizes, dtype, S, on, part, cores) for shape in shapes for S in lengths for part in range(cores)]
     with multiprocessing.get_context("forkserver").Pool(cores) as pool:

@@ -1,11 +1,11 @@
-"""NSA attention on a CPU beside what else there is: forward and backward of the module, time and peak memory.
+"""NSA attention on a CPU beside its alternatives: forward and backward of the module, time and peak memory.
 
     python benchmarks/attention_cpu.py --json benchmarks/results/attention_cpu.json
 
-Each figure comes from a process of its own, one thread, in rounds that take turns; the best of a round's steps, the median of the
-rounds. Memory is the process's peak above what it had with the module and its input. Contenders: nsa, our module; dense, causal
-scaled_dot_product_attention with the same heads; masked, NSA by the equations over dense masks; lucidrains, the package
-native-sparse-attention-pytorch where it is installed, up to 2048 tokens.
+A contender's round is a process of its own, with one thread; contenders take turns. A time is the best of a round's steps, and
+the median of the rounds. Memory is the process's peak above what it had with the module and its input. Contenders: nsa, our
+module; dense, causal scaled_dot_product_attention with the same heads; masked, NSA by the equations over dense masks;
+lucidrains, the package native-sparse-attention-pytorch where it is installed, up to 2048 tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Dense(nn.Module):
 
 
 def build(contender: str) -> nn.Module:
-    """The module. Raises ImportError where it is not installed."""
+    """Return the contender's module. Raise ImportError where it is not installed."""
     if contender == "dense":
         return Dense()
     if contender == "lucidrains":
@@ -70,13 +70,13 @@ def build(contender: str) -> nn.Module:
 
 
 def memory(field: str) -> float:
-    """MiB of a field of this process's status."""
+    """Return the MiB of a field of this process's status."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 
 
 def measure(contender: str, length: int, steps: int) -> dict[str, float]:
-    """In a process of its own."""
+    """Return milliseconds of a step and peak MiB; runs in a process of its own."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = build(contender)

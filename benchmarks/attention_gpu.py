@@ -2,15 +2,15 @@
 
 python benchmarks/attention_gpu.py --json benchmarks/results/attention_gpu.json
 
-Times are medians, of CUDA graph replays (``graph``, no launch gaps) and by CUDA events around plain calls (``events``), a
+Times are medians, of CUDA graph replays (``graph``, no launch gaps) and by CUDA events around plain calls (``events``), one
 contender after another in one run. A backward is a forward and backward less the forward. The roofline, a matrix product and
 a copy, is measured in the same run. A branch's floor is what its products of visible pairs need at the one rate or its inputs
-and outputs at the other, whichever is more; its share is the floor over the time that it took. Dense contenders: torch's
-flash (V padded to K's width, as it wants), cuDNN, FlexAttention, the package flash-attn; the figures are over the fastest of
-them, by name. fla's NSA stands beside ours where it is installed and takes the shape (groups of 16 heads; no window without
-flash-attn). Random queries and keys give picks that share little between neighbours; the selected branch is timed on
-picks that change slowly, too (their mean Jaccard index behind its name), by unions and by block. Without a GPU `--dry-
-run` runs the same code in Triton's interpreter (TRITON_INTERPRET=1), on a tiny shape, for its errors: its times tell
+and outputs at the other, whichever is more; its share is the floor over the time that it took. Dense contenders are torch's
+flash (V padded to K's width, as it requires), cuDNN, FlexAttention and the package flash-attn; the figures are over the
+fastest of them, by name. fla's NSA is measured beside ours where it is installed and takes the shape (groups of 16 heads; no
+window without flash-attn). Random queries and keys give picks that share little between neighbours, so the selected branch is
+also timed on picks that change slowly (their mean Jaccard index is in its name), by unions and by block. Without a GPU,
+`--dry-run` runs the same code in Triton's interpreter (TRITON_INTERPRET=1), on a tiny shape, to find errors: its times mean
 nothing, and are not kept.
 """
 
@@ -45,14 +45,14 @@ SHAPES = SHAPES if DEVICE == "cuda" else {"tiny": (2, 1, 16, 16)}
 OURS = ("sliding", "compressed", "selected", "nsa")
 AGREEMENT = (0.87, 0.94)  # Jaccard indices of neighbours' picks, as trained models have them
 DENSE = ("flash", "cudnn", "flex", "flash_attn")
-FEWEST, PATIENCE_S = 3, 2.0  # calls that are counted; seconds after which no more than those are made
+FEWEST, PATIENCE_S = 3, 2.0  # fewest calls that are counted; seconds after which no more than these are made
 WARM_UP = 3 if DEVICE == "cuda" else 0  # calls that are not counted
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 Call = Callable[[], Any]
 
 
 def captured(call: Call) -> Call:
-    """A replay of ``call`` as a CUDA graph. Raises what torch raises where it cannot be captured."""
+    """Return a replay of ``call`` as a CUDA graph. Raise what torch raises where it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -65,7 +65,7 @@ def captured(call: Call) -> Call:
 
 
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Milliseconds of each call, taking turns: the median. What takes seconds is called less often, `FEWEST` times at least."""
+    """Return the median milliseconds of each call; calls take turns. Slow ones are made less often, `FEWEST` times at least."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     started, counted = time.monotonic(), 0
     warm_ups = WARM_UP
@@ -92,7 +92,7 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 
 def roofline(size: int = 8192) -> dict[str, float]:
-    """TFLOP/s of a product and TB/s of a copy, read and written."""
+    """Return TFLOP/s of a product and TB/s of a copy, read and written."""
     a = torch.randn(size, size, device=DEVICE, dtype=DTYPE)
     b = torch.empty(8 * size * size, device=DEVICE, dtype=DTYPE)
     c = torch.empty_like(b)
@@ -101,7 +101,7 @@ def roofline(size: int = 8192) -> dict[str, float]:
 
 
 def floors(S: int, H: int, G: int, d_k: int, d_v: int, rates: dict[str, float]) -> dict[str, float]:
-    """Milliseconds that each branch needs at least, by the roofline; a backward has 2.5 times the products of a forward."""
+    """Return the milliseconds that each branch needs at least, by the roofline; a backward has 2.5 times a forward's products."""
     w, chosen = min(S, SIZES["w"]), min(S, SIZES["n_sel"] * SIZES["l_sel"])
     pairs = {
         "sliding": S * w - w**2 / 2, "compressed": S * S / 2 / SIZES["d"], "selected": S * chosen - chosen**2 / 2,
@@ -122,7 +122,7 @@ def floors(S: int, H: int, G: int, d_k: int, d_v: int, rates: dict[str, float]) 
 
 
 def both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> dict[str, Call]:
-    """The forward, without gradients; and a forward with its backward."""
+    """Return the forward without gradients, and a forward with its backward."""
     grad = torch.randn_like(forward())
 
     def only_forward() -> None:
@@ -133,8 +133,8 @@ def both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -
 
 
 def fused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention by one of torch's fused kernels."""
-    if backend == "flash" and v.shape[-1] < q.shape[-1]:  # it wants equal head dims
+    """Compute causal attention by one of torch's fused kernels."""
+    if backend == "flash" and v.shape[-1] < q.shape[-1]:  # it requires equal head dims
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     kind = torch.nn.attention.SDPBackend
@@ -144,7 +144,7 @@ def fused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention by FlexAttention; compiled where there is a GPU."""
+    """Compute causal attention by FlexAttention; compiled where there is a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     run = compiled(flex_attention) if DEVICE == "cuda" else flex_attention
@@ -155,20 +155,20 @@ def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tor
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Once per function."""
+    """Compile a function, once."""
     return torch.compile(function)
 
 
 @functools.cache
 def causal_mask(S: int) -> Any:
-    """FlexAttention's."""
+    """Return FlexAttention's causal mask, made once per length."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=DEVICE)
 
 
 def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention by the package of that name."""
+    """Compute causal attention by the package of that name."""
     from flash_attn import flash_attn_func
 
     out: torch.Tensor = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
@@ -176,7 +176,7 @@ def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 
 def fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float) -> torch.Tensor:
-    """fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap.
+    """Compute fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap.
 
     Its window is flash-attn's: without that package, two branches. Groups are filled up to 16 heads, as it needs.
     """
@@ -196,13 +196,14 @@ def fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, 
 
 
 def slow_picks(S: int, G: int, n_sel: int, jaccard: float) -> torch.Tensor:
-    """A selection bool [1, S, G, Ns]: the first block, the two latest, and others drawn anew one at a time, so that the picks of
-    neighbours have this Jaccard index.
+    """Return a selection, bool [1, S, G, Ns], in which the picks of neighbours have this Jaccard index.
+
+    A query picks the first block, the two latest, and others, of which one at a time is drawn again.
     """
     l_sel, n_blocks = SIZES["l_sel"], blocks.num_selection(S, SIZES["l_sel"])
     chosen = torch.zeros(1, S, G, n_blocks, dtype=torch.bool, device=DEVICE)
     t, free = torch.arange(S, device=DEVICE), max(1, n_sel - 3)
-    stay = round(free / (n_sel * (1 - jaccard) / (1 + jaccard)))  # queries that a pick stays
+    stay = round(free / (n_sel * (1 - jaccard) / (1 + jaccard)))  # queries for which a pick stays
     drawn_at = (t[:, None] + torch.arange(free, device=DEVICE) * stay // free) // stay  # [S, free]
     for g in range(G):
         numbers = torch.rand(int(drawn_at.max()) + 1, free, device=DEVICE).gather(0, drawn_at)
@@ -213,20 +214,20 @@ def slow_picks(S: int, G: int, n_sel: int, jaccard: float) -> torch.Tensor:
 
 
 def jaccard_of(chosen: torch.Tensor) -> float:
-    """The mean over queries and groups of a selection [B, S, G, Ns]."""
+    """Return the mean Jaccard index of neighbours, over queries and groups of a selection [B, S, G, Ns]."""
     one, other = chosen[:, :-1], chosen[:, 1:]
     return ((one & other).sum(-1) / (one | other).sum(-1)).mean().item()
 
 
 @contextlib.contextmanager
 def by_block() -> Iterator[None]:
-    """No unions of neighbours' blocks."""
+    """Make no unions of neighbours' blocks."""
     with mock.patch.object(selecting, "cache_of", return_value=1 << 62):
         yield
 
 
 def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
-    """By name: a forward and the inputs whose gradients are asked for."""
+    """Return, by name, a forward and the inputs whose gradients are computed."""
     H, G, d_k, d_v = SHAPES[shape]
     n, scale = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), d_k**-0.5
     n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
@@ -274,7 +275,7 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
 def measure(
     shape: str, S: int, rounds: int, rates: dict[str, float], said: dict[str, Any], names: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """The contenders that ``names`` allows, at one length, beside what was ``said`` of others."""
+    """Measure the contenders that ``names`` allows, at one length; return the figures with those of others in ``said``."""
     events: dict[str, float] = dict(said.get("ms", {}).get("events", {}))
     graph: dict[str, float] = dict(said.get("ms", {}).get("graph", {}))
     absent: dict[str, str] = dict(said.get("absent", {}))
@@ -287,7 +288,7 @@ def measure(
         try:
             calls = both_ways(forward, inputs)
             events |= {f"{name} {way}": ms for way, ms in timed(calls, rounds).items()}
-        except Exception as refused:  # a peer that is not installed, or does not take the shape: each has its own kind
+        except Exception as refused:  # a peer that is not installed, or refuses the shape: each raises its own type
             if name.startswith(OURS):
                 raise
             absent[name] = f"{type(refused).__name__}: {refused}"[:200]
@@ -322,7 +323,7 @@ def measure(
 
 
 def ways_of(ms: dict[str, float]) -> dict[str, float]:
-    """With the backward, which is both less the forward."""
+    """Return ``ms`` with the backward, which is both less the forward."""
     found = dict(ms)
     for name in ms:
         both = name.replace(" forward", " both")
@@ -332,7 +333,7 @@ def ways_of(ms: dict[str, float]) -> dict[str, float]:
 
 
 def over_fastest(way: str, ms: dict[str, float]) -> dict[str, Any]:
-    """The fastest dense attention measured the same way, and how many times our time it took."""
+    """Return the fastest dense attention measured the same way, and how many times our time it took."""
     dense = {name: ms[f"{name} {way}"] for name in DENSE if f"{name} {way}" in ms}
     if not dense:
         return {}

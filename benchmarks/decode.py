@@ -1,10 +1,10 @@
 """New tokens against a cache: our kernels beside torch's fused attention over the whole cache, in one run.
 
-python benchmarks/decode.py --json benchmarks/results/decode_cpu.json          # a CPU: the layer, without its projections too
-python benchmarks/decode.py --json benchmarks/results/decode_gpu.json          # the same command on a GPU
+python benchmarks/decode.py --json benchmarks/results/decode_cpu.json          # on a CPU
+python benchmarks/decode.py --json benchmarks/results/decode_gpu.json          # on a GPU
 
-Milliseconds of one layer's attention, the projections left out, for 1, 4 and 16 new tokens; medians, on a GPU of CUDA graph
-replays. Shapes as in attention_gpu.py; on a CPU the 125M model's alone, in float32, one thread. Dense:
+Figures are milliseconds of one layer's attention, without its projections, for 1, 4 and 16 new tokens: medians, on a GPU of
+CUDA graph replays. Shapes are those of attention_gpu.py; on a CPU only the 125M model's, in float32, with one thread. Dense is
 scaled_dot_product_attention, with the causal mask where there are several new tokens.
 """
 
@@ -28,7 +28,7 @@ LENGTHS = (8192, 16384, 32768, 65536) if DEVICE == "cuda" else (2048, 8192, 1638
 
 
 def calls(shape: tuple[int, int, int, int], S: int, T: int) -> dict[str, Call]:
-    """By contender: T tokens that follow S - T others."""
+    """Return a call by contender: T tokens that follow S - T others."""
     H, G, d_k, d_v = shape
     n, w, scale = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), SIZES["w"], d_k**-0.5
 

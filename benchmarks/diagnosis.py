@@ -1,11 +1,12 @@
-"""The corpus of planted faults: who gets which verdict, how soon, and what the existing tools say of the same faults.
+"""The corpus of planted faults: which verdict each one gets, how soon, and what existing tools report of the same faults.
 
     python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools [N]]
 
-Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Time to announcement and to
-verdict are counted from when the ranks stalled. ``--tools`` runs the same functions on ranks without this plugin: as torch
-leaves them (its own time limit 8 s), with TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier behind them, and below a test
-with pytest-timeout alone (6 s). Then 1,000 healthy steps of two ranks with both cores busy: what is announced is a false alarm.
+Every fault of the modules `MODULES` of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Times to
+announcement and to verdict are counted from when the ranks stalled. Then two ranks make 1,000 healthy steps with both cores busy:
+any announcement there is a false alarm. ``--tools`` runs the same functions on ranks without this plugin: as torch leaves them
+(its own time limit 8 s), with TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier after them, and inside a test with
+pytest-timeout alone (6 s).
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def test_a_thousand_steps(ddp):
 
 
 def faults(module: str) -> dict[str, Any]:
-    """What is planted in a module, by test."""
+    """Return the expected verdicts of a module's faults, by test."""
     loaded = importlib.import_module(f"tests_cpu.faults.planted_{module}")
     return {name: f.planted for name, f in vars(loaded).items() if hasattr(f, "planted")}
 
 
 def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any], float | None]]:
-    """(test, its verdict, seconds of stand-still when it was announced) of each fault in a module."""
+    """Yield (test, its verdict, seconds of the stall when it was announced) of each fault in a module."""
     shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
     options = ("ranks_hang_after=3", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     subprocess.run(
@@ -79,7 +80,7 @@ def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, d
 
 
 def healthy(folder: Path) -> dict[str, Any]:
-    """1,000 steps under load, and the negatives of the corpus: how many were announced or failed."""
+    """Run 1,000 healthy steps under load; return the outcomes, and the number of announcements."""
     (folder / "test_healthy.py").write_text(HEALTHY)
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--ranks-keep", "all", "test_healthy.py"],
@@ -95,7 +96,7 @@ def healthy(folder: Path) -> dict[str, Any]:
 
 
 def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
-    """A fault on bare ranks: whether they end by themselves, after how long, and whether what they print names the culprit."""
+    """Run a fault on bare ranks: whether they end by themselves, after how long, and whether their output names the culprit."""
     debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if mode == "DETAIL" else {}
     command = [sys.executable, str(HERE / "peers" / "bare_fault.py"), module, name, mode]
     folder = tempfile.mkdtemp()
@@ -142,7 +143,7 @@ def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
 
 
 def compare_tools(all_faults: list[tuple[str, str, Any]], workers: int) -> dict[str, Any]:
-    """What each mode comes to over all faults."""
+    """Return the totals of each mode over all faults."""
     found = {}
     for mode in ("plain", "DETAIL", "monitored", "pytest-timeout"):
         with ThreadPoolExecutor(workers) as pool:

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: say where they come from, print them, keep them where a path is given."""
+"""What every benchmark does with its figures: add the machine and the versions, print them, keep them where a path is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """The machine and versions that figures belong to."""
+    """Return the machine and versions that figures belong to."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "device": gpu or platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,

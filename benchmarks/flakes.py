@@ -1,7 +1,7 @@
 """How often the suite fails without a reason: `make quick` twenty times, `make test` five times, two of them on busy cores.
 
-Runs in a clone of HEAD, so that work may go on beside it, and appends each run to the file of results as it ends: interrupted, it
-goes on where it was. ``--again`` begins anew; ``--most N`` ends after N runs.
+It runs in a clone of HEAD, so that work may go on beside it, and adds each run to the file of results when it ends: after an
+interrupt it continues from there. ``--again`` starts from nothing; ``--most N`` ends after N runs.
 
     python benchmarks/flakes.py --json benchmarks/results/flakes.json
 """
@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 from figures import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-# What is run how often: a name, the command, and whether other programs keep the cores busy.
+# Name, number of runs, command, and whether other programs keep the cores busy.
 PLAN: tuple[tuple[str, int, tuple[str, ...], bool], ...] = (
     ("quick", 20, ("quick",), False),
     ("test", 1, ("test",), False),
@@ -36,7 +36,7 @@ PLAN: tuple[tuple[str, int, tuple[str, ...], bool], ...] = (
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """A process per core that computes."""
+    """Run a process per core that computes."""
     burn = [sys.executable, "-c", "while True: pass"]
     burning = [subprocess.Popen(burn) for _ in range(os.cpu_count() or 1)]
     try:
@@ -48,7 +48,7 @@ def busy_cores() -> Iterator[None]:
 
 
 def run(clone: Path, name: str, command: tuple[str, ...], *, busy: bool) -> dict[str, Any]:
-    """One run: its outcomes, and the tests that did not pass."""
+    """Run a command once; return its outcome, and the tests that did not pass."""
     junit = clone / "junit.xml"
     junit.unlink(missing_ok=True)
     given = next((word.removeprefix("ARGS=") for word in command if word.startswith("ARGS=")), "")
@@ -70,14 +70,14 @@ def run(clone: Path, name: str, command: tuple[str, ...], *, busy: bool) -> dict
 
 
 def revision(folder: Path) -> str:
-    """The commit that a folder has checked out."""
+    """Return the commit that a folder has checked out."""
     return subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=folder, text=True, capture_output=True, check=True
     ).stdout.strip()
 
 
 def main() -> int:
-    """Run what is missing."""
+    """Run what the file of results lacks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="the file of results, which grows")
     parser.add_argument("--again", action="store_true", help="begin anew")

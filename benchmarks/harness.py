@@ -1,12 +1,12 @@
 """What a trivial two-rank gloo test costs with pytest-nsa and with its peers, beside the bare floor, interleaved in one run.
 
 A test = start two ranks, form the group, one all_reduce, assert, report. The floor = fork two children of a process that has
-torch, FileStore, gloo, all_reduce, exit. Peers that are not installed are left out, and it is said.
+torch, FileStore, gloo, all_reduce, exit. Peers that are not installed are left out, and reported.
 
     python benchmarks/harness.py --rounds 5 --json benchmarks/results/harness.json
 
-pytest-nsa's times, MultiProcessTestCase's and MultiProcContinuousTest's are those of each test but the first, which waits for
-imports and ranks; torchrun's and spawn's are whole, as every test pays them.
+The times of pytest-nsa, MultiProcessTestCase and MultiProcContinuousTest are those of each test but the first, which waits for
+imports and ranks. Those of torchrun and spawn are whole, as every test pays them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_memory(ddp, n):
 
 
 def floor(folder: Path, count: int) -> list[float]:
-    """Seconds for two forked children to form a gloo group, reduce once and exit."""
+    """Return the seconds in which two forked children form a gloo group, reduce once and exit, ``count`` times."""
     return [_floor_once(folder) for _ in range(count)]
 
 
@@ -85,7 +85,7 @@ def _floor_once(folder: Path) -> float:
 
 
 def _pytest(folder: Path, source: str, *arguments: str) -> list[float]:
-    """Seconds of each test but the first, as pytest itself reports them."""
+    """Return the seconds of each test but the first, as pytest itself reports them."""
     (folder / "test_trivial.py").write_text(source)
     report = folder / "report.xml"
     subprocess.run(
@@ -97,22 +97,22 @@ def _pytest(folder: Path, source: str, *arguments: str) -> list[float]:
 
 
 def ours(folder: Path, count: int) -> list[float]:
-    """Fresh ranks for every test."""
+    """Measure fresh ranks for every test."""
     return _pytest(folder, OURS.format(count=count + 1))
 
 
 def ours_not_ahead(folder: Path, count: int) -> list[float]:
-    """Fresh ranks, forked when their test begins."""
+    """Measure fresh ranks, forked when their test begins."""
     return _pytest(folder, OURS.format(count=count + 1), "-o", "ranks_ahead=false")
 
 
 def ours_reused(folder: Path, count: int) -> list[float]:
-    """The mark ``reuse``: one set of ranks for the class."""
+    """Measure the mark ``reuse``: one worker group for the class."""
     return _pytest(folder, OURS.format(count=count + 1).replace("class Test", "@reuse\nclass Test"))
 
 
 def _script(name: str, *arguments: str) -> list[float]:
-    """A peer's script, which prints a JSON list of seconds as its last line."""
+    """Run a peer's script, and return the JSON list of seconds that it prints as its last line."""
     done = subprocess.run(
         [sys.executable, str(HERE / "peers" / name), *arguments], capture_output=True, text=True, check=True
     )
@@ -120,22 +120,22 @@ def _script(name: str, *arguments: str) -> list[float]:
 
 
 def spawn(folder: Path, count: int) -> list[float]:
-    """torch.multiprocessing.spawn."""
+    """Measure torch.multiprocessing.spawn."""
     return _script("spawn.py", str(count))
 
 
 def multi_process_test_case(folder: Path, count: int) -> list[float]:
-    """torch.testing._internal.common_distributed.MultiProcessTestCase, what torch tests itself with."""
+    """Measure torch.testing._internal.common_distributed.MultiProcessTestCase, with which torch tests itself."""
     return _script("torch_test_cases.py", "MultiProcessTestCase", str(count + 1))[1:]
 
 
 def multi_proc_continuous_test(folder: Path, count: int) -> list[float]:
-    """MultiProcContinuousTest: ranks that stay for a class."""
+    """Measure MultiProcContinuousTest: ranks that stay for a class."""
     return _script("torch_test_cases.py", "MultiProcContinuousTest", str(count + 1))[1:]
 
 
 def torchrun(folder: Path, count: int) -> list[float]:
-    """torchrun in a subprocess for every test."""
+    """Measure torchrun in a subprocess for every test."""
     times = []
     for _ in range(count):
         started = time.perf_counter()
@@ -149,12 +149,12 @@ def torchrun(folder: Path, count: int) -> list[float]:
 
 
 def deepspeed_pattern(folder: Path, count: int) -> list[float]:
-    """A forkserver pool for every test, as DeepSpeed's DistributedTest makes; a stand-in written for this benchmark."""
+    """Measure a forkserver pool for every test, as DeepSpeed's DistributedTest makes; a substitute written for this benchmark."""
     return _script("forkserver_pool.py", str(count))
 
 
 Way = Callable[[Path, int], list[float]]
-# Name, way, and how many tests of it a round holds: dear ones few.
+# Name, way, and its number of tests per round: few where they are expensive.
 WAYS: tuple[tuple[str, Way, int], ...] = (
     ("floor", floor, 20),
     ("pytest-nsa", ours, 20),
@@ -169,7 +169,7 @@ WAYS: tuple[tuple[str, Way, int], ...] = (
 
 
 def measure(rounds: int, only: str | None) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
-    """Seconds a test by way, and what ended a way's turn early. All ways take their turn in each round."""
+    """Return seconds per test by way, and what ended a way's turn early. All ways take their turn in each round."""
     times: dict[str, list[float]] = {}
     failed: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -191,7 +191,7 @@ def measure(rounds: int, only: str | None) -> tuple[dict[str, list[float]], dict
 
 
 def memory_and_zygote() -> tuple[dict[str, float], str]:
-    """MiB of a rank that has trained a step with DDP (all that is mapped in; what is its own), and the zygote's own times."""
+    """Return MiB of a rank that has trained a step with DDP (resident; private), and the zygote's own times."""
     with tempfile.TemporaryDirectory() as name:
         _pytest(Path(name), MEMORY.format())
         log = (Path(name) / "artifacts" / "latest" / "zygote.log").read_text()

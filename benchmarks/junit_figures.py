@@ -16,12 +16,12 @@ import torch
 
 
 def outcome(case: ElementTree.Element) -> str:
-    """passed, failure, error or skipped."""
+    """Return passed, failure, error or skipped."""
     return next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
 
 
 def main(junit: str, exit_code: str, out: str) -> None:
-    """Read, print, keep."""
+    """Read the junit file; print and keep its figures."""
     cases = list(ElementTree.parse(junit).iter("testcase"))
     figures = {
         "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cuda": torch.version.cuda,

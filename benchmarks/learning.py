@@ -1,10 +1,10 @@
-"""Does it learn? The NSA model beside the same model with dense attention on prose, and beside its window alone on copying.
+"""Whether the model learns: with NSA and with dense attention on prose, and with NSA and with its window alone on copying.
 
     python benchmarks/learning.py --json benchmarks/results/learning.json --svg docs/learning.svg
 
 Prose: the shipped text, `--steps` steps of configs/tiny_cpu.yaml, three seeds; compared is the mean loss of the last tenth.
-Copying: a random sequence and the same again, half a sequence (64 tokens) back, where a window of 16 tokens in two layers
-cannot reach; compared is the loss on the second half. Each training is a process of its own.
+Copying: a random sequence and then the same again, 64 tokens later, so far back that a window of 16 tokens in two layers does
+not reach it; compared is the loss on the second half. Each training is a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAININGS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def train(task: str, way: str, seed: int, steps: int) -> list[float]:
-    """The loss of each step; of copying, that of the second half."""
+    """Return the loss of each step; for copying, that of the second half."""
     from nsa.config import load_config
     from nsa.data import Position, batches, open_source
     from nsa.training.parallel import RankInfo
@@ -61,20 +61,20 @@ def train(task: str, way: str, seed: int, steps: int) -> list[float]:
 
 
 def _second_half(trainer: Any, batch: Any) -> torch.Tensor:
-    """Cross-entropy of what can be known: the second half."""
+    """Return the cross-entropy of what can be predicted: the second half."""
     half = batch.tokens.shape[1] // 2
     logits = trainer.model(batch.tokens[:, :-1])[:, half - 1 :]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tokens[:, half:].flatten())
 
 
 def apart(task: str, way: str, seed: int, steps: int) -> list[float]:
-    """`train` in a process of its own."""
+    """Run `train` in a process of its own."""
     command = [sys.executable, __file__, "--one", task, way, str(seed), str(steps)]
     return list(json.loads(subprocess.run(command, text=True, capture_output=True, check=True, cwd=ROOT).stdout))
 
 
 def draw(curves: dict[str, dict[str, list[list[float]]]], titles: dict[str, str]) -> str:
-    """Two pictures side by side: a line a training, smoothed over 10 steps."""
+    """Draw two pictures side by side, a line per training, smoothed over 10 steps."""
     width, height, colours = 420, 260, ("#0969da", "#cf7000")
     parts = []
     for index, (task, ways) in enumerate(curves.items()):

@@ -1,9 +1,9 @@
-"""How many tokens a second the data pipeline delivers by itself: reading, packing, processes, batches of int64.
+"""Tokens per second that the data pipeline delivers by itself: reading, packing, processes, batches of int64.
 
     python benchmarks/loader.py --json benchmarks/results/loader.json
 
-Batches of 8 x 2048 from a parquet file of 64 MiB that is made from the shipped prose, by 0, 1 and 2 reading processes, in
-rounds that take turns; and by a tokenizer of the `tokenizers` library, trained here, where that is installed.
+Batches are 8 x 2048, from a parquet file of 64 MiB that is made from the shipped prose, by 0, 1 and 2 reading processes, in
+rounds that take turns. Where the `tokenizers` library is installed, a tokenizer that is trained here is measured too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECONDS = 4.0
 
 
 def make_file(folder: Path) -> tuple[Path, list[str]]:
-    """A parquet file with the prose again and again."""
+    """Write a parquet file that repeats the prose; return it, and the texts."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -35,7 +35,7 @@ def make_file(folder: Path) -> tuple[Path, list[str]]:
 
 
 def make_tokenizer(folder: Path, texts: list[str]) -> str:
-    """Byte-level BPE of 4,096 tokens; '' where the library is missing."""
+    """Train a byte-level BPE of 4,096 tokens; return its path, '' where the library is missing."""
     try:
         import tokenizers
     except ImportError:
@@ -47,7 +47,7 @@ def make_tokenizer(folder: Path, texts: list[str]) -> str:
 
 
 def rate(path: Path, workers: int, tokenizer: str) -> float:
-    """Tokens a second, after the first batch."""
+    """Return tokens per second, after the first batch."""
     from nsa.config import load_config
     from nsa.data import Loader, Position, open_source
 

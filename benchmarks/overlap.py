@@ -2,11 +2,11 @@
 
 python benchmarks/overlap.py --minutes 20 --json benchmarks/results/overlap.json
 
-Trains the 125M model on the shipped text for so many minutes (sequences of 2,048 tokens, on a CPU), and measures
-its picks on text that it has not seen, before and after, in a sequence of 8,192 tokens: the Jaccard index of the
-picks of a query and the next one, and how many distinct blocks 4 and 8 queries have together, of 4 and 8 times n. Of queries
-that have twice as many blocks to choose from as they pick, and without those that everyone picks (the first, and the two
-latest), as these agree by rule.
+It trains the 125M model on the shipped text for so many minutes (sequences of 2,048 tokens, on a CPU). It measures the
+model's picks on text that it has not seen, before and after, in a sequence of 8,192 tokens: the Jaccard index of the picks
+of a query and the next one, and how many distinct blocks 4 and 8 queries have together, of 4 and 8 times n. Counted are
+queries that have twice as many blocks to choose from as they pick, without the blocks that every query picks (the first, and
+the two latest), as these agree by rule.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from nsa.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINED, MEASURED = 2048, 8192  # tokens of a sequence
-HELD_BACK = 1_000  # samples from which on the text is not trained on
+HELD_BACK = 1_000  # samples; the text after them is not trained on
 
 
 def agreement(chosen: torch.Tensor, l_sel: int, n_sel: int) -> dict[str, float]:
-    """Of a selection bool [B, S, G, Ns]."""
+    """Return the Jaccard index and the distinct blocks of neighbours in a selection, bool [B, S, G, Ns]."""
     S, n_blocks = chosen.shape[1], chosen.shape[3]
     own = torch.arange(S) // l_sel
     free = torch.arange(n_blocks)[None, :] <= own[:, None] - blocks.NUM_LOCAL
@@ -49,7 +49,7 @@ def agreement(chosen: torch.Tensor, l_sel: int, n_sel: int) -> dict[str, float]:
 
 
 def measured(trainer: Trainer, length: int) -> dict[str, Any]:
-    """The mean over layers, and each layer's Jaccard index, on one sequence of ``length`` tokens."""
+    """Return the mean over layers, and each layer's Jaccard index, on one sequence of ``length`` tokens."""
     config = load_config(ROOT / "configs" / "m7c_125m_2xa100_production.yaml", **settings(length))
     model, by_layer = trainer.module, list[dict[str, float]]()
     batch = next(batches(open_source(config), Position(samples=HELD_BACK * TRAINED // length), 1, 0, 1))
@@ -68,7 +68,7 @@ def measured(trainer: Trainer, length: int) -> dict[str, Any]:
 
 
 def settings(length: int) -> dict[str, Any]:
-    """The production model on this CPU."""
+    """Return the settings of the production model on this CPU."""
     return {
         "train.seq_len": length, "train.device": "cpu", "train.dtype": "fp32", "train.batch_size": 1, "parallel.mode": "none",
         "train.gradient_checkpointing": False, "train.steps": 2000, "trace.stats_every": 100_000,

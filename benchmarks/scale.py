@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--real 2 4 8 16 32 64] [--made 256 1024 4096 16384] [--json FILE]
 
-Real: a test in which one rank skips a collective, with as many ranks as given; seconds from its start to its verdict, and from the
-stop to the verdict. Made: the recorded evidence of a fault on three ranks, its waiting rank repeated (by links: what is measured is
-reading, parsing and the rules, not a disk); seconds and peak memory of `diagnose(load(folder))` in a process of its own.
+Real: a test in which one rank skips a collective, with as many ranks as given; seconds of the test, and from the stop to the
+verdict. Made: the recorded evidence of a fault on three ranks, with its waiting rank repeated (by links: reading, parsing and the
+rules are measured, not a disk); seconds and peak memory of `diagnose(load(folder))` in a process of its own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ print(json.dumps({"cause": verdict.cause, "ranks": verdict.ranks, "s": time.mono
 
 
 def real(n: int, folder: Path) -> dict[str, Any]:
-    """One run of pytest on ``n`` ranks."""
+    """Run pytest on ``n`` ranks once; return the figures."""
     (folder / "test_scale.py").write_text(SKIPS.format(n=n))
     options = ["-p", "no:cacheprovider", "-q", "-o", "ranks_timeout=120", "--artifacts", str(folder / "artifacts")]
     subprocess.run(
@@ -61,7 +61,7 @@ def real(n: int, folder: Path) -> dict[str, Any]:
 
 
 def make(n: int, source: Path, folder: Path) -> int:
-    """A folder of ``n`` ranks from one of three; returns the culprit's number."""
+    """Make a folder of ``n`` ranks from one of three; return the culprit's number."""
     culprit = n // 3
     for rank in range(n):
         (folder / f"rank{rank}").mkdir()
@@ -97,7 +97,7 @@ def make(n: int, source: Path, folder: Path) -> int:
 
 
 def _of_all(data: bytes, n: int) -> bytes:
-    """A board whose collectives are of groups of ``n`` ranks."""
+    """Return a board whose collectives are of groups of ``n`` ranks."""
     layout = json.loads(data[:4096].rstrip(b"\0 "))
     ring, changed = layout["ring"], bytearray(data)
     names = [name for name, _ in ring["record"]]
@@ -109,7 +109,7 @@ def _of_all(data: bytes, n: int) -> bytes:
 
 
 def made(n: int, folder: Path) -> dict[str, Any]:
-    """The diagnosis of a folder of ``n`` ranks."""
+    """Diagnose a folder of ``n`` ranks; return the figures."""
     from tests_cpu.faults.recorded import unpack
 
     (folder / "source").mkdir()

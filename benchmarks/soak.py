@@ -1,7 +1,7 @@
-"""Endurance: thousands of two-rank tests in one session with a fault every tenth; then hundreds under -n 4, several times over.
+"""Endurance: thousands of two-rank tests in one session, every tenth with a fault; then hundreds under -n 4, several times over.
 
-Checks that every good test passes and every fault is reported, and that descriptors, memory and processes of the host stay
-flat. Prints what it saw; ``--json FILE`` keeps it.
+It counts good tests that fail and faults that are not reported, and measures whether descriptors, memory and processes of the
+host stay flat. It prints the figures; ``--json FILE`` keeps them.
 
     python benchmarks/soak.py --tests 2000 --json benchmarks/results/soak.json
 """
@@ -61,7 +61,7 @@ def pytest_runtest_logfinish(nodeid):
 
 
 def run(folder: Path, count: int, *arguments: str) -> dict[str, int]:
-    """A session over ``count`` tests; the outcomes by kind."""
+    """Run a session over ``count`` tests; return the outcomes by kind."""
     (folder / "test_soak.py").write_text(TESTS.format(count=count))
     (folder / "conftest.py").write_text(WATCH)
     report = folder / "report.xml"
@@ -79,7 +79,7 @@ def run(folder: Path, count: int, *arguments: str) -> dict[str, int]:
 
 
 def flatness(folder: Path) -> dict[str, list[float]]:
-    """Median of the host's figures over the first and the last tenth of the session."""
+    """Return the medians of the host's figures over the second and the last tenth of the session."""
     seen = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
     tenth = max(1, len(seen) // 10)
     return {
@@ -89,7 +89,7 @@ def flatness(folder: Path) -> dict[str, list[float]]:
 
 
 def left_behind() -> list[str]:
-    """Names of ours in the places for temporary files."""
+    """Return the names of the plugin's files in the folders for temporary files."""
     return sorted(p.name for folder in ("/tmp", "/dev/shm") for p in Path(folder).glob("pytest-nsa*"))
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/step_cost.py --json benchmarks/results/step_cost.json
 
-A model of N linear layers of 8 x 8; traced and bare steps take turns in one process, the cost is the median of the differences of
+The model has N linear layers of 8 x 8. Traced and bare steps take turns in one process; the cost is the median difference of
 neighbours. The first 100 changes of phase, each of which writes a line, are not counted. `light` is NSA_TRACE_LEVEL=light.
 """
 
@@ -35,7 +35,7 @@ CASES = (
 
 
 def step_cost(modules: int, *, ddp: bool) -> dict[str, float]:
-    """Microseconds that tracing adds to a step, and a bare step's."""
+    """Return the microseconds that tracing adds to a step, and a bare step's."""
     from nsa.trace.session import installed
 
     models = []
@@ -73,7 +73,7 @@ def step_cost(modules: int, *, ddp: bool) -> dict[str, float]:
 
 
 def collective_cost() -> dict[str, float]:
-    """Microseconds of an all_reduce of one number in a group of one rank, bare and then traced."""
+    """Return the microseconds that tracing adds to an all_reduce of one number in a group of one rank, and a bare one's."""
     from nsa.trace.session import installed
 
     def median_us() -> float:

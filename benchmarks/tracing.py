@@ -1,10 +1,10 @@
-"""What the always-on tracers cost a training step of configs/tiny_cpu.yaml, 195 tensors: steps with and without them, taking turns.
+"""What the always-on tracers cost a training step of configs/tiny_cpu.yaml, 195 tensors: steps with and without them take turns.
 
     python benchmarks/tracing.py --rounds 5 --json benchmarks/results/tracing.json
 
 A process has two equal models under DDP (one gloo rank), one traced and one not, whose steps alternate; a step's cost is the
-ratio of neighbours, in CPU seconds of the main thread, where all hooks run. Where a model lies in memory is worth a percent by
-itself, so a round is two processes, in which the other one is traced, and their geometric mean. The heartbeat's thread is
+ratio of neighbours, in CPU seconds of the main thread, where all hooks run. A model's place in memory alone changes a percent,
+so a round is two processes, each tracing a different one of the two, and their geometric mean. The heartbeat's thread is
 measured by itself. `noise` is the same ratio of two models without tracers. `checksums` are those of `check_divergence`.
 """
 
@@ -29,7 +29,7 @@ WARM, PAIRS = 4, 30
 
 
 def ratio(way: str, which_is_traced: int) -> dict[str, float]:
-    """In a process of its own: the median ratio of a traced step's time to its neighbour's."""
+    """Return the median ratio of a traced step's time to its neighbour's; runs in a process of its own."""
     import torch.distributed as dist
     from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel

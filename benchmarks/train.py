@@ -1,10 +1,10 @@
-"""Training as a whole: tokens a second and peak memory of the model with NSA beside the same model with dense attention.
+"""Training as a whole: tokens per second and peak memory of the model with NSA beside the same model with dense attention.
 
     python benchmarks/train.py --json benchmarks/results/train.json         # a CPU's size: 4 layers, 1,024 and 4,096 tokens
     python benchmarks/train.py --gpu --json benchmarks/results/train_gpu.json    # the 125M model, bf16, 2k to 64k tokens
 
-Each way (attention, checkpointing, torch.compile, parallelism) runs in processes of its own, rank by rank, in rounds that take
-turns; a figure is the median over rounds of a process's median step after `WARM` steps. Parallel ways have two ranks.
+Each way (attention, checkpointing, torch.compile, parallelism) runs in processes of its own, one per rank, in rounds that take
+turns. A figure is the median over rounds of a process's median step after `WARM` steps. Parallel ways have two ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CPU: dict[str, Any] = {
 GPU: dict[str, Any] = {
     "config": "m7c_125m_2xa100_production.yaml", "lengths": (2048, 16384, 65536), "sizes": {},
 }  # fmt: skip
-GPU_TOKENS = 8192  # of a step there, in as many sequences as that makes, at least one
-# What is most asked for first, as the time may not suffice for all. CUDA graphs need a GPU.
+GPU_TOKENS = 8192  # per step on a GPU, in as many sequences as that makes, at least one
+# The most important first, as the time may not suffice for all. CUDA graphs need a GPU.
 GPU_WAYS = (
     "step compiled",
     "step compiled, CUDA graphs",
@@ -43,7 +43,7 @@ GPU_WAYS = (
     "checkpointing, selection kept",
     "blocks compiled",
 )
-# Label: (ranks, overrides). Each is run with NSA and with dense attention.
+# Label: (ranks, overrides). Each is run with NSA and with dense attention, but a kept selection with NSA alone.
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {"train.gradient_checkpointing": False}),
     "checkpointing": (1, {"train.gradient_checkpointing": True}),
@@ -61,7 +61,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def one_rank(settings: dict[str, Any]) -> dict[str, float]:
-    """In a process of its own, one of ``settings['ranks']``: seconds of a step, tokens of a step, peak MiB."""
+    """Train as one of ``settings['ranks']`` ranks, in a process of its own; return seconds and tokens per step, and peak MiB."""
     import torch.distributed as dist
 
     from nsa.config import load_config
@@ -97,7 +97,7 @@ def one_rank(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(size: dict[str, Any], length: int, attention: str, way: str) -> dict[str, float]:
-    """One round of one way: the slowest rank counts."""
+    """Measure one round of one way: the slowest rank counts."""
     ranks, overrides = WAYS[way]
     chosen = {
         **size["sizes"], **({"train.batch_size": max(1, GPU_TOKENS // length)} if size is GPU else {}),
@@ -157,7 +157,7 @@ def main() -> None:
                         continue
                     print(f"{length} {way} {attention}: {result}", file=sys.stderr, flush=True)
                     found.setdefault(str(length), {}).setdefault(way, {}).setdefault(attention, []).append(result)
-                    if arguments.json:  # as it is known: a run that is cut off leaves what it has
+                    if arguments.json:  # after each result: a run that is cut off leaves what it has
                         arguments.json.with_suffix(".partial").write_text(json.dumps(found, indent=1), encoding="utf-8")
     figures = {
         length: {

@@ -2,10 +2,11 @@
 
 python benchmarks/tune_gpu.py --json nsa/kernels/triton/tiles.json
 
-Of each kernel, in the shapes of attention_gpu.py: from the tile it has now, one field (rows, keys, warps, stages, loops, TMA)
-at a time is changed, and what is faster by more than `GAIN` is kept, until nothing is, or `--minutes` are over. Candidates
-are compiled by all cores beforehand, on tensors without memory. One that the compiler or the GPU refuses is passed over, as
-is one whose result is another. Without a GPU it looks for errors alone, as attention_gpu.py's --dry-run does.
+For each kernel, in the shapes of attention_gpu.py, the search starts from the tile that it has now. One field (rows, keys,
+warps, stages, loops, TMA) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is, or
+`--minutes` are over. All cores but one compile candidates beforehand, on tensors without memory. A candidate that the compiler
+or the GPU refuses is passed over, and so is one with another result. Without a GPU the program only looks for errors, as
+attention_gpu.py's --dry-run does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOLERANCE = 0.1  # between the results of two tiles
 CHOICES: dict[str, tuple[Any, ...]] = {
     "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2), "tma": (False, True),
 }  # fmt: skip
-# What a kernel's program does not read.
+# Fields that a kernel's program does not read.
 IGNORED = {
     "importance": {"loops"}, "selected": {"bn", "loops", "tma"}, "union": {"bn", "loops"},
     "selected_backward": {"bn", "loops", "tma"},
@@ -44,7 +45,7 @@ Call = Callable[[], Any]
 
 
 def whole_call(shape: str, S: int, device: str) -> Call:
-    """A forward and its backward, whose results are compared; on 'meta' nothing is computed."""
+    """Return a call of a forward and its backward, whose results are compared; on 'meta' nothing is computed."""
     H, G, d_k, d_v = SHAPES[shape]
     n = blocks.num_compressed(S, SIZES["l"], SIZES["d"])
 
@@ -63,7 +64,7 @@ def whole_call(shape: str, S: int, device: str) -> Call:
 
 
 def union_call(shape: str, S: int, device: str) -> Call:
-    """The selected branch alone, on picks that neighbours share; of any length by unions."""
+    """Return a call of the selected branch alone, on picks that neighbours share, by unions at any length."""
     H, G, d_k, d_v = SHAPES[shape]
     n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
     q, k, v = (torch.randn(1, S, *size, device=device, dtype=DTYPE) for size in ((H, d_k), (G, d_k), (G, d_v)))
@@ -77,19 +78,19 @@ def union_call(shape: str, S: int, device: str) -> Call:
 
 
 def call_for(kernel: str) -> Callable[[str, int, str], Call]:
-    """What runs it."""
+    """Return the function that makes a call of ``kernel``."""
     return union_call if kernel == "union" else whole_call
 
 
 @contextlib.contextmanager
 def replaced(name: str, by: Any) -> Iterator[None]:
-    """In the modules that launch kernels."""
+    """Replace a name in the modules that launch kernels."""
     with mock.patch.object(branches, name, by), mock.patch.object(selecting, name, by):
         yield
 
 
 def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
-    """``call``, in which ``kernel`` has this tile."""
+    """Return ``call``, in which ``kernel`` has this tile."""
     shipped = branches.tile
 
     def chosen(name: str, *arguments: Any) -> Tile:
@@ -103,9 +104,9 @@ def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
 
 
 def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
-    """The results of ``call`` with this tile; and the launch of ``kernel`` that it made, to be timed by itself.
+    """Return the results of ``call`` with this tile, and the launch of ``kernel`` that it made, to be timed by itself.
 
-    Of several, a range of queries each, the second: a launch keeps the parts of its range in memory.
+    Of several launches, one per range of queries, it is the second: a launch keeps the parts of its range in memory.
     """
     launched: list[Call] = []
     shipped, start = branches.tile, branches.launch
@@ -130,7 +131,7 @@ def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
 
 
 def neighbours(kernel: str, now: Tile) -> list[Tile]:
-    """``now`` with one field changed to the choice before it or behind it."""
+    """Return ``now`` with one field changed to the choice before it or after it."""
     found = []
     for field, choices in CHOICES.items():
         if field in IGNORED.get(kernel, ()):
@@ -141,7 +142,7 @@ def neighbours(kernel: str, now: Tile) -> list[Tile]:
 
 
 def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
-    """In a process of its own: fill Triton's cache with what a kernel with this tile is compiled to."""
+    """Fill Triton's cache with what a kernel with this tile compiles to; runs in a process of its own."""
     shape, S, kernel, sizes, on = job
 
     def is_tuned(found: Any) -> bool:
@@ -157,7 +158,7 @@ def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
 def tune(
     kernel: str, shape: str, S: int, call: Call, start: Tile, rounds: int, deadline: float, pool: Any
 ) -> tuple[Tile, dict[str, float]]:
-    """The fastest tile that a walk from ``start`` meets, and the milliseconds of all that were tried."""
+    """Return the fastest tile that a walk from ``start`` meets, and the milliseconds of all that were tried."""
     on = tiles.capability(torch.device(DEVICE))
     wanted, launches = alone(kernel, start, call)
     best, tried = start, {start: timed({"": launches}, rounds)[""]}
@@ -167,12 +168,12 @@ def tune(
             pool.map(compile_one, [(shape, S, kernel, sizes, on) for sizes in candidates])
         for sizes in candidates:
             tried[sizes] = float("inf")
-            found = launches = None  # the memory of the last one
+            found = launches = None  # frees the memory of the last one
             if time.monotonic() > deadline:
                 continue
             try:
                 found, launches = alone(kernel, sizes, call)
-            except Exception as refused:  # too much shared memory, too few rows: as many kinds as compilers have
+            except Exception as refused:  # too much shared memory, too few rows: compilers raise many types
                 print(f"  {kernel} {tuple(sizes)}: {type(refused).__name__}", flush=True)
                 continue
             if all(torch.allclose(a, b, rtol=0, atol=TOLERANCE) for a, b in zip(found, wanted, strict=True)):

@@ -1,4 +1,4 @@
-"""The commands that README.md, docs/ and the examples show: each block runs in a clone, and gives what the page says."""
+"""The commands that README.md, docs/ and the examples show: each block runs in a clone, and gives what the page shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for step in range(1000):
 
 @dataclass(frozen=True)
 class Run:
-    """How a block is run here: a script of bash ('' for the block itself), what it prints, its exit code, and where."""
+    """The run of a block: a bash script ('' for the block itself), what it prints, its exit code, its working directory."""
 
     script: str
     prints: str
@@ -44,7 +44,7 @@ class Run:
     folder: str = "."
 
 
-# By a block's first words. What takes minutes is cut short by the command's own options.
+# By a block's first words. A command that takes minutes is shortened by its own options.
 BLOCKS = {
     "NSA_TRACE_DIR=/tmp/run torchrun": Run(
         f"""cat > train.py <<'END'
@@ -98,7 +98,7 @@ def test_every_block_of_commands_has_an_entry() -> None:
 
 
 def test_commands_in_prose_are_there() -> None:
-    """Targets of make, modules and subcommands."""
+    """Targets of make, modules, subcommands and programs that pages name in their sentences exist."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
         for command in _IN_PROSE.findall(page.read_text(encoding="utf-8")):
@@ -117,7 +117,7 @@ def test_commands_in_prose_are_there() -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as it is, beside an environment that is this one."""
+    """Return a clone of the repository with its uncommitted changes, beside links to this environment."""
     folder = tmp_path_factory.mktemp("documented") / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
     changed = subprocess.run(["git", "diff", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
@@ -127,7 +127,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment.mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
         (environment / name).symlink_to(Path(sys.prefix) / name)
-    (environment / "installed-torch==2.13.0").touch()  # make installs nothing
+    (environment / "installed-torch==2.13.0").touch()  # so make installs nothing
     return folder
 
 
@@ -139,13 +139,13 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_commands_of_a_page(page: Path, block: str, clone: Path) -> None:
     run = run_of(block)
     (clone.parent / "job.sh").write_text(block)
-    # What pytest says to its children, a program that is started by hand is not told.
+    # A program that is started by hand does not get the variables that pytest sets for its children.
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment = {
         **outer, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1",
         "VENV": str(clone.parent / "environment"),
     }  # fmt: skip
-    script = clone.parent / "documented.sh"  # a command line of its own would match what a block kills by pattern
+    script = clone.parent / "documented.sh"  # given on a command line, it would match what a block kills by pattern
     script.write_text(run.script or block)
     done = subprocess.run(
         ["bash", script], cwd=clone / run.folder, env=environment, text=True, capture_output=True, timeout=165

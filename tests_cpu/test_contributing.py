@@ -1,4 +1,4 @@
-"""The steps of CONTRIBUTING.md work as they stand: a copy of the repository is changed by them, and its tests are run."""
+"""The steps of CONTRIBUTING.md work as written: they change a copy of the repository, and its tests run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def steps(chapter: str) -> list[str]:
-    """The numbered steps of a chapter."""
+    """Return the numbered steps of a chapter."""
     body = TEXT.partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
     return re.split(r"\n(?=\d\. )", body)[1:]
 
 
 def code(step: str) -> str:
-    """The Python of a step."""
+    """Return the Python of a step."""
     match = re.search(r"```python\n(.*?)```", step, re.S)
     assert match is not None
     return textwrap.dedent(match[1])
@@ -37,7 +37,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The repository, without what runs leave in it."""
+    """Return a copy of the repository, without what runs leave in it."""
     ignored = shutil.ignore_patterns(".venv", ".git", "artifacts", "__pycache__", "results", ".*cache", ".hypothesis")
     shutil.copytree(ROOT, tmp_path / "copy", ignore=ignored)
     return tmp_path / "copy"
@@ -65,14 +65,13 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     planted = copy / "tests_cpu" / "faults" / "planted_ranks.py"
     planted.write_text(planted.read_text() + "\n\n" + code(fault), encoding="utf-8")
     without_pages = run(copy, "tests_cpu/diagnosis/test_causes.py")
-    assert "test_the_documentation_lists_the_registry" in without_pages  # one that has no page yet fails
+    assert "test_the_documentation_lists_the_registry" in without_pages  # the cause has no page yet
     docs = copy / "docs" / "causes"
     (docs / "clock_skew.md").write_text("# clock_skew\n", encoding="utf-8")
     line = "- [clock_skew](clock_skew.md): the ranks' clocks differ by more than the test allows.\n"
     edit(docs / "README.md", "## The order of collectives\n", f"## Numbers\n\n{line}\n## The order of collectives\n")
-    text = (
-        docs / "README.md"
-    ).read_text()  # the registry's first row, so its chapter comes first and takes the others in
+    # The row is the registry's first: its chapter comes first, and includes the other causes of that chapter.
+    text = (docs / "README.md").read_text()
     first, _, rest = text.rpartition("## Numbers\n\n")
     others, _, behind = rest.partition("\n\n")
     (docs / "README.md").write_text(first.replace(line, line + others + "\n") + behind, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The documentation is what the code is."""
+"""The documentation agrees with the code: rooms and modules, public names, files that pages name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ rooms, api = __import__("rooms"), __import__("api")
 
 def test_the_drawing_of_rooms_follows_from_the_imports() -> None:
     text = rooms.PAGE.read_text(encoding="utf-8")
-    assert rooms.page_with(text) == text, "python docs/rooms.py draws it anew"
+    assert rooms.page_with(text) == text, "run python docs/rooms.py, which draws it again"
 
 
 def test_the_page_of_public_names_is_made_from_their_docstrings() -> None:
     text = api.PAGE.read_text(encoding="utf-8")
-    assert text == api.page(), "python docs/api.py writes it anew"
+    assert text == api.page(), "run python docs/api.py, which writes it again"
     assert "No docstring." not in text
 
 
@@ -30,7 +30,7 @@ def test_a_circle_is_refused() -> None:
 
 
 def test_every_room_and_module_of_the_plugin_is_described() -> None:
-    """A row per room, which names each module of it."""
+    """There is a row per room, which names each of its modules."""
     rows = dict(re.findall(r"^\| `([a-z]+)/` \| [^|]+ \| (.*) \|$", rooms.PAGE.read_text(encoding="utf-8"), re.M))
     folders = [p for p in (ROOT / "pytest_nsa").iterdir() if (p / "__init__.py").is_file()]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""The GPU suite on a machine without a GPU: listed, and skipped with one clear reason."""
+"""The GPU suite on a machine without a GPU: its tests are listed, and skipped for one clear reason."""
 
 from __future__ import annotations
 

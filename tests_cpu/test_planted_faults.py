@@ -22,7 +22,7 @@ DDP = {
 
 
 def run_plan(fault: str, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
-    """SUMMARY.md and the verdicts by scenario of a run of the plan with a fault."""
+    """Return SUMMARY.md and the verdicts by scenario of a run of the plan with a fault."""
     arguments = [
         "tests_cpu/plan/test_plan.py",
         "--phases",
@@ -54,7 +54,7 @@ def source_line(where: str) -> str:
 
 
 def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario decides what it runs
+    monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario ignores it
     monkeypatch.setenv("NSA_GC_RANGE", "0:1")
     summary, verdicts = run_plan("sel_backward_deadlock", tmp_path)
     assert "| `NSA_FORCE_BRANCH` | `win` |" in summary
@@ -117,7 +117,7 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("CRASH", "rank_died", [1])
         assert "SIGKILL in backward of step 1" in verdict["reason"]
         assert verdict["where"].startswith("nsa/")
-        assert verdict["duration_s"] < 20  # of 30
+        assert verdict["duration_s"] < 20  # of the 30 that it has
     first = summary.splitlines()[0]
     for words in ("ddp_onestep_trace", "CRASH", "rank_died", "rank 1", "SIGKILL"):
         assert words in first

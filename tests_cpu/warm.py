@@ -1,7 +1,7 @@
 """pytest in a fork of a process that has imported torch: each of the suite's runs on an example saves that second.
 
-The fork runs pytest from its start, with its own working directory, environment and output. What must not find torch
-imported runs in a process of its own.
+The fork runs pytest from its start, with its own working directory, environment and output. A run that must not find
+torch imported has a process of its own (the mark ``own_python``).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pytest_nsa.wire.messages import Channel
 
 
 class WarmPython:
-    """The process, started when first needed; it ends with this one."""
+    """The warm process: started on first use, ended with this process."""
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
-        """As `pytest_nsa.testing.start_pytest`."""
+        """Run pytest as `pytest_nsa.testing.start_pytest` does."""
         uses_hypothesis = any("hypothesis" in f.read_text(errors="replace") for f in folder.glob("test_*.py"))
-        # Its plugin imports all of hypothesis, another second, at the end of every session; anyio's, all of asyncio.
+        # hypothesis' plugin imports all of hypothesis at the end of every session, another second; anyio's, all of asyncio.
         without = ["-p", "no:anyio", *([] if uses_hypothesis else ["-p", "no:hypothesispytest"])]
         code, out, err = self.run_program("pytest", folder, [*without, *arguments], timeout)
         return pytest.RunResult(code, out.splitlines(), err.splitlines(), 0)
@@ -41,7 +41,7 @@ class WarmPython:
     def run_program(
         self, program: str, folder: Path, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] = {}
     ) -> tuple[int, str, str]:
-        """Exit code, output and errors of pytest or of a module's ``main``. Raises subprocess.TimeoutExpired."""
+        """Return exit code, output and errors of pytest or of a module's ``main``. Raise subprocess.TimeoutExpired."""
         channel = self._started()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             fds = [out.fileno(), err.fileno()]
@@ -51,7 +51,7 @@ class WarmPython:
             told = self._hear(channel, [], 1, 60)
             told = self._hear(channel, told, 2, timeout)
             if len(told) < 2:
-                os.kill(told[0]["pid"], signal.SIGKILL)  # not reaped before we have read of its end
+                os.kill(told[0]["pid"], signal.SIGKILL)  # it is not reaped before its end was read
                 self._hear(channel, told, 2, 60)
                 raise subprocess.TimeoutExpired(program, timeout)
             texts = []
@@ -63,7 +63,10 @@ class WarmPython:
 
     @staticmethod
     def _hear(channel: Channel, told: list[dict[str, Any]], count: int, timeout: float) -> list[dict[str, Any]]:
-        """What was told, and what is told now, up to ``count`` messages."""
+        """Return ``told`` with the messages that arrive, until there are ``count`` or none has come for ``timeout`` seconds.
+
+        Raise RuntimeError when the process has gone.
+        """
         while len(told) < count:
             found = channel.receive(timeout)
             if channel.closed:
@@ -87,7 +90,7 @@ class WarmPython:
         return self._channel
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         if self._channel is not None and self._process is not None:
             self._channel.shut_down()
             self._process.wait()

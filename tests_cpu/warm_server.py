@@ -1,4 +1,4 @@
-"""The server of `tests_cpu.warm`: it imports torch and pytest, and nothing of ours. Usage: warm_server.py FD"""
+"""The server of `tests_cpu.warm`: it imports torch and pytest, and nothing of this repository. Usage: warm_server.py FD"""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve(fd: int) -> None:
-    """Fork for each request, tell the child's pid, then its exit code."""
+    """Fork for each request; send the child's pid, then its exit code."""
     torch.set_num_threads(1)
-    gc.freeze()  # else each session collects, five times at its end, what all of this has made
+    gc.freeze()  # else each session collects all objects of these imports, five times at its end
     sock = socket.socket(fileno=fd)
     while True:
         data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 2)
@@ -52,7 +52,7 @@ def serve(fd: int) -> None:
 
 
 def _run(module: str) -> int:
-    """As ``python -m`` does it, of a module that has a ``main``; threads and what is to be done at exit are waited for."""
+    """Run a module's ``main`` as ``python -m`` would; wait for its threads and run its exit handlers."""
     try:
         return int(importlib.import_module(module).main())
     finally:
@@ -61,7 +61,7 @@ def _run(module: str) -> int:
 
 
 def _become(request: dict[str, Any], fds: list[int]) -> None:
-    """Never returns."""
+    """Run the request in this process, and exit: it never returns."""
     code = 70
     try:
         for number, fd in enumerate(fds, start=1):
@@ -72,7 +72,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         os.environ.update(request["env"])
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         sys.path[0] = request["cwd"]
-        sys.dont_write_bytecode = False  # plugins are rewritten once, and not in each session
+        sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         sys.argv = [request["program"], *request["arguments"]]
         code = int(pytest.console_main()) if request["program"] == "pytest" else _run(request["program"])
     except SystemExit as leaving:

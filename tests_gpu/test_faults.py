@@ -1,4 +1,4 @@
-"""Faults planted on a GPU: what the verdict says of a kernel that does not end, a wild address, memory that is not there."""
+"""Faults planted on a GPU: the verdicts on a kernel that does not end, a wild address, memory that is not there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from pytest_nsa.testing import ExampleResult, run_example
 
-# torch is not imported here: `pytester` takes modules that a test has imported out again, and torch cannot be imported twice.
+# torch is not imported here: `pytester` removes modules that a test has imported, and torch cannot be imported twice.
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 GPU = """
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(25)]
@@ -64,7 +64,7 @@ def test_computes(group):
 
 
 def test_a_wild_address(pytester: pytest.Pytester) -> None:
-    """The error surfaces at a later line: the verdict says so, and what the driver logged."""
+    """The error surfaces at a later line: the verdict reports that, and what the driver logged."""
     pytester.makepyfile(
         wild="""
         import triton
@@ -114,7 +114,7 @@ def test_takes(group):
 
 
 def test_a_skipped_collective_of_cuda_tensors(pytester: pytest.Pytester) -> None:
-    """Over gloo, as two ranks share the GPU."""
+    """The ranks use gloo, as they share the GPU."""
     result = run(
         pytester,
         """

@@ -29,7 +29,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path, checkpointing: bool
     data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
     trainer.step([next(data)])  # compiles kernels, and writes statistics
     taken = [next(data) for _ in range(3)]
-    with warnings.catch_warnings():  # torch's own, of a mode that is a prototype
+    with warnings.catch_warnings():  # torch's own warning: the mode is a prototype
         warnings.simplefilter("ignore")
         try:
             torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""The registry of causes: one row each, held together with the rules, the documentation and the planted faults; rules that fail."""
+"""The registry of causes agrees with the rules, the documentation and the planted faults; a rule that fails is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ transport_stuck ready_twice unused_parameters static_graph_changed data_dependen
 hook_deadlock backward_deadlock silent_divergence nan_loss slow graph_explosion straggler assertion
 unknown
 """
-# Planted elsewhere: a transport cannot be cut by a test's body; unknown is what remains; a GPU has tests_gpu/test_faults.py.
+# Not planted here: a test's body cannot cut a transport; unknown is what remains; tests_gpu/test_faults.py has the GPU's.
 NOT_IN_THE_CORPUS = {"transport_stuck", "unknown", "device_busy"}
 
 
@@ -36,13 +36,13 @@ def test_the_closed_list_is_the_plan_s() -> None:
 
 
 def test_the_documentation_lists_the_registry() -> None:
-    """docs/causes/README.md: chapters, names and summaries, in the registry's order; each cause has a page."""
+    """docs/causes/README.md has chapters, names and summaries in the registry's order; each cause has a page."""
     chapters: dict[str, list[str]] = {}
     for cause in CAUSES.values():
         chapters.setdefault(cause.chapter, []).append(f"- [{cause.name}]({cause.name}.md): {cause.summary}")
     wanted = "\n\n".join(f"## {chapter}\n\n" + "\n".join(rows) for chapter, rows in chapters.items())
     text = (DOCS / "README.md").read_text(encoding="utf-8")
-    assert text.rstrip().endswith(wanted), "write docs/causes/README.md anew from pytest_nsa/diagnosis/causes.py"
+    assert text.rstrip().endswith(wanted), "write docs/causes/README.md again, from pytest_nsa/diagnosis/causes.py"
     pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
     assert pages == set(CAUSES)
     for name in CAUSES:

@@ -1,4 +1,4 @@
-"""Folders as they are left by killed writers: read as far as they go."""
+"""Evidence as killed writers leave it is read as far as it goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of evidence is data from a stranger: whatever is in it, the readers end, soon, with a verdict or a sentence."""
+"""A folder of evidence is untrusted data: whatever it contains, the readers soon end, with a verdict or an error message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ODD: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders of planted faults."""
+    """Return the recorded folders of planted faults."""
     folder = tmp_path_factory.mktemp("recorded")
     for module in MODULES:
         with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
@@ -71,13 +71,13 @@ def doubled(folder: Path, chance: random.Random) -> None:
 
 
 def another_s(folder: Path, chance: random.Random) -> None:
-    """A file of another's place."""
+    """Overwrite a file with the content of another one."""
     path, other = any_file(folder, chance), any_file(folder, chance)
     path.write_bytes(other.read_bytes())
 
 
 def value_changed(folder: Path, chance: random.Random) -> None:
-    """A value of a JSON file is another kind's."""
+    """Give values of a JSON file another type, or remove them."""
     path = chance.choice(sorted(p for p in folder.rglob("*.json*") if p.is_file() and p.stat().st_size < 1 << 20))
     lines = path.read_text(errors="replace").splitlines()
     for _ in range(chance.choice((1, 3, 20)) if lines else 0):
@@ -102,7 +102,7 @@ def value_changed(folder: Path, chance: random.Random) -> None:
 
 
 def board_s_header_changed(folder: Path, chance: random.Random) -> None:
-    """The layout that the board gives of itself."""
+    """Change the layout in a board's header."""
     path = chance.choice(sorted(path for path in folder.rglob("board.bin") if path.is_file()) or [folder / "job.json"])
     data = path.read_bytes() if path.is_file() else b""
     try:
@@ -144,14 +144,14 @@ DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
 
 
 def damage(count: int, recorded: list[Path], tmp_path: Path, seed: int) -> None:
-    """Read ``count`` damaged copies by every command that reads; a failure names its seed."""
+    """Read ``count`` damaged copies by ``diagnose``, with and without --html, and by ``watch``; a failure names its seed."""
     for number in range(count):
         chance = random.Random(seed + number)
         folder = tmp_path / "run" / "damaged"
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(chance.choice(recorded), folder)
         for _ in range(chance.choice((1, 1, 2, 5))):
-            with contextlib.suppress(OSError, MemoryError):  # what an earlier damage has made unreadable
+            with contextlib.suppress(OSError, MemoryError):  # a file that an earlier change has made unreadable
                 chance.choice(DAMAGES)(folder, chance)
         try:
             assert main(["diagnose", str(folder)]) in (0, 1, 2)
@@ -176,7 +176,7 @@ def test_many_damaged_folders(recorded: list[Path], tmp_path: Path) -> None:
 
 
 def test_no_line_of_the_recorded_folders_is_passed_over(recorded: list[Path]) -> None:
-    """The shapes are those of what ranks and hosts write."""
+    """The readers' shapes are those of what ranks and hosts write."""
     unread: list[str] = []
     for folder in recorded:
         for path in (folder / "host.jsonl", *folder.glob("rank*/events.jsonl")):
@@ -209,7 +209,7 @@ def test_a_job_that_cannot_be_is_refused_in_a_line(
 
 
 def test_a_folder_of_a_later_version_is_read(recorded: list[Path], tmp_path: Path) -> None:
-    """Unknown fields, kinds of events and files are passed over."""
+    """Unknown fields and kinds of events are passed over."""
     before = load(recorded[0])
     folder = shutil.copytree(recorded[0], tmp_path / "t")
     job = json.loads((folder / "job.json").read_text())

@@ -15,14 +15,14 @@ from tests_cpu.faults.test_corpus import MODULES, faults, planted_module
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """Folders by module and test."""
+    """Return the recorded folders by module and test."""
     return {module: unpack(module, tmp_path_factory.mktemp(module)) for module in MODULES}
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m in MODULES for n in faults(m)])
 def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: dict[str, dict[str, Path]]) -> None:
-    """The sources that the ranks ran lie in no file here: /tests and /repo do not exist."""
-    assert name in recorded[module], "pytest tests_cpu/faults -m 'slow or not slow' --record"
+    """The sources that the ranks ran are in no file here: /tests and /repo do not exist."""
+    assert name in recorded[module], "record it: pytest tests_cpu/faults -m 'slow or not slow' --record"
     verdict, expected = diagnose(load(recorded[module][name])), faults(module)[name]
     assert (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), verdict.reason
     assert expected.allows(verdict.where, planted_module(module)), verdict.where

@@ -67,7 +67,7 @@ def test_two_groups_in_opposite_order_wait_apart() -> None:
 
 
 def looping(rank: int, skips: tuple[int, int]) -> list[Collective]:
-    """Rounds of allreduce and broadcast at two lines of one loop; ``skips`` is (rank, round) of a broadcast left out."""
+    """Return rounds of allreduce and broadcast at two lines of one loop; ``skips`` is (rank, round) of a missing broadcast."""
     ring: list[Collective] = []
     for round_ in range(4):
         ring.append(entered(sequence=len(ring) + 1, index=len(ring), site="a.py:3 in f", step=0))
@@ -79,9 +79,9 @@ def looping(rank: int, skips: tuple[int, int]) -> list[Collective]:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("round_", [0, 1, 2])
 def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culprit: int, round_: int) -> None:
-    """Its next call stands at an earlier line than the one that the other waits in: lines alone would blame the other."""
+    """Its next call is at an earlier line than the one that the other rank waits in: lines alone would name the other rank."""
     folder = make_folder(tmp_path / "t")
-    stuck = 2 * round_ + 2  # the sequence number at which the ranks part
+    stuck = 2 * round_ + 2  # the sequence number at which the ranks diverge
     for rank in (0, 1):
         board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=2)
         for c in looping(rank, (culprit, round_))[:stuck]:

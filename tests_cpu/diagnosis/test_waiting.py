@@ -1,4 +1,4 @@
-"""Whether a thread waits for other ranks, by its frames: a function that waits, and nothing that is done by the way."""
+"""Whether a thread waits for other ranks, by its frames: in a function that waits, and not in incidental work below it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USER = Frame("/home/u/train.py", 7, "step")
 
 
 def frames(*library: tuple[str, str]) -> list[Frame]:
-    """Innermost first, called from the user's line."""
+    """Return a stack, its innermost frame first, called from the user's line."""
     return [*(Frame(f"{LIB}/{file}", 1, function) for file, function in library), USER]
 
 
@@ -26,10 +26,10 @@ def frames(*library: tuple[str, str]) -> list[Frame]:
         ),
         (frames(("distributed/rpc/api.py", "rpc_sync")), "rpc_sync"),
         (frames(("_ops.py", "__call__"), ("distributed/_functional_collectives.py", "wait_tensor")), "wait_tensor"),
-        # What lies in such a file and waits for no rank.
+        # Functions of the same files that wait for no rank.
         (frames(("distributed/distributed_c10d.py", "get_rank")), ""),
         (frames(("distributed/tensor/_dispatch.py", "dispatch")), ""),
-        # What is done by the way: pickling, an import.
+        # Incidental work: pickling, an import.
         (
             [
                 Frame("<frozen importlib._bootstrap>", 1, "_load"),

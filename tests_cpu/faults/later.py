@@ -18,7 +18,7 @@ _pending: list[LaterWork] = []
 
 
 class LaterWork(dist._Work):
-    """Completes when its call over gloo has."""
+    """Work that completes when its call over gloo has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +31,11 @@ class LaterWork(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device has come to its end."""
+        """Return whether the device has completed it."""
         return self.completed.is_set()
 
     def get_future(self) -> Any:
-        """It has none."""
+        """Raise RuntimeError: it has no future."""
         raise RuntimeError("no future")
 
 
@@ -62,19 +62,19 @@ class LaterGroup(dist.ProcessGroup):
         return work
 
     def getBackendName(self) -> str:
-        """As torch asks."""
+        """Return the name, which torch requires."""
         return "later"
 
     def allreduce(self, tensors: Any, opts: Any = None) -> LaterWork:
-        """Queued."""
+        """Queue the call."""
         return self._later(lambda: self._gloo.allreduce(tensors, opts))
 
     def broadcast(self, tensors: Any, opts: Any = None) -> LaterWork:
-        """Queued."""
+        """Queue the call."""
         return self._later(lambda: self._gloo.broadcast(tensors, opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LaterWork:
-        """Queued."""
+        """Queue the call."""
         return self._later(lambda: self._gloo.allgather(outputs, inputs, opts))
 
 
@@ -90,6 +90,6 @@ def later_group() -> Any:
 
 
 def synchronize() -> None:
-    """Block in one native call until everything queued has completed."""
+    """Block, in one native call per work, until everything queued has completed."""
     while _pending:
         _pending.pop(0).released.acquire()

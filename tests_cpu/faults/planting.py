@@ -1,4 +1,4 @@
-"""What planted faults are made of: the expectation that goes with each, a small model, and a training loop with a fault in it."""
+"""The parts of planted faults: the expectation of each, a small model, and a training loop with a fault in it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ AT = 3  # the step in which a fault happens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planted:
-    """What the verdict on a planted fault must be. ``where`` is a part of it; ``reason`` a part of its reason.
+    """The verdict that a planted fault must get. ``where`` is a part of its location; ``reason`` a part of its reason.
 
-    With ``marked`` its line is one that ends in ``# HERE`` in the fault's module.
+    With ``marked``, its line is one that ends in ``# HERE`` in the fault's module, or one of the same statement.
     """
 
     cause: str
@@ -52,7 +52,7 @@ class Planted:
 def planted(
     cause: str, ranks: Sequence[int], *, n: int = 2, where: str = "", reason: str = "", marked: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test on ``n`` ranks with a fault in it, and the cause and ranks that its verdict must name."""
+    """Return a decorator for a test on ``n`` ranks with a fault, with the cause and ranks that its verdict must name."""
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
         expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked)
@@ -63,7 +63,7 @@ def planted(
 
 
 class Block(nn.Module):
-    """Three branches and their gate, in small. ``fault`` is called in its forward, ``in_backward`` in its backward."""
+    """A small block: three branches and their gate. Its forward calls ``fault``, its backward ``in_backward``."""
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
         self.in_backward: Callable[[], Any] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, dim] -> [B, dim]."""
+        """Return [B, dim] for x [B, dim]."""
         self.fault()
         gates = torch.sigmoid(self.gate(x)).unbind(-1)
         out = sum(g[:, None] * m(x) for g, m in zip(gates, (self.cmp, self.sel, self.win), strict=True))
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding of a batch, three blocks, a head."""
+    """An embedding of a batch, ``blocks`` blocks, a head."""
 
     def __init__(self, dim: int = 16, blocks: int = 3) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Net(nn.Module):
         self.head = nn.Linear(dim, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, 8] -> [B, 1]."""
+        """Return [B, 1] for x [B, 8]."""
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
@@ -103,19 +103,19 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """[4, 8], another one for each rank and step."""
+    """Return a batch [4, 8], a different one per rank and step."""
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A scalar."""
+    """Return the loss, a scalar."""
     return F.mse_loss(model(x), torch.ones(len(x), 1))
 
 
 def train(
     model: nn.Module, rank: int, *, steps: int = 6, culprit: int = -1, before: Callable[[], Any] = lambda: None
 ) -> None:
-    """``steps`` steps of SGD; on rank ``culprit``, ``before()`` is called before step AT."""
+    """Run ``steps`` steps of SGD; on rank ``culprit``, call ``before()`` before step AT."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
         if rank == culprit and step == AT:
@@ -126,6 +126,6 @@ def train(
 
 
 def net(seed: int = 0) -> Net:
-    """The same on all ranks."""
+    """Return a model that is the same on all ranks."""
     torch.manual_seed(seed)
     return Net()

@@ -1,6 +1,6 @@
 """Evidence of planted faults, recorded once: an archive per module, from which the rules are tested in milliseconds.
 
-`pytest tests_cpu/faults -m "slow or not slow" --record` runs the corpus and records it anew. Paths of the machine that records
+`pytest tests_cpu/faults -m "slow or not slow" --record` runs the corpus and records it again. Paths of the recording machine
 are replaced: the module becomes /tests/test_planted.py, the repository /repo.
 """
 
@@ -18,17 +18,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVES = Path(__file__).with_name("evidence")
-# What `evidence.load` reads, of a test and of each rank.
+# The files that `evidence.load` reads, of a test and of each rank.
 FILES = (
     "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
     "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/standing.json", "rank*/reports.jsonl",
     "rank*/checksums.jsonl",
 )  # fmt: skip
-MOST_LINES = 200  # of a rank's reports and heartbeats, the latest
+MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums
 
 
 def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
-    """Write a module's archive from the ``run`` of its tests in ``folder``. ValueError: a path is too short to be replaced."""
+    """Write a module's archive from the ``run`` of its tests in ``folder``. Raise ValueError for a path too short to replace."""
     replaced = {str(folder): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
     replaced |= {str(Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}"): "/tests/tmp"}
     folders = {}
@@ -54,7 +54,7 @@ def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
 
 
 def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes:
-    """Other paths; the fields of a board keep their size, as texts in them end in zeros."""
+    """Return ``data`` with other paths; a board's fields keep their size, as texts in them end in zeros."""
     for old, new in sorted(replaced.items(), key=lambda pair: -len(pair[0])):
         if old == new:
             continue
@@ -69,7 +69,7 @@ def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes
 
 
 def unpack(module: str, folder: Path) -> dict[str, Path]:
-    """The recorded folders of a module's faults, by test."""
+    """Return the recorded folders of a module's faults, by test."""
     with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return {path.name: path for path in sorted(folder.iterdir())}

@@ -1,7 +1,7 @@
-"""Every planted fault gets the verdict that was planted: cause, ranks, and the words where they matter. One run per module.
+"""Every planted fault gets its expected verdict: cause, ranks, and the words where they matter. One run per module.
 
-`make test` plants a fault per kind of evidence (some in tests_cpu/plugin/test_faults.py); `make slow` all of them. The rules on the
-evidence of all are tested in seconds (tests_cpu/diagnosis/test_recorded.py); what is tested here is that ranks leave it.
+`make test` plants a fault per kind of evidence (some in tests_cpu/plugin/test_faults.py); `make slow` plants all of them.
+tests_cpu/diagnosis/test_recorded.py tests the rules on the evidence of all, in seconds; these tests show that ranks leave it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ MODULES = (
 
 
 def planted_module(module: str) -> ModuleType:
-    """The module of planted faults of that name."""
+    """Return the module of planted faults of that name."""
     return importlib.import_module(f"tests_cpu.faults.planted_{module}")
 
 
 def faults(module: str) -> dict[str, Planted]:
-    """What is planted in a module, by test."""
+    """Return the expected verdicts of a module's faults, by test."""
     return {name: f.planted for name, f in vars(planted_module(module)).items() if hasattr(f, "planted")}
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResult]:
-    """Filled as modules are run."""
+    """Return the results by module, filled as modules are run."""
     return {}
 
 
-# In make test: what leaves evidence of each kind. Each module is a session of its own, which takes seconds to start.
+# In make test: modules with evidence of each kind. Each module is a session of its own, which takes seconds to start.
 SAMPLED = ("ranks", "standing")
-# Minutes of the cores' time in all: for make slow.
+# Together they take minutes of the cores' time: for make slow.
 HEAVY = (
     "test_a_compile_that_takes_long", "test_one_rank_is_slow", "test_a_module_with_sixty_thousand_autograd_nodes",
     "test_a_long_compile_on_one_rank", "test_busy_cores", "test_long_python", "test_a_long_forward",
@@ -54,7 +54,7 @@ HEAVY = (
 
 
 def sample() -> set[tuple[str, str]]:
-    """(module, test) of faults that leave each kind of evidence: one per cause of what stalls or dies by itself."""
+    """Return (module, test) of a fault per kind of evidence: one per cause of what stalls or dies by itself."""
     first: dict[str, tuple[str, str]] = {}
     planted_there = {cause for _, cause, _ in EXPECTED.values()}
     for module in SAMPLED:
@@ -65,14 +65,14 @@ def sample() -> set[tuple[str, str]]:
 
 
 def chosen(request: pytest.FixtureRequest, module: str) -> list[str]:
-    """The tests of a module that this session asks for."""
+    """Return the tests of a module that this session runs."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     found = [call.params for call in calls if call is not None]
     return [params["name"] for params in found if params.get("module") == module]
 
 
 def run(module: str, names: list[str], folder: Path) -> ExampleResult:
-    """Some faults of a module. Ranks that stall cost no CPU, so several tests at a time do not disturb each other."""
+    """Run the named faults of a module. Ranks that stall use no CPU, so several tests at a time do not disturb each other."""
     shutil.copy(ROOT / "tests_cpu" / "faults" / f"planted_{module}.py", folder / "test_planted.py")
     options = ("ranks_hang_after=2.5", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     arguments = [a for option in options for a in ("-o", option)]
@@ -114,14 +114,14 @@ HEALTHY = ("healthy", "healthy_services", "healthy_training")
 
 
 def healthy_tests(module: str) -> list[str]:
-    """The tests of a module in which nothing is wrong."""
+    """Return the tests of a module in which nothing is wrong."""
     loaded = importlib.import_module(f"tests_cpu.faults.{module}")
     return [n for n in vars(loaded) if n.startswith("test_")]
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], ExampleResult]:
-    """Runs a module once, where a suspicion that lasts for longer than its tests do would end them."""
+    """Return a function that runs a module once. A suspicion that lasts for 30 s, longer than its tests, would end them."""
 
     @functools.cache
     def run_module(module: str) -> ExampleResult:
@@ -149,5 +149,5 @@ def test_no_alarm(module: str, name: str, healthy: Callable[[str], ExampleResult
     assert verdict.outcome == "PASS", verdict.reason
     announced = [s for s in read_lines(result.folder(name) / "suspicions.jsonl") if "cause" in s]
     assert not any(s["certain"] for s in announced)
-    # A pause is announced once, as what it is.
+    # A pause is announced once at most, under one cause.
     assert len({(s["cause"], *s["ranks"]) for s in announced}) == len(announced) <= 1, announced

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a GPU that is not there, as `nsa.kernels.triton` launches them; reports what they need.
+"""Compile the Triton kernels for a GPU that is not there, as `nsa.kernels.triton` launches them; report what they need.
 
 python -m tests_cpu.kernels.compiled     # writes the table that the tests compare with, for the Triton that is installed
 """
@@ -23,7 +23,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it was to be launched: its arguments by name, and its settings."""
+    """A recorded launch: the kernel, its arguments by name, and its settings."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -31,7 +31,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The kernel's, with the branch where several use it."""
+        """The kernel's name, with the branch where several use it."""
         windowed = self.arguments.get("WINDOWED")
         branch = "" if windowed is None else " of the window" if windowed else " of the blocks"
         return f"{self.kernel.__name__}{branch}"
@@ -39,7 +39,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Bytes of shared memory, registers and spilled bytes of a thread, and products by wgmma (Hopper's) and mma.sync."""
+    """Bytes of shared memory, registers and spilled bytes per thread, and products by wgmma (Hopper's) and mma.sync."""
 
     name: str
     shared: int
@@ -51,7 +51,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes of a call."""
+    """The sizes and the dtype of a call."""
 
     S: int
     H: int
@@ -61,15 +61,16 @@ class Problem:
     dtype: torch.dtype
 
     def tensor(self, *shape: int) -> torch.Tensor:
-        """Without memory."""
+        """Return a tensor without memory (device meta)."""
         return torch.empty(*shape, dtype=self.dtype, device="meta")
 
 
 def record_launches(
     monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = ""
 ) -> tuple[list[Launch], list[Launch], list[Launch], list[Launch]]:
-    """What a whole forward, its backward, a token that follows, and a rotation of q would launch on a GPU with the tiles of
-    ``on`` ('sm_90').
+    """Return what a whole forward, its backward, a token that follows, and a rotation of q would launch on a GPU.
+
+    Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
     from nsa.kernels import blocks
     from nsa.kernels.triton import branches, decoding, rotary, selecting, tiles, whole
@@ -81,7 +82,7 @@ def record_launches(
         named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **settings}
         assert len(arguments) + len(settings) == len(kernel.arg_names)
         assert set(named) == set(kernel.arg_names)
-        if 0 in grid:  # no run
+        if 0 in grid:  # not run
             return
         assert all(0 < n < 2**31 for n in grid[:1])
         assert all(0 < n < 2**16 for n in grid[1:])
@@ -106,7 +107,7 @@ def record_launches(
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:
-    """Compile for sm_``capability``; Triton's own assembler says what the code needs."""
+    """Compile for sm_``capability``; Triton's own assembler reports what the code needs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -136,7 +137,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
 
 
 def ptxas(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers and spilled bytes a thread."""
+    """Return registers and spilled bytes per thread."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     assembler = get_ptxas(capability).path
@@ -167,7 +168,7 @@ TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel
 
 
 def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
-    """Every kernel of a forward and backward, with the tiles that a GPU of that capability gets."""
+    """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         from nsa.kernels.triton import selecting
 
@@ -178,7 +179,7 @@ def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
 
 
 def main() -> None:
-    """Compile everything and keep it under the Triton version that did; what other versions left stays."""
+    """Compile everything, and keep the figures under this Triton's version; those of other versions stay."""
     import triton
 
     table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
@@ -195,7 +196,7 @@ def main() -> None:
 
 
 def _by_problem(problems: dict[str, dict[str, Any]]) -> str:
-    """A line per kernel, to be read and compared."""
+    """Return JSON with a line per kernel, to be read and compared."""
     return "{\n" + ",\n".join(
         f"  {json.dumps(name)}: {{\n" + ",\n".join(f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in kernels.items()) + "\n  }"
         for name, kernels in problems.items()

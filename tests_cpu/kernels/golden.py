@@ -1,12 +1,12 @@
-"""Records what peers give for fresh random inputs, with the gradients of q, k and v; test_golden.py compares ours.
+"""Record what peers compute for fresh random inputs, with the gradients of q, k and v; test_golden.py compares ours.
 
     pip install flash-linear-attention fla-core einops && python tests_cpu/kernels/golden.py fla
     pip install native-sparse-attention-pytorch && python tests_cpu/kernels/golden.py lucidrains
 
-Each branch by itself. fla's reference functions (flash-linear-attention, MIT) follow the paper where the blocks are means, do
-not overlap and are as long as the selected ones (l = d = l'), and all branches share K and V. Of lucidrains' package (MIT) the
-window does, counting the tokens before the query's own; docs/kernels.md says where the rest differs. Run by hand, as CI does not
-install the packages.
+Each branch is recorded by itself. fla's reference functions (flash-linear-attention, MIT) follow the paper where the blocks are
+means, do not overlap and are as long as the selected ones (l = d = l'), and all branches share K and V. In lucidrains' package
+(MIT) the window follows it, and its size counts the tokens before the query's own; docs/kernels.md describes where the rest
+differs. Run this by hand, as CI does not install the packages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW = 16  # tokens, the query's own included
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """q, k and v [1, S, H or G, WIDTH], which want gradients."""
+    """Return q, k and v [1, S, H or G, WIDTH], which require gradients."""
     torch.manual_seed(20261122)
     return {
         name: torch.randn(1, S, heads, WIDTH).requires_grad_() for name, heads in zip("qkv", (H, G, G), strict=True)
@@ -32,7 +32,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def with_gradients(name: str, result: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A branch's output, what it is weighted with, and the gradients."""
+    """Return a branch's output, the weight of its backward, and the gradients, by name."""
     weight = torch.randn_like(result)
     gradients = torch.autograd.grad(result, list(leaves.values()), weight, retain_graph=True)
     found = {f"{name}.out": result, f"{name}.weight": weight}
@@ -40,7 +40,7 @@ def with_gradients(name: str, result: torch.Tensor, leaves: dict[str, torch.Tens
 
 
 def fla() -> dict[str, torch.Tensor]:
-    """The compressed branch, what it selects, and the selected one."""
+    """Return fla's compressed branch, its selection, and its selected branch."""
     from fla.ops.nsa.naive import naive_nsa_compression, naive_nsa_selection, naive_nsa_topk
 
     leaves = inputs()
@@ -54,7 +54,7 @@ def fla() -> dict[str, torch.Tensor]:
 
 
 def lucidrains() -> dict[str, torch.Tensor]:
-    """The window."""
+    """Return the window of lucidrains' package."""
     from native_sparse_attention_pytorch import SparseAttention
 
     module = SparseAttention(
@@ -68,7 +68,7 @@ def lucidrains() -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Ask the peer that is named, and write what it says."""
+    """Run the peer that is named, and write its results."""
     peer = {"fla": fla, "lucidrains": lucidrains}[sys.argv[1]]
     torch.save(
         {name: tensor.detach().contiguous() for name, tensor in peer().items()}, FOLDER / f"golden_{peer.__name__}.pt"

@@ -1,4 +1,4 @@
-"""Checks of the Triton kernels in Triton's interpreter: a process of its own, as TRITON_INTERPRET is read when they are imported.
+"""Checks of the Triton kernels in Triton's interpreter: a process of its own, as TRITON_INTERPRET is read at their import.
 
 TRITON_INTERPRET=1 python -m tests_cpu.kernels.interpreted SEED NAME...
 """
@@ -26,18 +26,18 @@ Inputs = list[torch.Tensor]
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Make it one that a test can ask for by name."""
+    """Register a check, which a test selects by name."""
     CHECKS[function.__name__] = function
     return function
 
 
 def random(*shape: int) -> torch.Tensor:
-    """float64, with a gradient; each run other numbers."""
+    """Return float64 numbers that require a gradient, different in each run."""
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
 def compare(found: torch.Tensor, wanted: torch.Tensor, f_inputs: Inputs, w_inputs: Inputs, tolerance: float) -> None:
-    """Output and every gradient against float64."""
+    """Compare output and every gradient with float64."""
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
     weight = torch.randn_like(wanted).to(found.dtype)
     gradients = torch.autograd.grad(found, f_inputs, weight, allow_unused=True, materialize_grads=True)
@@ -47,13 +47,13 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, f_inputs: Inputs, w_input
 
 
 def low(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """The same numbers in another dtype, as leaves."""
+    """Return the same numbers in another dtype, as leaves."""
     return [x.detach().to(dtype).requires_grad_() for x in inputs]
 
 
 @check
 def window() -> None:
-    """Odd lengths, batch, Dk unlike Dv, w of no tile's size; float32 and float16."""
+    """Check odd lengths, a batch, Dk unlike Dv, a w that is not a tile's size; float32 and float16."""
     for S, H, G, w, dtype, tolerance in ((77, 4, 2, 24, torch.float32, 1e-5), (40, 3, 1, 100, torch.float16, 1e-2)):
         inputs = [random(2, S, H, 24), random(2, S, G, 24), random(2, S, G, 12)]
         f_inputs = low(inputs, dtype)
@@ -64,7 +64,7 @@ def window() -> None:
 
 @check
 def compression() -> None:
-    """Output, gradients and importance; the first tokens see no block. Head dims of two parts, blocks of many and few strides."""
+    """Check output, gradients, importance; the first tokens see no block. Head dims have two parts, blocks many or few strides."""
     for S, H, G, l, d, l_sel, d_k, d_v in (
         (90, 4, 2, 8, 4, 16, 48, 8),
         (50, 6, 1, 16, 8, 8, 16, 48),
@@ -76,7 +76,7 @@ def compression() -> None:
         found, _, importance = ops.compressed(*f_inputs, l, d, l_sel, 0.15, "triton")
         wanted, expected = reference.compressed(*inputs, l=l, d=d, l_sel=l_sel, scale=0.15)
         compare(found, wanted, f_inputs, inputs, 1e-5)
-        # What lies behind a query's own block is of no interest to it: the kernel writes nothing there.
+        # A query does not use what is behind its own block: the kernel writes nothing there.
         own = torch.arange(S)[:, None, None] // l_sel >= torch.arange(expected.shape[-1])
         torch.testing.assert_close(importance.double() * own, expected * own, rtol=0, atol=1e-5)
         assert torch.equal(found[:, : l - 1], torch.zeros_like(found[:, : l - 1]))
@@ -84,15 +84,16 @@ def compression() -> None:
 
 @check
 def segments() -> None:
-    """dk and dv by segments of queries, added in order."""
+    """Check dk and dv by segments of queries, added in order."""
     branches.LEAST_SEGMENT = 16
     compression()
 
 
 @check
 def selection() -> None:
-    """The same blocks as by sorting, with ties: all-equal scores, and scores in steps; blocks all the same where a score is no
-    number.
+    """Check that the blocks are those of sorting, with ties: all-equal scores, and scores in steps.
+
+    Where scores are NaN, as many blocks are selected.
     """
     for importance in (torch.rand(2, 50, 2, 4), torch.zeros(1, 90, 1, 6), torch.randint(0, 3, (1, 90, 1, 6)).float()):
         for n_sel in (3, 5):
@@ -103,7 +104,7 @@ def selection() -> None:
 
 @check
 def lists() -> None:
-    """Each block's queries, ascending, in items of no more than a piece; of a batch and of a pack, in several ranges."""
+    """Check each block's queries: ascending, in items of at most a piece; of a batch and of a pack, in several ranges."""
     sequences.PARTS = 64
     for ends in ([0, 140], [0, 37, 40, 131]):
         l_sel, n_sel, G, piece = 8, 4, 2, 5
@@ -143,13 +144,13 @@ def _start_of(ends: list[int], at: sequences.Range, b: int) -> int:
 
 @check
 def selected() -> None:
-    """By block, where items are shorter than lists; blocks of no power of two."""
+    """Check attention by block, where items are shorter than lists; blocks that are not powers of two."""
     _selected((45, 2, 1, 24, 3, 48))
 
 
 @check
 def selected_blocks() -> None:
-    """Blocks of more keys than a program reads at once; groups."""
+    """Check blocks of more keys than a program reads at once; groups."""
     _selected((70, 6, 2, 8, 4, 8), (170, 2, 1, 72, 3, 8))
 
 
@@ -158,7 +159,7 @@ def _selected(*cases: tuple[int, int, int, int, int, int]) -> None:
     for S, H, G, l_sel, n_sel, d_v in cases:
         inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
         chosen = blocks.select(torch.rand(1, S, G, blocks.num_selection(S, l_sel)), l_sel, n_sel)
-        # Some queries with fewer picks than they may have.
+        # Some queries have fewer picks than they may have.
         chosen[:, S // 2 : S // 2 + 5, :, 1:] = False
         f_inputs = low(inputs, torch.float32)
         found = ops.selected(*f_inputs, chosen, l_sel, min(n_sel, chosen.shape[3]), 0.3, "triton")[0]
@@ -167,7 +168,7 @@ def _selected(*cases: tuple[int, int, int, int, int, int]) -> None:
 
 
 def _neighbours(S: int, G: int, n_blocks: int, l_sel: int, n_sel: int, changed: float) -> torch.Tensor:
-    """A selection bool [1, S, G, Ns] that changes in a pick from a query to the next with this probability."""
+    """Return a selection, bool [1, S, G, Ns], in which a pick changes from a query to the next with probability ``changed``."""
     chosen = torch.zeros(1, S, G, n_blocks, dtype=torch.bool)
     for g in range(G):
         picked: set[int] = set()
@@ -185,7 +186,7 @@ def _neighbours(S: int, G: int, n_blocks: int, l_sel: int, n_sel: int, changed: 
 def _united(
     S: int, H: int, G: int, l_sel: int, n_sel: int, d_v: int, parts: int = 3 << 30, by_tma: bool = False
 ) -> None:
-    """The selected branch on picks that neighbours share, united; not united; and with one group that shares none."""
+    """Check the selected branch on picks that neighbours share: united, not united, and with one group that shares none."""
     sequences.PARTS = parts
     selecting.cache_of = lambda device: 0
     selecting.tile = lambda *_: Tile(32, 16, 4, 1, 1, by_tma)
@@ -198,7 +199,7 @@ def _united(
 
     selecting.union_forward = noted
     like = _neighbours(S, G, n_blocks, l_sel, n_sel, 0.3)
-    like[:, S // 2 : S // 2 + 3, :, 1:] = False  # fewer than they may have
+    like[:, S // 2 : S // 2 + 3, :, 1:] = False  # fewer picks than they may have
     unlike = blocks.select(torch.rand(1, S, G, n_blocks), l_sel, n_sel)
     inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
     f_inputs, n_sel = low(inputs, torch.float32), min(n_sel, n_blocks)
@@ -222,13 +223,13 @@ def _united(
 
 @check
 def union() -> None:
-    """Of neighbours' blocks: the same as by block; by pointers and by TMA; tiles cut short by ranges."""
+    """Check that unions of neighbours' blocks give the same as by block; by TMA, on tiles cut short by ranges."""
     _united(70, 4, 2, 16, 3, 16, parts=1, by_tma=True)
 
 
 @check
 def unions() -> None:
-    """Blocks of no power of two, of several sub-blocks; one head per group; a batch; a pack, in one range and in several."""
+    """Check blocks not of a power of two, or of sub-blocks; one head per group; a batch; a pack, in one range and in several."""
     _united(75, 6, 2, 8, 4, 8)
     _united(60, 2, 1, 24, 3, 48, by_tma=True)
     _united(170, 1, 1, 72, 2, 8)
@@ -243,12 +244,12 @@ def _whole(
     lengths: list[int], B: int, H: int, G: int, d_k: int, d_v: int, dtype: torch.dtype, scale: float, *, twice: bool = False,
     **sizes: int,
 ) -> None:  # fmt: skip
-    """`nsa_attention` as a user calls it, a pack where there are several lengths; if ``twice``, the same bits both times."""
+    """Check `nsa_attention` as a user calls it, a pack where there are several lengths; if ``twice``, the same bits both times."""
     S = sum(lengths)
     n = sum(blocks.num_compressed(s, sizes["l"], sizes["d"]) for s in lengths)
     keys = ((B, m, G, width) for m in (n, S, S) for width in (d_k, d_v))
     inputs = [random(B, S, H, d_k), *(random(*key) for key in keys), random(B, S, H, 3)]
-    with torch.no_grad():  # none below zero, as the sigmoid of Eq. 5 makes them; and one that is shut
+    with torch.no_grad():  # not negative, as after the sigmoid of Eq. 5; and one gate that is 0
         inputs[-1].abs_()[0, S // 2] = 0
     exact = low(low(inputs, dtype), torch.float64)
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]) if len(lengths) > 1 else None
@@ -268,27 +269,27 @@ def _whole(
 
 @check
 def whole() -> None:
-    """A pack with an empty sequence, twice."""
+    """Check a pack with an empty sequence, twice."""
     _whole([5, 0, 40], 1, 4, 2, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=3, w=12)
 
 
 @check
 def wholes() -> None:
-    """A batch; a scale below zero; float16; more picks than blocks."""
+    """Check a batch; a scale below zero; float16; more picks than blocks."""
     _whole([50], 2, 3, 1, 48, 16, torch.float32, -0.1, l=8, d=8, l_sel=16, n_sel=3, w=100)
     _whole([60], 1, 4, 1, 16, 16, torch.float16, 0.25, l=8, d=4, l_sel=16, n_sel=9, w=20)
 
 
 @check
 def one_tile() -> None:
-    """Keys with a loop without masks, by TMA, on tiles so small that most have none, of a pack."""
+    """Check the loop over keys without masks, by TMA, on tiles so small that most need no mask, of a pack."""
     branches.tile = selecting.tile = lambda *_: Tile(16, 16, 4, 1, 2, True)
     _whole([50, 40], 1, 2, 1, 32, 16, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=36)
 
 
 @check
 def tiles() -> None:
-    """As `one_tile`, by pointers too, of several sizes, of a sequence and of a pack."""
+    """Check as `one_tile` does, by pointers too, tiles of several sizes, of a sequence and of a pack."""
     for lengths, sizes, d_k, d_v in (
         ([150], Tile(16, 16, 4, 1, 2, False), 32, 48),
         ([150], Tile(32, 16, 4, 1, 2, True), 48, 32),
@@ -300,7 +301,7 @@ def tiles() -> None:
 
 @check
 def ranges() -> None:
-    """Queries in several ranges, which add to dk and dv of blocks before them: a sequence, a batch, a pack."""
+    """Check queries in several ranges, which add to dk and dv of blocks before them: a sequence, a batch, a pack."""
     sequences.PARTS = 1
     _whole([150], 1, 2, 1, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=4, w=12)
     _whole([70], 2, 2, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
@@ -309,7 +310,7 @@ def ranges() -> None:
 
 @check
 def groups() -> None:
-    """Of 1 head and of 64, head dims up to 256."""
+    """Check groups of 1 head and of 64, head dims up to 256."""
     _whole([36], 1, 2, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([36], 1, 64, 1, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([36], 1, 2, 1, 256, 240, torch.float32, 0.06, l=8, d=4, l_sel=16, n_sel=3, w=12)
@@ -317,7 +318,7 @@ def groups() -> None:
 
 @check
 def rotary() -> None:
-    """As the model turns a head, gradients too: slices of a wider tensor, a batch, widths of no power of two."""
+    """Check the rotation of heads and its gradients: slices of a wider tensor, a batch, widths that are not powers of two."""
     for B, N, heads, D in ((2, 37, 3, 24), (1, 5, 2, 64), (2, 1, 1, 2)):
         turn = Rotary(D, 10000.0)
         wide = random(B, N, 2 * heads * D)
@@ -331,7 +332,7 @@ def rotary() -> None:
 
 @check
 def decoding() -> None:
-    """One new token and several, as the layer calls them; several tiles per program; a cache of less than a compressed block."""
+    """Check one new token and several, in the layer; several tiles per program; a cache shorter than a compressed block."""
     for programs, start, T, H, G, d_k, d_v in (
         (512, 130, 1, 6, 2, 16, 48),
         (1, 300, 4, 4, 2, 48, 16),
@@ -357,7 +358,7 @@ def decoding() -> None:
 
 @check
 def any_shape() -> None:
-    """Sizes drawn anew each run."""
+    """Check sizes that each run draws at random."""
     d, G = numbers.choice((1, 2, 4, 8)), numbers.choice((1, 2, 3))
     sizes = {
         "l": d * numbers.randint(1, 4), "d": d, "l_sel": d * numbers.randint(1, 24), "n_sel": numbers.randint(3, 6),
@@ -371,7 +372,7 @@ def any_shape() -> None:
 
 
 if __name__ == "__main__":
-    # Memory that nothing wrote is NaN: what reads it shows.
+    # Memory that nothing wrote is NaN, so that a read of it shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", ".*deterministic")
     torch.manual_seed(int(sys.argv[1]))

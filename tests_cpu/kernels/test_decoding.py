@@ -47,7 +47,7 @@ def test_the_model() -> None:
 
 
 def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
-    """Here in the second layer, when the first has taken the tokens in."""
+    """The call fails in the second layer, when the first has taken the tokens into its cache."""
     config = load_config("configs/tiny_cpu.yaml")
     model = build_model(config).double().eval()
     tokens = torch.randint(0, config.model.vocab_size, (1, 70))

@@ -36,7 +36,7 @@ def compare(golden: dict[str, torch.Tensor], name: str, out: torch.Tensor, leave
 
 
 def chosen(golden: dict[str, torch.Tensor]) -> torch.Tensor:
-    """fla's selection as ours: bool [B, S, G, Ns]; -1 is no block."""
+    """Return fla's selection in our form, bool [B, S, G, Ns]; in fla's, -1 is not a block."""
     indices = golden["indices"]
     n_blocks = blocks.num_selection(indices.shape[1], BLOCK)
     found = torch.zeros(*indices.shape[:3], n_blocks + 1, dtype=torch.bool)

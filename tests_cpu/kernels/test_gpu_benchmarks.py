@@ -1,4 +1,4 @@
-"""The GPU benchmarks run to their end where there is no GPU: in Triton's interpreter, on a tiny shape, keeping nothing."""
+"""The GPU benchmarks run to their end where there is no GPU: in Triton's interpreter, on a tiny shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators inside PyTorch: compile, checkpointing, autocast, opcheck, the autograd graph's size."""
+"""The operators inside PyTorch: compile, activation checkpointing, autocast, export, opcheck, the autograd graph's size."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
-    """They are one product where no hook is set."""
+    """Projections are one product where no hook is set and none is replaced."""
     module = make_module()
     x = torch.randn(2, 100, 32)
     wanted = module(x)
@@ -118,7 +118,7 @@ def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
 
 
 def test_what_is_kept_for_the_backward_is_what_it_reads() -> None:
-    """No view of a projection that others share keeps them all: keys before their rotation, say."""
+    """No view is kept that holds the product of several projections alive: keys before their rotation, for example."""
     module = NSAAttention(64, 4, 4, 16, 16, l=8, d=4, l_sel=16, n_sel=5, w=24)
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for an A100 and an H100 without one, fits them, and needs what it needed before."""
+"""Every Triton kernel compiles for an A100 and an H100 where there is none, fits them, and needs what it needed before."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests_cpu.kernels.compiled import (
 
 triton = pytest.importorskip("triton")
 
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes a block may have
-SPILLED = 400  # bytes of a thread. The fastest tiles of dk and dv measured on an H100 spill some 300, outside of their inner loops
-CHANGED = 0.1  # of registers and shared memory, from which on a change is to be looked at
+SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes that a block may have
+SPILLED = 400  # bytes per thread. The fastest tiles of dk and dv measured on an H100 spill about 300, outside of their inner loops
+CHANGED = 0.1  # of registers and shared memory: a larger change must be reviewed
 KERNELS = {
     "strided_forward of the blocks", "strided_forward of the window", "block_importance", "select_blocks", "count_picks",
     "scan_counts", "place_entries", "selected_forward", "merge_parts", "gates_backward", "strided_dq of the blocks",
@@ -57,7 +57,7 @@ def test_kernels_fit_and_need_what_they_needed(name: str, capability: int) -> No
 
 
 def assert_unchanged(code: Compiled, known: dict[str, int]) -> None:
-    """Within `CHANGED`; python -m tests_cpu.kernels.compiled writes the table anew, once a change has been looked at."""
+    """Assert that needs are within `CHANGED`. After a review, python -m tests_cpu.kernels.compiled writes the table again."""
     for need in ("registers", "shared"):
         now, before = getattr(code, need), known[need]
         assert abs(now - before) <= CHANGED * max(before, 32), f"{code.name}: {need} {before} before, {now} now"
@@ -72,8 +72,9 @@ def assert_unchanged(code: Compiled, known: dict[str, int]) -> None:
 def test_a_step_has_few_launches(
     monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, int, int, int]
 ) -> None:
-    """Forward, backward, a token decoded and a tensor rotated, of the 125M model's shape, whose queries are one range at any of
-    these lengths; with more keys and values than an L2 cache holds, neighbours' unions are asked for.
+    """The launches of a forward, its backward, a token decoded and a tensor rotated, with the 125M model's heads.
+
+    Queries are one range at any of these lengths. With 4 groups, keys and values exceed an L2 cache: unions are made, too.
     """
     found = record_launches(monkeypatch, Problem(S, 12, G, 64, 64, torch.bfloat16), "sm_90")
     assert tuple(map(len, found)) == launches
@@ -187,7 +188,7 @@ def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel:
 
 
 def test_a_pack_of_one_long_document_and_many_short_ones_has_room_for_its_own_blocks() -> None:
-    """What a document's items need follows from its own length, not from the longest."""
+    """The room for a document's items follows from its own length, not from the longest document's."""
     from nsa.kernels.triton import selecting, sequences
 
     ends = [0, 8192, *range(8192 + 64, 8192 + 64 * 257, 64)]

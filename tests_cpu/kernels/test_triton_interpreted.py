@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
-# What runs in one process; the last check of each may change how work is cut, for good.
+# The checks of one process. Some change, for the rest of their process, how work is cut.
 QUICK = (
     ("whole", "decoding", "rotary"),
     ("union",),

@@ -16,7 +16,7 @@ from nsa.kernels.cpu import selected as cpu_selected
 from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import tiles as cpu_tiles
 
-# Of an output of size about 1: the largest error that is allowed, and that of a gradient, which sums over many.
+# The largest error allowed of an output of size about 1, and of a gradient, which sums over many.
 TOLERANCE = {
     torch.float64: (1e-12, 1e-10),
     torch.float32: (2e-6, 3e-5),
@@ -29,7 +29,7 @@ examples = settings(max_examples=25, deadline=None, database=None, suppress_heal
 
 @st.composite
 def shapes(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes that fit each other, none of them a power of two by necessity."""
+    """Draw sizes that fit each other."""
     d = draw(st.sampled_from([1, 2, 4, 8]))
     G = draw(st.sampled_from([1, 2, 3]))
     return {
@@ -41,13 +41,13 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Random tensors in ``dtype``, and the same numbers in float64."""
+    """Return random tensors in ``dtype``, and the same numbers in float64."""
     rounded = [torch.randn(size, dtype=torch.float64).to(dtype) for size in sizes]
     return [x.clone().requires_grad_() for x in rounded], [x.double().requires_grad_() for x in rounded]
 
 
 def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
-    """Output and gradients, with the tolerance of the inputs' dtype."""
+    """Compare output and gradients, with the tolerance of their dtype."""
     forward, backward = TOLERANCE[found.dtype]
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=forward)
     weight = torch.randn_like(wanted).to(found.dtype)
@@ -58,7 +58,7 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
 
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a long sequence is attended: tiles, chunks and lists, here so small that a short one has several of each."""
+    """Make tiles, chunks and lists so small that a short sequence has several of each, as a long one has."""
     for module, name, value in (
         (cpu_tiles, "SCORES_AT_ONCE", 600), (cpu_tiles, "FEWEST", 3), (cpu_tiles, "MOST", 7), (cpu_tiles, "STEP", 2),
         (cpu_selected, "SHORT", 0), (strided, "STEP", 2),
@@ -103,7 +103,7 @@ def check_each_branch(z: dict[str, Any]) -> None:
 @examples
 @given(z=shapes(), data=st.data())
 def test_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject, pieces: str) -> None:
-    """In float64, where no rounding can change the selection. A pack is each of its sequences alone, an empty one too."""
+    """A pack gives what each of its sequences gives alone, an empty one too. In float64, no rounding changes the selection."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if pieces == "small":
             in_small_pieces(monkeypatch)
@@ -130,14 +130,14 @@ def check_the_whole_of_a_pack(z: dict[str, Any], data: st.DataObject) -> None:
 @examples
 @given(z=shapes())
 def test_the_whole_in_every_dtype(z: dict[str, Any]) -> None:
-    """Where so many blocks are selected that rounding cannot change which."""
+    """So many blocks are selected that rounding cannot change which."""
     torch.manual_seed(z["seed"])
     B, S, H, G = z["B"], z["S"], z["H"], z["G"]
     n_cmp = blocks.num_compressed(S, z["l"], z["d"])
     keys = ((B, n, G, D) for n in (n_cmp, S, S) for D in (z["Dk"], z["Dv"]))
     inputs, exact = leaves(z["dtype"], (B, S, H, z["Dk"]), *keys, (B, S, H, 3))
     with torch.no_grad():
-        exact[-1].copy_(inputs[-1].sigmoid_())  # outputs of size 1, as the tolerances ask for
+        exact[-1].copy_(inputs[-1].sigmoid_())  # outputs of size 1, as the tolerances require
     sizes = {name: z[name] for name in ("l", "d", "l_sel", "w")} | {"n_sel": 3 + S // z["l_sel"]}
     compare(nsa_attention(*inputs, **sizes, backend="cpu"), reference_attention(*exact, **sizes), inputs, exact)
 
@@ -157,7 +157,7 @@ def test_every_backend_that_serves_a_cpu(backend: str) -> None:
 
 @pytest.mark.parametrize("chunks", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
 def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
-    """Long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
+    """Sequences are long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
     if chunks == "small":
         in_small_pieces(monkeypatch)
     S = 700 if chunks == "small" else 1500
@@ -187,7 +187,7 @@ def test_gradcheck() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_errors_are_those_of_dense_attention(dtype: torch.dtype) -> None:
-    """Measured against float64, on the same numbers: at most three times what torch's own causal attention errs by."""
+    """Against float64 on the same numbers, errors are at most three times those of torch's own causal attention."""
     (q, k, v), exact = leaves(dtype, (1, 600, 4, 32), (1, 600, 2, 32), (1, 600, 2, 32))
     dense = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(2, 1) for x in (k, v)), is_causal=True

@@ -33,7 +33,7 @@ def make_inputs(S: int, *, B: int = 2, H: int = 4, G: int = 2, Dk: int = 8, Dv: 
 
 
 def by_loops(inputs: Inputs, l: int, d: int, l_sel: int, n_sel: int, w: int) -> torch.Tensor:
-    """Equations 5 and 7 to 11 of arXiv 2502.11089 with a loop over everything; 0-based."""
+    """Compute equations 5 and 7 to 11 of arXiv 2502.11089 with a loop over everything; 0-based."""
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
     B, S, H, Dk = q.shape
     G = k_sel.shape[2]
@@ -81,7 +81,7 @@ def test_forward_and_gradients_equal_the_equations(S: int, backend: str) -> None
 
 
 def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn's own window convention, written out: keys from i - left to i + right, on [B, S, H, D]."""
+    """flash-attn's own window convention is written out: keys from i - left to i + right, on [B, S, H, D]."""
 
     def flash_attn_func(
         q: torch.Tensor,
@@ -114,7 +114,7 @@ def test_flash_is_called_as_the_equations_ask(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_torch_takes_the_place_of_flash_attn() -> None:
-    """On a machine without it; the choice says so."""
+    """This holds on a machine without flash-attn; the explanation of the choice reports it."""
     assert importlib.util.find_spec("flash_attn") is None
     q, k, v = make_inputs(90)[0], *make_inputs(90)[5:7]
     found = flash.sliding(q, k, v, w=24, scale=0.3)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole whatever happens, loadable by other ranks and other ways to share, refused by name when damaged."""
+"""Checkpoints: whole whatever happens, loadable by other numbers of ranks and other parallelism, refused by name when damaged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small(tmp_path: Path, **overrides: Any) -> Config:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step; of a step that was done twice, the later one."""
+    """Return the losses by step; of a step that was done twice, the later one."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return {line["step"]: line["loss"] for line in lines}
 
@@ -122,7 +122,7 @@ def trained(config: Config, ranks: RankInfo, folder: Path, steps: int) -> tuple[
 def save(
     config: Config, ranks: RankInfo, folder: Path, trainer: Trainer, position: Position
 ) -> tuple[list[Path], list[str]]:
-    """What was saved, and what was told instead."""
+    """Return what was saved, and the failures that were reported."""
     saved: list[Path] = []
     failed: list[str] = []
     writer = checkpoint.Checkpointer(folder, config, ranks.rank, ranks.world_size, saved.append, failed.append)
@@ -132,7 +132,7 @@ def save(
 
 
 def full(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and moments as one rank would have them."""
+    """Return weights and moments as one rank would have them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     weights, moments = get_state_dict(
@@ -233,7 +233,7 @@ def test_what_is_damaged_is_refused_by_name_and_the_one_before_is_offered(
     )
     shard.unlink()
     assert "__0_0.distcp cannot be read (No such file or directory)" in checkpoint.damage(folder / "step_00000003")
-    (folder / "latest").unlink()  # a pointer that is gone: the newest is meant
+    (folder / "latest").unlink()  # without the pointer, the newest is taken
     with pytest.raises(ConfigError, match=r"step_00000003.* cannot be read"):
         checkpoint.find(folder, "auto")
     assert train.main([*command, "--steps", "4", "--resume", str(folder / "step_00000002")]) == 0
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_would_run_code_is_not_unpickled(tmp_path: Path) -> No
         def __reduce__(self) -> Any:
             return os.system, (f"touch {tmp_path / 'ran'}",)
 
-    # By name, and by a path of names through a module that may be read from.
+    # By name, and by a path of names through a module that metadata may name.
     dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x94\x8c\x09os.system\x94\x93\x94."
     for data in (pickle.dumps(Evil()), dotted):
         (saved / ".metadata").write_bytes(data)
@@ -308,14 +308,14 @@ def test_what_is_kept_are_the_newest_of_this_run(tmp_path: Path) -> None:
     names = {n: f"step_{n:08d}" for n in (1, 2, 3, 80, 90)}
     for step in (80, 90):
         saved_at(step)
-    # Another run in the same folder: its own go, the other's stay, and it goes on with its own.
+    # Another run in the same folder removes only its own, keeps the other's, and resumes from its own.
     assert saved_at(1) == ["latest", names[1], names[80], names[90]]
     assert checkpoint.find(folder, "auto") == folder / names[1]
     saved_at(2)
     (folder / (names[1] + ".removed")).mkdir()  # left by a kill
     (folder / (names[1] + ".removed") / "x").touch()
     assert saved_at(3) == ["latest", names[2], names[3], names[80], names[90]]
-    (folder / "latest").write_text("step_00000004\n")  # which is gone: the one before it
+    (folder / "latest").write_text("step_00000004\n")  # it is gone: the one before it is taken
     assert checkpoint.find(folder, "auto") == folder / names[3]
 
 
@@ -330,7 +330,7 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_sigterm_to_the_whole_group_saves_and_exits_with_75(tmp_path: Path) -> None:
-    (tmp_path / "small.yaml").write_text(SMALL.replace("workers: 0", "workers: 1"))  # a process that must not die of it
+    (tmp_path / "small.yaml").write_text(SMALL.replace("workers: 0", "workers: 1"))  # a reader must not die of SIGTERM
     command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = subprocess.Popen(
@@ -367,7 +367,7 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert export.main([str(saved), str(tmp_path / "weights.safetensors")]) == 0
     with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert ModelConfig(**json.loads(file.metadata()["model"])) == config.model
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not a dict)
     assert weights.keys() == dict(trainer.module.named_parameters()).keys()
     assert all(torch.equal(weights[name], parameter) for name, parameter in trainer.module.named_parameters())
     (saved / "checkpoint.json").write_text("{}")

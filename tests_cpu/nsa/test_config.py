@@ -107,7 +107,7 @@ def test_missing_file_is_named() -> None:
 
 
 def test_a_value_of_any_size_is_cut_in_the_message(tmp_path: Path) -> None:
-    """Aliases make nine to the eighth of a few lines."""
+    """A few lines with aliases expand to 9**8 values."""
     path = tmp_path / "bomb.yaml"
     aliases = ", ".join
     lines = ["model:", "  dim:", f"    - &a [{aliases(['x'] * 9)}]"]

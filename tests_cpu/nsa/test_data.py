@@ -1,4 +1,4 @@
-"""The real data path on small files of FineWeb-Edu's schema: order, packing, who gets what, going on, and bad files."""
+"""The real data path on small files of FineWeb-Edu's schema: order, packing, which rank gets what, resuming, and bad files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def source(path: Path, seq_len: int = 16, max_bad_rows: int = 0) -> PackedSource
 
 
 def stream(texts: list[str], count: int) -> bytes:
-    """The first ``count`` bytes of the texts, again and again, a zero byte behind each."""
+    """Return the first ``count`` bytes of the texts in a cycle, with a zero byte after each text."""
     once = b"".join(text.encode() + b"\0" for text in texts if text)
     return (once * (count // len(once) + 1))[:count]
 
@@ -213,7 +213,7 @@ def test_made_sequences_are_the_same_for_any_number_of_ranks() -> None:
 def test_boundaries_of_documents_over_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ["abcd", "efghijklmnop", "q"])
     batch: Batch = next(batches(source(path, 8), Position(), 2, 0, 1))
-    # abcd0efg | hijklmno, each with a target more: documents begin at 0 and 5, and the second row at 8.
+    # abcd0efg | hijklmno, each with one more target: documents begin at 0 and 5, and the second row at 8.
     assert batch.tokens.shape == (2, 9)
     assert batch.cu_seqlens.tolist() == [0, 5, 8, 16]
 

@@ -1,4 +1,4 @@
-"""The model's identity, and that recomputation changes nothing."""
+"""The model's parameters, by name and number; recomputation changes no gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observer in programs that it must not disturb, and whose steps it must count right."""
+"""The observer in programs that it must not disturb, while it counts their steps correctly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[TraceSession]:
-    """The tracers, which once installed stay in a process, and are silent after `end`."""
+    """Yield the tracers; once installed they stay in the process, and record nothing after `end`."""
     session = installed()
     session.begin(tmp_path, 0, 1)
     yield session
@@ -37,7 +37,7 @@ def session(tmp_path: Path) -> Iterator[TraceSession]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank, in this process."""
+    """Make a process group of one rank, in this process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -78,7 +78,7 @@ def test_models_that_are_unlike_others_run(session: TraceSession) -> None:
     lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
     step(lazy)
     model = nn.Linear(3, 1)
-    changed = {name: p * 2 for name, p in model.named_parameters()}  # no leaves
+    changed = {name: p * 2 for name, p in model.named_parameters()}  # not leaves
     torch.func.functional_call(model, changed, torch.randn(4, 3)).sum().backward()
     loss = lambda p, x: torch.func.functional_call(model, p, x).sum()  # noqa: E731
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -168,7 +168,7 @@ def test_quick_phases_do_not_fill_the_disk(session: TraceSession, tmp_path: Path
             model(torch.ones(1, 2))
     session.heartbeat._stop.set()
     session.heartbeat._thread.join()
-    session.heartbeat.beat()  # which writes the phase that has come last
+    session.heartbeat.beat()  # it writes the last phase
     lines = [json.loads(line) for line in (tmp_path / "heartbeat_rank0.jsonl").read_text().splitlines()]
     assert lines[-1]["modules_entered"] == 4000
     assert 100 < len(lines) < 1100  # of 8,000 phases
@@ -214,7 +214,7 @@ def test_names_lose_wrappers_alone() -> None:
 
 
 def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that holds another thread's frame ends that frame's locals: a ``finally`` with a collective would run in it."""
+    """The thread that drops a frame last ends its generators: a ``finally`` with a collective would run in the heartbeat's."""
     monkeypatch.setattr("nsa.trace.heartbeat.INTERVAL", 0.003)
     board, ended_in = Board(tmp_path / "board.bin"), set()
     heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0)

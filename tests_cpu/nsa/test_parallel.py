@@ -1,4 +1,4 @@
-"""The same training, shared in every way: losses and gradients are those of one process, and the same twice to the bit."""
+"""The same training with every parallelism: losses and gradients are those of one process, and a repetition has the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_nsa.fixtures import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
-STEPS, SAMPLES = 20, 8  # a step's samples, however they are divided
+STEPS, SAMPLES = 20, 8  # samples per step, however they are divided
 TOLERANCE = 1e-5  # relative, in float32: sums in another order
 SIZES = {"n_layers": 2, "seq_len": 48, "steps": STEPS, "lr": 1e-3}
 
@@ -51,7 +51,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def selections(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each selection of blocks."""
+    """Return a list that grows with each selection of blocks."""
     from nsa.kernels import blocks
 
     select, calls = blocks.select, []
@@ -94,7 +94,7 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
         losses, trainer = train(configured(**way), ranks, artifacts)
         assert losses == pytest.approx(truth, rel=TOLERANCE), way
         if way.get("parallel.fsdp_version") == 1:
-            continue  # whose gradients are shares of a flat tensor
+            continue  # there, gradients are shards of a flat tensor
         for name, gradient in gradients(trainer).items():
             error = (gradient - expected[name]).norm() / expected[name].norm()
             assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
@@ -142,7 +142,7 @@ def test_documents_that_do_not_see_each_other(artifacts: Path) -> None:
     config = configured(**{"data.boundaries": True, "train.batch_size": 2, "data.dataset": "synthetic"})
     rows, _ = train(config, RankInfo(), artifacts, steps=3)
     plain, _ = train(configured(**{"train.batch_size": 2, "data.dataset": "synthetic"}), RankInfo(), artifacts, steps=3)
-    assert rows == pytest.approx(plain, rel=TOLERANCE)  # one document a row: the same in another shape
+    assert rows == pytest.approx(plain, rel=TOLERANCE)  # one document per row: the same in another shape
     model = Trainer(config, RankInfo(), artifacts).module
     tokens = torch.randint(0, 256, (1, 60))
     cu_seqlens = torch.tensor([0, 13, 13, 41, 60], dtype=torch.int32)
@@ -175,7 +175,7 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch's own, as its compiler is imported and used
+@pytest.mark.filterwarnings("ignore")  # torch's own, when its compiler is imported and used
 @world_size(1)
 @pytest.mark.timeout(170)
 def test_a_step_that_is_compiled_whole(
@@ -198,7 +198,7 @@ def test_a_step_that_is_compiled_whole(
     assert whole == pytest.approx(truth, rel=TOLERANCE)
     for name, gradient in compiled_gradients.items():
         assert (gradient - expected[name]).norm() < 100 * TOLERANCE * expected[name].norm(), name
-    assert selected == 2 * steps  # once a layer and micro-step: recomputation keeps the selection in a graph, too
+    assert selected == 2 * steps  # once per layer and micro-step: recomputation keeps the selection in a graph, too
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -208,7 +208,7 @@ def test_a_step_that_is_compiled_whole(
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_of_a_compiled_step_are_compiled_once(tmp_path: Path, checkpointing: bool) -> None:
-    """Of two layers, one is handed to the compiler, and steps are those without it."""
+    """Of two layers, the compiler receives one, and losses are those without it."""
     compiled: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:

@@ -1,4 +1,4 @@
-"""No secret is written: by the name of a variable or option, and by the form of a value; and nothing else is masked."""
+"""Secrets are masked, by the name of a variable or option and by the form of a value; and nothing else is masked."""
 
 from __future__ import annotations
 

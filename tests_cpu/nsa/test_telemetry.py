@@ -1,4 +1,4 @@
-"""What a training leaves is what docs/artifacts.md says, file by file and field by field."""
+"""What a training leaves agrees with docs/artifacts.md, file by file and field by field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def schemas() -> dict[str, dict[str, str]]:
-    """Type of each field by file, as the document has it."""
+    """Return the type of each field by file, as the document has it."""
     found: dict[str, dict[str, str]] = {}
     for part in (ROOT / "docs" / "artifacts.md").read_text().split("\n## ")[1:]:
         name, _, text = part.partition("\n")
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> Path:
 
 
 def entries(run: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The objects or rows of the files that a heading names."""
+    """Yield the objects or rows of the files that a heading names."""
     paths = sorted(run.glob(re.sub(r"(?<=rank|step)N|(?<=step_)N", "*", name)))
     assert paths, name
     for path in paths:
@@ -142,13 +142,13 @@ def test_statistics_of_a_selection_that_is_known() -> None:
     statistics.listen(True)
     S, n = 64, blocks.num_selection(64, 16)
     chosen = torch.zeros(1, S, 1, n, dtype=torch.bool)
-    chosen[0, torch.arange(S), 0, torch.arange(S) // 16] = True  # each query its own block
+    chosen[0, torch.arange(S), 0, torch.arange(S) // 16] = True  # each query picks its own block
     model.blocks[0].attn.selection_listener(chosen)
     (row,) = statistics._rows.values()
     assert {name: value.item() for name, value in row.items()} == {
         "blocks_mean": 1.0, "distance_mean": 0.0, "entropy": 0.0, "share_initial": 0.25, "share_local": 1.0,
     }  # fmt: skip
-    chosen[0, 16:, 0, 0] = True  # and, but for the first block's, the initial one
+    chosen[0, 16:, 0, 0] = True  # and, except in the first block, the initial one
     model.blocks[0].attn.selection_listener(chosen)
     (row,) = statistics._rows.values()
     shares = torch.tensor([64, 16, 16, 16], dtype=torch.float64) / 112

@@ -1,4 +1,4 @@
-"""The tracers on a module of somebody else's: what they say, and what they leave on disk."""
+"""The tracers on a user's module: what they log, and what they leave on disk."""
 
 from __future__ import annotations
 

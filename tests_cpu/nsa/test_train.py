@@ -1,4 +1,4 @@
-"""``python -m nsa.train`` as a user runs it: its lines, its files, and what it refuses."""
+"""``python -m nsa.train`` as a user runs it: the lines that it prints, its files, and what it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
 
 
 def under_torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """On two ranks."""
+    """Run the program under torchrun, on two ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.run(
         [sys.executable, *launcher, "-m", "nsa.train", "--config", TINY, *arguments],
@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(warm: WarmPython) -> Run:
-    """The program in one process: its exit code, output and errors."""
+    """Return a function that runs the program in one process: exit code, output and errors."""
 
     def start(*arguments: str, **variables: str) -> tuple[int, str, str]:
         return warm.run_program("nsa.train", ROOT, ["--config", TINY, *arguments], 150, variables)
@@ -169,7 +169,7 @@ def test_the_loss_on_real_prose_falls(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
-    """torchrun on each, a cable between them: ranks meet, and rank 0 alone prints."""
+    """torchrun runs on each node, and a virtual cable joins them: ranks meet, and only rank 0 prints."""
     if (
         shutil.which("ip") is None
         or subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode
@@ -207,7 +207,7 @@ kill $far
 
 @pytest.mark.slow
 def test_debug_detail_on_gloo_is_info_and_said(tmp_path: Path) -> None:
-    """As the plan's own environment sets it: torch 2.13 would end by SIGSEGV."""
+    """The plan's own environment sets DETAIL, with which torch 2.13 would end by SIGSEGV."""
     done = under_torchrun(
         "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), TORCH_DISTRIBUTED_DEBUG="DETAIL"
     )

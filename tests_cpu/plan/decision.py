@@ -1,4 +1,4 @@
-"""Verdicts to decision: the plan's tree, a pure function over the scenarios' verdicts. The plugin asks for it by its hook."""
+"""Verdicts to decision: the plan's tree, a pure function over the scenarios' verdicts. The plugin calls it by its hook."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ BRANCHES = {"cmp": "branch_cmp_only", "sel": "branch_sel_only", "win": "branch_w
 ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
 ALL_TOGETHER = ("ddp_onestep_trace", "ddp_gloo_sanity")
 
-# Causes that say by themselves what is wrong: the tree below reasons about backward and would look in the wrong place.
+# Causes that are an explanation by themselves: the tree below reasons about backward and would look in the wrong place.
 _OF_THE_RANK = frozenset(cause.name for cause in CAUSES.values() if cause.of_the_rank)
 
 
 def is_of_the_plan(verdicts: Mapping[str, Verdict]) -> bool:
-    """Whether scenarios that the tree asks for were run."""
+    """Return whether scenarios that the tree uses were run."""
     return bool(verdicts.keys() & {*BRANCHES.values(), *ONE_PROCESS, *ALL_TOGETHER, "ddp_static_graph"})
 
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
-    """The decision over verdicts by scenario. Scenarios that were not run are stated in the path and decide nothing."""
+    """Return the decision over verdicts by scenario. The path reports scenarios that were not run; they decide nothing."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
     if not failed:
         return nothing_wrong(verdicts)
@@ -36,7 +36,7 @@ def decide(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def _telling(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
-    """The verdict that says most: a branch that alone fails, else the surest."""
+    """Return the most specific verdict and its scenario: that of the only branch that fails, else the surest."""
     alone = [BRANCHES[b] for b in BRANCHES if BRANCHES[b] in failed]
     if len(alone) == 1:
         return alone[0], failed[alone[0]]
@@ -44,7 +44,7 @@ def _telling(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
 
 
 def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
-    """The plan's tree; appends each question and its answer to ``path``. '' when no branch fits."""
+    """Return the action that the plan's tree gives, '' when no branch fits; append each question and its answer to ``path``."""
     failing = [v for v in verdicts.values() if v.failed]
     shared = {v.cause for v in failing}
     if len(shared) == 1 and shared <= _OF_THE_RANK:

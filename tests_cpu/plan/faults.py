@@ -1,4 +1,4 @@
-"""Faults planted for real, so that anyone sees the plan name them: ``make plan FAULT=sel_backward_deadlock``."""
+"""Real faults, so that a user can see the plan name them: ``make plan FAULT=sel_backward_deadlock``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ never_released = threading.Lock()
 
 
 def settings(fault: str | None, parallel: str, *, static_graph: bool) -> dict[str, Any]:
-    """What a fault changes in a scenario's configuration."""
+    """Return what a fault changes in a scenario's configuration."""
     if fault != "gc_reentrant" or parallel != "ddp":
         return {}
     # Under static_graph DDP finds unused parameters by itself.
@@ -54,7 +54,7 @@ class WaitInBackward(torch.autograd.Function):
 
 
 def _deadlock_in_selection() -> None:
-    """In the branch by itself, and where a CPU attends to all three at once."""
+    """Plant the deadlock in the branch by itself, and where a CPU attends to all three branches at once."""
     from nsa.kernels import backends
     from nsa.kernels.ops import Operators
 
@@ -67,7 +67,7 @@ def _deadlock_in_selection() -> None:
 
 
 def _skip_all_reduce() -> None:
-    """This rank keeps its own loss instead of averaging it with the others'."""
+    """Make this rank keep its own loss instead of averaging it with the others'."""
     all_reduce = dist.all_reduce
     dist.all_reduce = lambda tensor, *args, **kwargs: (
         None if tensor.numel() < 4 else all_reduce(tensor, *args, **kwargs)
@@ -75,7 +75,7 @@ def _skip_all_reduce() -> None:
 
 
 def _killed_in_backward(module: torch.nn.Module) -> None:
-    """As the kernel's OOM killer does it: SIGKILL, in the middle of backward."""
+    """Plant a SIGKILL in the middle of backward, as the kernel's OOM killer would send it."""
 
     def kill(gradient: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

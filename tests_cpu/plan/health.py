@@ -1,4 +1,4 @@
-"""What a scenario asserts beyond its losses: gradients that are right, memory that is flat, gates that are alive."""
+"""What a scenario asserts beyond its losses: correct gradients, flat memory, gates that are alive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
 MAX_GROWTH_MIB = 4.0  # per hundred steps
-ALIVE = 0.02  # of a gate's mean
+ALIVE = 0.02  # the mean of a gate that is alive is above it
 PLANNED_STEPS = 50_000
 
 
 def mean_gradients(trainer: Trainer, batches: list[Batch]) -> list[torch.Tensor]:
-    """What this step's gradients must be: without checkpointing and without DDP, averaged over all ranks."""
+    """Return what this step's gradients must be: without activation checkpointing and DDP, averaged over all ranks, clipped."""
     module = trainer.module
     recompute, module.checkpoint = module.checkpoint, None
     wrapped, trainer.model = trainer.model, module
@@ -39,16 +39,16 @@ def _clipped(trainer: Trainer, gradients: list[torch.Tensor]) -> list[torch.Tens
 
 
 def tolerance(dtype: str, uses: int) -> float:
-    """How far a gradient may be off, of the largest of its tensor.
+    """Return the error that a gradient may have, relative to the largest of its tensor.
 
-    Sums are of float32 in another order. Where products are of bfloat16 and a parameter is used several times, each use gives one
-    rounded to bfloat16, by half its epsilon at most, before these are added, and by another path in another order.
+    Sums are in float32, in another order. Where products are in bfloat16 and a parameter is used several times, the gradient of
+    each use is rounded to bfloat16, by half its epsilon at most; another path adds these gradients in another order.
     """
     return TOLERANCE if dtype == "fp32" or uses == 1 else uses * torch.finfo(torch.bfloat16).eps / 2
 
 
 def assert_gradients(module: torch.nn.Module, expected: list[torch.Tensor], tolerated: float) -> None:
-    """Each gradient is what it must be, to the part ``tolerated`` of the largest in its tensor."""
+    """Assert that each gradient is the expected one, within ``tolerated`` times the largest of its tensor."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     for (name, parameter), gradient in zip(trained, expected, strict=True):
         assert parameter.grad is not None
@@ -57,10 +57,10 @@ def assert_gradients(module: torch.nn.Module, expected: list[torch.Tensor], tole
 
 
 def growth_mib(folder: Path, rank: int) -> float:
-    """MiB that a hundred steps add, by the memory dumps, once the first third of the steps is over.
+    """Return the MiB that a hundred steps add, by the memory dumps after the first third of the steps.
 
-    By the lowest of the middle third and the lowest of the last: what leaks raises both, and neither a warm-up nor what a step
-    happens to hold as it is measured does.
+    Compared are the lowest dump of the middle third and the lowest of the last. A leak raises the lowest; a warm-up does not,
+    and neither does what a step happens to hold when it is measured.
     """
     dumps = [json.loads(path.read_text()) for path in folder.glob(f"mem_step*_rank{rank}.json")]
     points = sorted((d["step"], d.get("cuda_allocated_mib", d["rss_mib"])) for d in dumps)
@@ -71,14 +71,14 @@ def growth_mib(folder: Path, rank: int) -> float:
 
 
 def assert_stable(folder: Path, rank: int, gates: dict[str, float]) -> None:
-    """Flat memory, and no branch whose gate has died."""
+    """Assert that memory is flat, and that no branch's gate has died."""
     growth = growth_mib(folder, rank)
     assert growth < MAX_GROWTH_MIB, f"memory grows by {growth:.1f} MiB in a hundred steps"
     assert all(mean > ALIVE for mean in gates.values()), f"a gate has died: {gates}"
 
 
 def plan_ahead(seconds: list[float]) -> None:
-    """Print what `PLANNED_STEPS` would take by the median of the second half, and the spread of ten parts of it."""
+    """Print the hours that `PLANNED_STEPS` would take, by the median of the second half, and the spread over its tenths."""
     later = torch.tensor(seconds[len(seconds) // 2 :])
     parts = [part.median().item() for part in later.chunk(10)]
     hours = PLANNED_STEPS / 3600
@@ -90,7 +90,7 @@ def plan_ahead(seconds: list[float]) -> None:
 
 
 class Check:
-    """What a scenario asserts beyond that every gradient arrives. This one: nothing."""
+    """The assertions of a scenario beyond the arrival of every gradient. This class has none."""
 
     def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
         self.trainer, self.rank, self.uses = trainer, rank, uses
@@ -106,31 +106,31 @@ class Check:
 
 
 class Gradients(Check):
-    """The gradients of each step are those of one process."""
+    """The assertion that the gradients of each step are those of one process."""
 
     def before_step(self, batches: list[Batch]) -> None:
-        """Compute what they must be."""
+        """Compute what the gradients must be."""
         self.expected = mean_gradients(self.trainer, batches)
 
     def after_step(self, result: StepResult) -> None:
-        """Compare."""
+        """Compare the gradients."""
         assert_gradients(self.trainer.module, self.expected, tolerance(self.trainer.config.train.dtype, self.uses))
 
 
 class Stability(Check):
-    """Many steps leave memory flat and gates alive."""
+    """The assertion that many steps leave memory flat and gates alive."""
 
     def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
         super().__init__(trainer, rank, uses)
         self.seconds: list[float] = []
 
     def after_step(self, result: StepResult) -> None:
-        """Keep what the end compares."""
+        """Keep the figures for the end."""
         self.seconds.append(result.seconds)
         self.latest = result
 
     def at_the_end(self, folder: Path) -> None:
-        """Compare, and print what production's steps would take."""
+        """Assert stability, and print the hours that production's steps would take."""
         assert_stable(folder, self.rank, self.latest.gates)
         plan_ahead(self.seconds)
 

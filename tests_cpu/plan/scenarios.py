@@ -23,9 +23,9 @@ SAMPLE = ROOT / "examples" / "data" / "kjv.parquet"
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what a failure means.
+    """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what its outcome means.
 
-    ``check`` names what is asserted beyond that every gradient arrives (`health.CHECKS`).
+    ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`).
     """
 
     phase: int
@@ -35,7 +35,7 @@ class Scenario:
     parallel: str = "ddp"
     steps: int = 2
     overrides: dict[str, Any] = field(default_factory=dict)
-    on_cpu: dict[str, Any] = field(default_factory=dict)  # what makes it affordable there
+    on_cpu: dict[str, Any] = field(default_factory=dict)  # what makes it affordable on a CPU
     fails_as: str = ""
     check: str = ""
     uses: int = 1  # of each block in a forward
@@ -43,13 +43,13 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        """Two ranks, but for the scenarios in one process."""
+        """The number of ranks: 2, and 1 for the scenarios in one process."""
         return 1 if self.parallel == "none" else 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a suite runs the table: its configuration and the seconds that a scenario has, per hundred steps begun."""
+    """The size at which a suite runs the table: its configuration, and a scenario's seconds per hundred steps begun."""
 
     config: str
     timeout: float
@@ -59,7 +59,7 @@ class Size:
 CPU = Size(config="tiny_cpu.yaml", timeout=30)
 GPU = Size(config="m7c_125m_2xa100_production.yaml", timeout=300, on_gpu=True)
 
-GPU_MEMORY = "12GiB"  # two ranks of the 125M model with one sequence each, their CUDA contexts among it
+GPU_MEMORY = "12GiB"  # two ranks of the 125M model with one sequence each, CUDA contexts included
 
 ALL_TRACES = {
     "trace.grads": True,
@@ -111,18 +111,18 @@ STATIC = {"parallel.static_graph": True}
 
 
 def _with_ddp(uses: int, reentrant: bool, ddp: str, fails_as: str = "") -> Scenario:
-    """A cell of the table DDP x checkpointing."""
+    """Return a cell of the table of DDP modes by activation checkpointing."""
     options = {"plain": {}, "find_unused": UNUSED, "static": STATIC}[ddp]
     kind = "reentrant" if reentrant else "nonreentrant"
     return Scenario(
         phase=6, name=f"gc_{kind}_{ddp}_{'once' if uses == 1 else 'twice'}", id=f"{kind}-{ddp}-{uses}", uses=uses,
         overrides={**ONE, **options, **(REENTRANT if reentrant else {})}, fails_as=fails_as,
-        check="" if fails_as == "silent_divergence" else "gradients",  # which is for the plugin to find
+        check="" if fails_as == "silent_divergence" else "gradients",  # the plugin must find it
         reads_as="the gradients are those of one process; reentrant checkpointing is what breaks DDP",
     )  # fmt: skip
 
 
-# What each does to the gradients: research of torch 2.13, and a row of the README of every mitigation that was ever tried.
+# What each combination does to the gradients, as torch 2.13 behaves.
 CHECKPOINTING = (
     *(_with_ddp(uses, False, ddp) for uses in (1, 2) for ddp in ("plain", "find_unused", "static")),
     _with_ddp(1, True, "plain"), _with_ddp(1, True, "static"), _with_ddp(2, True, "static"),
@@ -197,7 +197,7 @@ SAMPLED_CELLS = ("nonreentrant-plain-1", "nonreentrant-static-2", "reentrant-fin
 
 
 def rows(size: Size) -> list[Any]:
-    """The scenarios as parameters of a test, with their marks."""
+    """Return the scenarios as parameters of a test, with their marks."""
     return [pytest.param(row, id=row.id, marks=_marks(row, size)) for row in TABLE]
 
 
@@ -217,12 +217,12 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     return [*marks, pytest.mark.phase(row.phase)]
 
 
-# What a row sets, or leaves as the configuration has it: not what was exported for another run.
+# Variables of what a row sets, or leaves as the configuration has it; a value exported for another run must not decide it.
 ROW_DECIDES = ("NSA_FORCE_BRANCH", "NSA_GC_RANGE", "NSA_DDP_STATIC_GRAPH")
 
 
 def forget_exported() -> None:
-    """Take what a row decides out of this rank's environment, and report that."""
+    """Remove the variables of what a row decides from this rank's environment, and report that."""
     for name in ROW_DECIDES:
         value = os.environ.pop(name, "")
         if value:
@@ -230,7 +230,7 @@ def forget_exported() -> None:
 
 
 def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
-    """Train ``row.steps`` steps as the row says; assert that every gradient arrived and is right, and that the ranks agree."""
+    """Train ``row.steps`` steps as the row defines; assert that every gradient arrived, the row's check, and that ranks agree."""
     import torch
 
     from nsa.config import load_config
@@ -280,12 +280,12 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
                 assert len(trainer.gradients.arrived) == trained
                 assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
     check.at_the_end(folder)
-    if row.parallel != "fsdp" and row.fails_as != "silent_divergence":  # whose ranks hold different shares
+    if row.parallel != "fsdp" and row.fails_as != "silent_divergence":  # there, ranks differ
         assert_ranks_agree(trainer.module, group)
 
 
 def with_shipped_sample(config: Config, folder: Path) -> Config:
-    """``config``, reading the text of this repository where the data that it names is not here; data.txt says which it was."""
+    """Return ``config``, with this repository's text where the data that it names is not here; log the choice in data.txt."""
     path = config.data.path
     if config.data.dataset != "fineweb_edu" or path is None:
         return config
@@ -297,9 +297,9 @@ def with_shipped_sample(config: Config, folder: Path) -> Config:
 
 
 def use_again(model: Any, uses: int) -> None:
-    """The first block in the place of all, ``uses`` times, and an embedding that is not trained.
+    """Put the first block in the place of all, ``uses`` times, and freeze the embedding.
 
-    So a backward through one use has made every parameter ready, and what the others add comes after DDP has reduced.
+    A backward through one use then makes every parameter ready, and what the other uses add comes after DDP has reduced.
     """
     import torch
 
@@ -309,7 +309,7 @@ def use_again(model: Any, uses: int) -> None:
 
 
 def assert_ranks_agree(module: Any, group: Group) -> None:
-    """Every rank holds the same parameters after the last step: compared by their sums, in float64."""
+    """Assert that every rank holds the same parameters after the last step: by their sums, in float64."""
     import torch
     import torch.distributed as dist
 

@@ -17,7 +17,7 @@ BRANCHES = PLAN[2:5]
 
 
 def plan(*failing: str, cause: str = "lock_deadlock", **fields: object) -> dict[str, Verdict]:
-    """Verdicts of the whole plan: the named scenarios hang, the others pass."""
+    """Return the verdicts of the whole plan: the named scenarios hang, the others pass."""
     return {
         name: Verdict(scenario=name, nodeid=name, outcome="HANG", cause=cause, ranks=(1,), confidence=0.9, **fields)  # type: ignore[arg-type]
         if name in failing

@@ -1,4 +1,4 @@
-"""What the plan takes for a leak, and what for a gradient that is off, on made-up figures."""
+"""What the plan counts as a leak, and as a gradient that is off, on made-up figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dumps(folder: Path, size: Callable[[int], float]) -> None:
         (lambda step: 900 + 0.05 * step + random.uniform(0, 0.3), True),
         (lambda step: 900.0, False),
         (lambda step: 900 + min(step, 30), False),  # a warm-up
-        (lambda step: 900 + random.choice((0, 0, 16)), False),  # what a step holds as it is measured
+        (lambda step: 900 + random.choice((0, 0, 16)), False),  # what a step holds when it is measured
     ],
 )  # fmt: skip
 def test_a_leak_is_what_raises_the_lowest(tmp_path: Path, size: Callable[[int], float], leaks: bool) -> None:

@@ -1,4 +1,4 @@
-"""The plan on a CPU: a test per row of `scenarios.TABLE`. ``--phases 1-5`` runs some of its phases alone."""
+"""The plan on a CPU: a test per row of `scenarios.TABLE`. ``--phases 1-5`` runs only these phases."""
 
 from __future__ import annotations
 

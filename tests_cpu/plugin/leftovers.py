@@ -1,4 +1,4 @@
-"""What a run may leave behind: its processes, and files of ours in the folders for temporary files."""
+"""What a run may leave behind: its processes, and the plugin's files in the folders for temporary files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processes_below(folder: Path) -> list[str]:
-    """Command lines of the processes, but this one, whose working directory lies in ``folder``."""
+    """Return the command lines of the processes, except this one, with a working directory in ``folder``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         if entry.name == str(os.getpid()):
@@ -21,5 +21,5 @@ def processes_below(folder: Path) -> list[str]:
 
 
 def ours_in_temporary_folders() -> set[str]:
-    """Names that are ours in /tmp and /dev/shm."""
+    """Return the names of the plugin's files in /tmp and /dev/shm."""
     return {p.name for folder in ("/tmp", "/dev/shm") for p in Path(folder).glob("pytest-nsa*")}

@@ -1,4 +1,4 @@
-"""Sessions of pytest that a test starts, waits for, sends signals to, and sees end."""
+"""Sessions of pytest that a test starts, waits for and sends signals to, and that must leave no process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests_cpu.plugin.leftovers import processes_below
 
 
 def start_session(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
-    """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT interrupts it, whatever this one ignores."""
+    """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT interrupts it, even if ignored here."""
     (folder / "test_example.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)]
     return subprocess.Popen(
@@ -23,7 +23,7 @@ def start_session(folder: Path, source: str, *options: str) -> subprocess.Popen[
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Wait while ``process`` runs; a minute at most."""
+    """Wait for ``condition`` while ``process`` runs; a minute at most."""
     deadline = time.monotonic() + 60
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -32,7 +32,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
 
 
 def no_process_is_left(folder: Path) -> None:
-    """Assert it, within the time that the kernel and the last of them take."""
+    """Assert that no process is left in ``folder``, within the time that the kernel and the last of them take."""
     deadline = time.monotonic() + 20
     while processes_below(folder) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The built wheel in somebody else's repository: a fresh virtual environment, their tests, our verdict."""
+"""The built wheel in a user's repository: a fresh virtual environment, the user's tests, our verdict."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel; torch and pytest are borrowed from ours, to save gigabytes."""
+    """Return the interpreter of a fresh environment with the wheel; it borrows torch and pytest from ours, to save gigabytes."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"

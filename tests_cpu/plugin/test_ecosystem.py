@@ -1,4 +1,4 @@
-"""pytest's own facilities and other people's plugins do in ranks what they do elsewhere."""
+"""pytest's own features and third-party plugins do in ranks what they do elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a session ends, SUMMARY.md, report.html and the verdicts are there, and no process of it: real signals at any moment."""
+"""Real signals at any moment: however a session ends, it leaves SUMMARY.md, report.html and the verdicts, and no process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REPORTS = """
 @world_size(2)
 def test_before(group): pass
 """
-# The reports wait for the decision.
+# The decision delays the reports.
 DECIDES = """
 import time
 
@@ -52,7 +52,7 @@ MOMENTS = {"a hang": (HANGS, ""), "between tests on ranks": (BETWEEN, ""), "the 
 
 
 def has_come(folder: Path, moment: str) -> bool:
-    """Return whether the session is there; under xdist another worker may run the test before, whose verdict is asserted."""
+    """Return whether the session has reached ``moment``, and has the verdict of test_before: another worker may run it."""
     verdicts = folder / "artifacts" / "latest" / "verdicts.jsonl"
     files = ("moment0", "moment1") if moment == "a hang" else ("moment0",)
     return (
@@ -71,7 +71,7 @@ def end(
     for number in sent:
         (os.killpg if group else os.kill)(process.pid, number)
         if len(sent) > 1:
-            time.sleep(0.3)  # the distance between two signals is what is tried
+            time.sleep(0.3)  # the time between two signals is what is tested
     print(process.communicate(timeout=90)[0])
     no_process_is_left(folder)
     return process
@@ -82,7 +82,7 @@ def check(folder: Path, process: subprocess.Popen[str], moment: str, sent: signa
     summary = (run / "SUMMARY.md").read_text()
     assert "test_before" in summary
     assert (run / "report.html").read_text().endswith("</html>\n")
-    if moment == "the reports":  # which are written all the same, and nothing was interrupted
+    if moment == "the reports":  # they are written all the same, and no test was interrupted
         assert process.returncode == 0
         return
     assert process.returncode == (2 if sent == INT else 128 + sent)
@@ -106,7 +106,7 @@ def test_a_signal_ends_a_session_with_its_reports(
     tmp_path: Path, moment: str, sent: tuple[signal.Signals, ...], workers: str
 ) -> None:
     process = end(tmp_path, moment, [*sent], "-n", workers)
-    # Of several the first that is no Ctrl-C gives the exit code.
+    # Of several, the first that is not SIGINT (Ctrl-C) gives the exit code.
     check(tmp_path, process, moment, next((s for s in sent if s != INT), INT))
 
 
@@ -159,7 +159,7 @@ def test_a_killed_run_is_reported_later_and_the_next_session_notices(tmp_path: P
     assert (run / "report.html").read_text().endswith("</html>\n")
     before = (run / "SUMMARY.md").read_text()
     assert command(tmp_path, "report", str(run)).returncode == 1
-    assert (run / "SUMMARY.md").read_text().partition("\n")[2] in before  # the same again
+    assert (run / "SUMMARY.md").read_text().partition("\n")[2] in before  # the same text
 
 
 def make_run(root: Path, number: int, *, failed: int = 0, finished: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""A timeout that a test expects stays one: the rank that is done first does not tear connections, and nothing is announced."""
+"""A timeout that a test expects stays a timeout: the rank that ends first keeps its connections, and nothing is announced."""
 
 from __future__ import annotations
 

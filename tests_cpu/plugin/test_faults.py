@@ -1,4 +1,4 @@
-"""Real faults in tests on ranks: named, bounded, nothing left behind, and the next test passes."""
+"""Real faults in tests on ranks: each is named in bounded time, nothing is left behind, and the next test passes."""
 
 from __future__ import annotations
 
@@ -233,10 +233,10 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path]:
-    """One session over all the faults; the tests below read what it left."""
+    """Run one session over all the faults; the tests below read what it left."""
     folder = tmp_path_factory.mktemp("faults")
     (folder / "test_example.py").write_text(HEADER + FAULTS)
-    # Most of its time is waiting for time limits: several at a time do not disturb each other.
+    # Most of its time goes to waiting for time limits: several at a time do not disturb each other.
     return run_in(folder, "-p", "xdist", "-n", "3"), folder
 
 
@@ -283,7 +283,7 @@ def test_stacks_are_in_the_folder_and_in_the_report(faults: tuple[ExampleResult,
         assert "most recent call first" in (folder / f"watchdog_stackdump_rank{rank}.txt").read_text()
     assert "stack of rank 1" in result.stdout
     assert "> test_example.py" in result.stdout
-    # The dump is taken while the rank sits in C++: rank 0 waits inside torch.
+    # The dump is taken while the rank is in C++: rank 0 waits inside torch.
     assert "torch" in (folder / "watchdog_stackdump_rank0.txt").read_text()
     assert (folder / "result.txt").read_text() == "HANG\n"
 
@@ -359,7 +359,7 @@ def test_waits(group, artifacts):
     process = start_session(tmp_path, source)
     run = tmp_path / "artifacts" / "latest"
     wait_for(lambda: len(list(run.glob("*test_waits*/running*"))) == 2, process)
-    time.sleep(1.5)  # the stand-still itself: shorter than a second it would be none
+    time.sleep(1.5)  # the stall itself: shorter than a second, it would not count as one
     process.send_signal(sent)
     process.communicate(timeout=60)
     folder = next(run.glob("*test_waits*"))
@@ -370,7 +370,7 @@ def test_waits(group, artifacts):
         summary = (run / "SUMMARY.md").read_text()
         assert summary.startswith("INTERRUPTED")
         assert "test_before" in summary
-        # What stood still when it was interrupted is said.
+        # The rank that was stalled at the interrupt is reported.
         verdict = json.loads((folder / "verdict.json").read_text())
         assert (verdict["cause"], verdict["ranks"]) == ("sleeping", [1])
         assert verdict["reason"].startswith("interrupted by the user; until then rank 1 sleeps")

@@ -1,4 +1,4 @@
-"""The rank fixtures on real groups: DDP, both FSDPs, traces, and the fixture launch from outside."""
+"""The rank fixtures on real groups: DDP, both FSDPs, traces; and the host's fixture ``launch``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def mean_gradients(num_ranks: int) -> list[torch.Tensor]:
-    """What averaging over the ranks must give, computed on one rank alone."""
+    """Return what averaging over the ranks must give, computed on one rank alone."""
     model = Net()
     sum(model(batch(rank)).sum() / num_ranks for rank in range(num_ranks)).backward()  # type: ignore[union-attr]
     return [p.grad for p in model.parameters() if p.grad is not None]
@@ -52,7 +52,7 @@ def test_the_bucket_hook_changes_no_bit(ddp: DDP) -> None:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     watched = ddp.wrap(Net())
-    # A model whose first call is nested in another module is no root, so no hook is put on it.
+    # A model whose first call is nested in another module is not a root, so it gets no hook.
     plain = nn.Sequential(ddp.wrap(Net()))
     first, second = gradients(watched), gradients(plain)
     assert getattr(watched, "_nsa_bucket_hook", None) is not None

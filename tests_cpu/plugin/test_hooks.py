@@ -1,4 +1,4 @@
-"""Hooks that a repository may implement, and what reports make of them."""
+"""Hooks that a repository may implement, and how reports show their results."""
 
 from __future__ import annotations
 

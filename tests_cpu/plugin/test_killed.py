@@ -36,7 +36,7 @@ def test_waits(group):
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all below it: host, zygote, ranks."""
+    """Return the ids of a process and all below it: host, zygote, ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(below for child in children for below in tree(int(child)))]
 
@@ -89,7 +89,7 @@ def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[bytes], killed:
 
 @pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/standing.json", "standing"])
 def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], moment: str) -> None:
-    """Sooner, less is known: then that is said, and no other cause."""
+    """At earlier moments less is known: then the cause is unknown, and no other one."""
     run = tmp_path / "artifacts" / "latest"
 
     def seen() -> bool:
@@ -109,7 +109,7 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], mom
 
 @pytest.mark.parametrize("session", [MOVES], indirect=True)
 def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Popen[bytes]) -> None:
-    """Who is in the middle of a collective then is not stuck in it."""
+    """A rank that is in the middle of a collective at that moment is not blocked in it."""
     run = tmp_path / "artifacts" / "latest"
 
     def both_have_reduced() -> bool:
@@ -126,7 +126,7 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
 
 
 def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:
-    """In a network namespace of its own, whose loopback a rank takes down: packets are lost without an error."""
+    """A rank takes down the loopback of a network namespace of its own: packets are lost without an error."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         pytest.skip("no network namespace can be made here")
     if shutil.which("ip") is None:

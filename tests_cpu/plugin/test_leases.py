@@ -79,13 +79,13 @@ def test_it(group, n):
 
 @pytest.fixture
 def one_gpu(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of 16 GiB."""
+    """Simulate one GPU of 16 GiB, and return the folder of leases."""
     monkeypatch.setenv("NSA_FAKE_GPUS", "1")
     return lease_folder
 
 
 def test_tests_whose_memory_fits_meet_on_a_gpu(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
-    """Each waits for the other inside."""
+    """Each test waits inside for the other."""
     source = f"""
 @pytest.mark.parametrize("n", range(2))
 @gpu(memory="8GiB")
@@ -102,7 +102,7 @@ def test_it(group, n):
 
 @pytest.mark.slow
 def test_tests_whose_memory_does_not_fit_do_not_meet(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
-    """Nor does one that names no memory, which has the GPU alone."""
+    """A test that names no memory has the GPU alone."""
     source = f"""
 @pytest.mark.parametrize("n", [pytest.param(n, marks=m) for n, m in enumerate((gpu(memory="9GiB"), gpu, gpu(memory="9000MiB")))])
 @world_size(1)
@@ -244,7 +244,7 @@ def test_it(group, artifacts): note(artifacts, group, 0)
 
 
 def test_tickets_are_served_in_order(tmp_path: Path) -> None:
-    """Three that want everything, one after the other: each gets it in the order in which it came."""
+    """Three requests, for 4, 1 and 2 GPUs, are served in the order in which they came."""
     everything = Broker(folder=tmp_path, kind="gpu", names="0123")
     first = everything.lease(4, share=False, holder="first", say=print)
     waiting = textwrap.dedent("""

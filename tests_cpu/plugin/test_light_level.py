@@ -1,4 +1,4 @@
-"""NSA_TRACE_LEVEL=light: evidence of collectives and a heartbeat alone, which is enough to name who skipped what."""
+"""NSA_TRACE_LEVEL=light: evidence of collectives and a heartbeat alone, which is enough to name the rank that skipped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is blamed when ranks part in real training loops: uneven batches, construction, point-to-point."""
+"""Which rank the verdict names when ranks diverge in real training loops: uneven batches, construction, point-to-point."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_nsa.session.launch import Launch
 
 
 def line_of(text: str) -> int:
-    """The number of the line of this file that ends in the comment ``text``."""
+    """Return the number of the line of this file that ends in the comment ``text``."""
     lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
 

@@ -1,4 +1,4 @@
-"""Under torchrun and SLURM each process is a rank: all run the same tests, rank 0's process reports."""
+"""Under torchrun and SLURM each process is a rank: all run the same tests, and rank 0's process reports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 def slurm(pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
-    """One task of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
+    """Start one task of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
     env = {
         **os.environ,
         "SLURM_PROCID": str(rank),
@@ -167,7 +167,7 @@ def test_xdist_under_a_launcher_is_refused(pytester: pytest.Pytester) -> None:
 
 @pytest.fixture
 def two_nodes() -> Iterator[list[str]]:
-    """Two network namespaces joined by a pair of interfaces; skipped with the reason where there can be none."""
+    """Yield two network namespaces joined by a pair of interfaces; skip with the reason where they cannot be made."""
     if shutil.which("ip") is None:
         pytest.skip("no `ip` command: iproute2 is not installed")
     names = [f"nsa{os.getpid()}{letter}" for letter in "ab"]

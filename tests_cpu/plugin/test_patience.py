@@ -1,4 +1,4 @@
-"""When a stall is announced: by what the rank does, and never sooner than its own past suggests."""
+"""When a stall is announced depends on what the rank does, and is never sooner than its own past suggests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_nsa.wire.files import read_lines
 
 
 def board(step: int, line: str) -> Any:
-    """As much of a board as the past needs."""
+    """Return as much of a board as `patience.Past` needs."""
     return SimpleNamespace(numbers={"step": step}, line=line, blocked=None)
 
 

@@ -1,4 +1,4 @@
-"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports; and tests without ranks do not pay for it."""
+"""Tests on ranks behave as pytest's users expect: outcomes, fixtures, reports. Tests without ranks have no overhead."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_everyday_outcomes(pytester: pytest.Pytester) -> None:
     assert "printed by rank 1" in text
     assert "XPASS(strict)" in text
     assert result.verdicts["test_xfail_mark"].expected
-    assert "test_xfail_mark: FAIL" not in text  # what was foreseen is not in the closing diagnosis
+    assert "test_xfail_mark: FAIL" not in text  # an expected failure is not in the closing diagnosis
     cases = {c.get("name"): c for c in ElementTree.parse(pytester.path / "report.xml").iter("testcase")}
     properties = {p.get("name"): p.get("value") for p in cases["test_output"].iter("property")}
     assert properties["answer"] == "42"
@@ -332,7 +332,7 @@ def test_b(launch):
 """
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 1, "failed": 1}
-    assert [v.cause for v in result.verdicts.values()] == ["sleeping"]  # of the one that failed
+    assert [v.cause for v in result.verdicts.values()] == ["sleeping"]  # of the test that failed
 
 
 def test_lf_runs_the_failed_again(pytester: pytest.Pytester) -> None:

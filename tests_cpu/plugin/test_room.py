@@ -1,4 +1,4 @@
-"""A disk for artifacts that is read-only, full or fills up, a limit on files: the tests' outcomes stay."""
+"""A disk for artifacts that is read-only, full or fills up, or a limit on files: the tests' outcomes stay the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_fail(group):
 
 
 def run_on_a_small_disk(folder: Path, size: str, *options: str, fill: bool = False) -> tuple[str, Path]:
-    """Run SOURCE with ``artifacts`` on a disk of its own; returns the output, and where evidence goes that finds no room there."""
+    """Run SOURCE with ``artifacts`` on a disk of its own; return the output, and the folder of evidence without room there."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "-Urm", "true"], check=False, capture_output=True).returncode:
         pytest.skip("needs a mount namespace of its own (unshare -Urm)")
@@ -57,7 +57,7 @@ def run_on_a_small_disk(folder: Path, size: str, *options: str, fill: bool = Fal
 
 
 def is_whole(run: Path) -> None:
-    """Assert that a run's reports and verdicts are there, of the test that failed its evidence too."""
+    """Assert that a run's reports are there, and the verdict of the test that failed."""
     assert "rank 1 is wrong" in (run / "SUMMARY.md").read_text()
     assert (run / "report.html").is_file()
     assert (run / "test_example.py-test_fail-" / "verdict.json").is_file() or list(run.glob("*test_fail*/verdict.json"))
@@ -77,7 +77,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "1 failed, 3 passed" in output, output
     assert "No space left on device: evidence goes to" in output
     is_whole(spare)
-    if not options:  # else another worker may have run it before
+    if not options:  # with them, another worker may have run it before
         assert "test_pass" in (spare / "SUMMARY.md").read_text()
 
 

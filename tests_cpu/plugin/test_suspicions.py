@@ -1,4 +1,4 @@
-"""What is said while a test still runs, how a failure is narrowed down, and what a run leaves beside the verdict."""
+"""What is announced while a test still runs, how a failure is bisected, and what a run leaves beside the verdict."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_report_shows_in_a_browser(pytester: pytest.Pytester, tmp_path: Path
     )  # fmt: skip
     assert (tmp_path / "shot.png").stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
-    assert len(re.findall(r"<text[^>]*>rank \d", page.read_text())) == 2  # a lane a rank
+    assert len(re.findall(r"<text[^>]*>rank \d", page.read_text())) == 2  # a lane per rank
 
 
 def test_what_was_seen_outlives_a_killed_host(pytester: pytest.Pytester) -> None:
@@ -184,4 +184,4 @@ def test_evaluates_alone(ddp):
 """
     result = run_example(pytester, source, "-o", "ranks_hang_after=1.5")
     assert result.outcomes == {"passed": 1}
-    assert "rank 0" not in result.stdout  # it moves: nothing is announced
+    assert "rank 0" not in result.stdout  # it makes progress: nothing is announced

@@ -1,4 +1,4 @@
-"""What a user does at the terminal: -s, --pdb and breakpoint() reach the ranks; a flood of output does not."""
+"""What a user does at the terminal: -s, --pdb and breakpoint() reach the ranks; a flood of output is cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_nsa.testing import HEADER, run_example
 
 
 def debug(pytester: pytest.Pytester, source: str, typed: str, *arguments: str) -> str:
-    """The terminal's text when ``typed`` is what the user types."""
+    """Return the terminal's text when the user types ``typed``."""
     (pytester.path / "test_example.py").write_text(HEADER + source)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], input=typed, text=True,
@@ -77,7 +77,7 @@ def test_breaks(group):
 def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int
 ) -> None:
-    # Longer at the prompt than the test's whole time.
+    # The user is at the prompt for longer than the test's whole time.
     typed = f"p value\nimport time; time.sleep(7)\nvalue = {total - 141 + seen}\nn\nn\nc\n"
     text = debug(pytester, BREAKS, typed, *chosen)
     rank = seen - 70

@@ -1,4 +1,4 @@
-"""Faults of the rougher kind: each is reported as what it is, nothing is left behind, and the next test passes."""
+"""Rough faults: each is reported under its cause, nothing is left behind, and the next test passes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ EXPECTED = {
     "test_teardown_hangs": ("HANG", "sleeping", (1,)),
     "test_native_call_that_holds_the_gil": ("HANG", "gil_held", (1,)),
     "test_no_descriptors": ("FAIL", "rank_exception", (1,)),
-    "test_closes_everything": None,  # whatever can be told of a rank without descriptors, it fails
+    "test_closes_everything": None,  # whatever is known of a rank without descriptors, it fails
     "test_interrupts_itself": ("FAIL", "rank_exception", (1,)),
     "test_recursion": ("FAIL", "rank_exception", (0, 1)),
     "test_loses_its_folder": ("FAIL", "assertion", (1,)),
@@ -135,7 +135,7 @@ EXPECTED = {
 
 
 def with_a_good_test_after_each(source: str) -> str:
-    """After each fault a test that passes when nothing is wrong with the session."""
+    """Return ``source`` with a test after each fault that passes when nothing is wrong with the session."""
     parts = source.split("@world_size(2)\n")
     good = (
         "@world_size(2)\ndef test_good_{}(group):\n    t = torch.ones(1)\n    dist.all_reduce(t)\n    assert t == 2\n\n"
@@ -148,7 +148,7 @@ def with_a_good_test_after_each(source: str) -> str:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path, set[str]]:
-    """One session over all of them."""
+    """Run one session over all of them; return its result, its folder, and the temporary files that it left."""
     folder = tmp_path_factory.mktemp("tough")
     (folder / "test_example.py").write_text(HEADER + with_a_good_test_after_each(FAULTS))
     before = ours_in_temporary_folders()
@@ -168,7 +168,7 @@ def test_every_next_test_passes_and_nothing_is_left(session: tuple[ExampleResult
     assert (result.outcomes["passed"], result.outcomes["failed"]) == (len(EXPECTED), len(EXPECTED))
     assert processes_below(folder) == []
     assert left == set()
-    assert len(result.stdout) < 2_000_000  # 100 MB of text are not for the terminal
+    assert len(result.stdout) < 2_000_000  # the terminal does not get 100 MB of text
 
 
 HANGS = """

@@ -1,4 +1,4 @@
-"""What a rank leaves behind that would keep it from ending elsewhere becomes a warning of its test."""
+"""A rank leaves behind what would keep its process from ending elsewhere: its test gets a warning."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[object]:
-    """Starts torchrun on the training with a fault; ended with the test."""
+    """Yield a function that starts torchrun on the training with a fault; end its processes with the test."""
     started = []
 
     def begin(fault: str) -> subprocess.Popen[bytes]:
@@ -80,14 +80,14 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:
-    """Until both ranks' heartbeats have recorded so many steps."""
+    """Wait until both ranks' heartbeats have recorded so many steps."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         files = list((folder / "run").glob("heartbeat_rank*.jsonl"))
         if len(files) == 2 and all(f'"step": {steps}' in f.read_text() for f in files):
             return
         time.sleep(0.1)
-    raise AssertionError("the training did not come so far")
+    raise AssertionError("the training did not reach the step within 60 s")
 
 
 def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) -> None:

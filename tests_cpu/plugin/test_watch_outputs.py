@@ -1,4 +1,4 @@
-"""What `pytest-nsa watch` shows of many ranks, and what it gives to machines: a command per verdict, a textfile for Prometheus."""
+"""What `pytest-nsa watch` shows of many ranks, and its outputs for programs: a command per verdict, a textfile for Prometheus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ time.sleep(600)
 
 @pytest.fixture
 def twelve(tmp_path: Path) -> Iterator[Path]:
-    """The folder of twelve ranks, of which rank 3 is not in the barrier of the others."""
+    """Yield the folder of twelve ranks, of which rank 3 is not in the barrier of the others."""
     for rank in range(12):
         (tmp_path / f"rank{rank}").mkdir()
     process = subprocess.Popen([sys.executable, "-c", SLEEPS, str(tmp_path)], stdout=subprocess.PIPE, text=True)

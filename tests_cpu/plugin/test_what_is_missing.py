@@ -30,7 +30,7 @@ def test_else(): pass
     ids=["missing", "old"],
 )
 def test_a_test_on_ranks_reports_it(pytester: pytest.Pytester, version: str, says: str) -> None:
-    # An interpreter's own packages cannot be taken away for a test: what Python finds of torch is.
+    # A test cannot remove an interpreter's own packages: it changes what Python finds of torch.
     pytester.makeconftest(
         f"""
         import importlib.metadata, importlib.util

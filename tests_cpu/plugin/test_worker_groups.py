@@ -1,4 +1,4 @@
-"""Ranks before and after their test: forked ahead, shared by a class, found in one store, and what they leave running."""
+"""Worker groups before and after their test: forked ahead, shared by a class, joined in one store; what ranks leave running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def leave(artifacts, group):
 
 
 def pids(result: ExampleResult, *names: str) -> list[tuple[str, ...]]:
-    """The ranks' process ids of each test."""
+    """Return the process ids of each test's ranks."""
     folders = [result.folder(name) for name in names]
     return [tuple(path.read_text() for path in sorted(folder.glob("pid*"))) for folder in folders]
 

@@ -1,4 +1,4 @@
-"""Ranks under xdist: every way to distribute, one zygote for all workers, groups that keep together."""
+"""Ranks under xdist: every way to distribute, one zygote for all workers, groups that stay together."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestScope:
 """
 
 
-# pytest-xdist 3.8.0 under pytest 9.2 keeps no group together, of plain tests either: where they run is chance.
+# pytest-xdist 3.8.0 under pytest 9.2 keeps no group together, not even of plain tests: where they run is chance.
 KEEPS_GROUPS = Version(pytest.__version__) < Version("9.2") or Version(xdist.__version__) > Version("3.8.0")
 
 
@@ -81,7 +81,7 @@ def test_many(group, n): dist.barrier()
 """
     result = run_example(pytester, source, "-n2", "-p", "xdist")
     assert result.outcomes["passed"] + result.outcomes["failed"] == 7
-    assert result.outcomes["failed"] in (1, 2)  # the one of each worker that ran at that moment
+    assert result.outcomes["failed"] in (1, 2)  # the test that each worker ran at that moment
 
 
 def test_a_session_without_ranks_starts_no_zygote(pytester: pytest.Pytester) -> None:

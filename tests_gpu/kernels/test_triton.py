@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, against float64 by the equations on the same GPU. `pytest -m gpu tests_gpu/kernels`."""
+"""The Triton kernels on a GPU, against float64 by the equations on the same GPU: `pytest -m gpu tests_gpu/kernels`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ OTHER_SIZES = {"l": 24, "d": 8, "l_sel": 96, "n_sel": 5, "w": 77}
 
 
 def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Random tensors in ``dtype``, and the same numbers in float64; gates, three each, are none below zero, as a sigmoid's."""
+    """Return random tensors in ``dtype``, and the same numbers in float64; gates (width 3) are not negative, as after a sigmoid."""
     exact = [torch.randn(size, device="cuda", dtype=torch.float64) for size in sizes]
     rounded = [(x.abs() if x.shape[-1] == 3 else x).to(dtype) for x in exact]
     return [x.clone().requires_grad_() for x in rounded], [x.double().requires_grad_() for x in rounded]
 
 
 def of_whole(shape: tuple[int, ...], n_cmp: int) -> list[tuple[int, ...]]:
-    """Sizes of q, keys and values, gates."""
+    """Return the sizes of q, keys and values, gates."""
     B, S, H, G, Dk, Dv = shape
     return [(B, S, H, Dk), *((B, n, G, D) for n in (n_cmp, S, S) for D in (Dk, Dv)), (B, S, H, 3)]
 
 
 def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
-    """Output and gradients."""
+    """Compare output and gradients."""
     forward, backward = TOLERANCE[found.dtype]
     torch.testing.assert_close(
         found.double(), wanted, rtol=0, atol=forward * max(1.0, float(wanted.detach().abs().max()))
@@ -54,13 +54,13 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of 50 queries pick the same blocks: unions serve, and give what the equations give, the same bits twice."""
+    """Runs of 50 queries pick the same blocks: unions serve, give what the equations give, and the same bits twice."""
     monkeypatch.setattr(selecting, "cache_of", lambda device: 0)
     B, S, H, G, Dk, Dv = SHAPES[shape]
     inputs, exact = leaves(dtype, (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
     n_blocks = blocks.num_selection(S, 64)
     n_sel = min(8, n_blocks)
-    # Nothing but what the first query of a run sees.
+    # Only what the first query of a run sees.
     importance = torch.rand(B, S, G, n_blocks, device="cuda")[:, torch.arange(S) // 50 * 50]
     chosen = blocks.select(importance, 64, n_sel)[:, torch.arange(S) // 50 * 50]
     choices, shipped = [], selecting.unite
@@ -74,7 +74,7 @@ def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch
     found = [ops.selected(*inputs, chosen, 64, n_sel, Dk**-0.5, "triton")[0] for _ in range(2)]
     compare(found[0], reference.selected(*exact, chosen, l_sel=64, n_sel=n_sel, scale=Dk**-0.5), inputs, exact)
     assert torch.equal(*found)
-    if dtype != torch.float32:  # whose tiles have too few rows for several queries of large groups
+    if dtype != torch.float32:  # its tiles have too few rows for several queries of large groups
         assert all(choice is not None and bool(choice.all()) for choice in choices)
 
 
@@ -99,7 +99,7 @@ def test_each_branch(shape: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture(params=["one range", "ranges"])
 def _ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Queries of a call in one range, or in as many as there can be."""
+    """Put the queries of a call in one range, or in as many as possible."""
     if request.param == "ranges":
         monkeypatch.setattr(sequences, "PARTS", 1)
     return
@@ -110,7 +110,7 @@ def _ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_whole(shape: str, dtype: torch.dtype, sizes: dict[str, int]) -> None:
-    """Where every block is selected, so that rounding cannot change which."""
+    """Every block is selected, so that rounding cannot change which."""
     n_cmp = blocks.num_compressed(SHAPES[shape][1], sizes["l"], sizes["d"])
     inputs, exact = leaves(dtype, *of_whole(SHAPES[shape], n_cmp))
     settings = {**sizes, "n_sel": 64}
@@ -122,7 +122,7 @@ def test_the_whole(shape: str, dtype: torch.dtype, sizes: dict[str, int]) -> Non
 @pytest.mark.usefixtures("_ranges")
 @pytest.mark.parametrize("lengths", [[5, 0, 400], [300, 700, 64, 1, 200], [1] * 50])
 def test_a_pack(lengths: list[int]) -> None:
-    """In float32, each of its sequences as if it were alone."""
+    """A pack gives what each of its sequences gives alone, in float32."""
     S = sum(lengths)
     n_cmp = sum(blocks.num_compressed(n, 32, 16) for n in lengths)
     inputs, exact = leaves(torch.float32, *of_whole((1, S, 12, 2, 64, 64), n_cmp))
@@ -170,7 +170,7 @@ def test_the_same_bits_every_time(compiled: bool) -> None:
 
 
 def test_a_forward_and_backward_are_captured_and_replayed() -> None:
-    """No host reads: a CUDA graph holds both, and its replay on other numbers is what a call on them gives."""
+    """The host reads nothing: a CUDA graph holds both, and its replay on other numbers gives what a call on them gives."""
     inputs, _ = leaves(torch.bfloat16, *of_whole((1, 2048, 12, 2, 64, 64), 127))
     weight = torch.randn(1, 2048, 12, 64, device="cuda", dtype=torch.bfloat16)
 
@@ -197,7 +197,7 @@ def test_a_forward_and_backward_are_captured_and_replayed() -> None:
 
 @pytest.mark.timeout(170)
 def test_sampled_rows_at_64k_tokens_agree_with_float64() -> None:
-    """The paper's shape: output of some queries, recomputed one by one from what the kernels selected."""
+    """In the paper's shape, the output of some queries is recomputed one by one from what the kernels selected."""
     S, H, G, Dk, Dv = 65536, 64, 4, 192, 128
     n_cmp = blocks.num_compressed(S, 32, 16)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = (
@@ -226,7 +226,7 @@ def test_sampled_rows_at_64k_tokens_agree_with_float64() -> None:
 
 
 def test_memory_grows_as_the_length() -> None:
-    """No S x S matrix, and none of S x S/d."""
+    """There is no S x S matrix, and none of S x S/d."""
     peaks = []
     for S in (8192, 16384):
         n = blocks.num_compressed(S, 32, 16)
@@ -241,7 +241,7 @@ def test_memory_grows_as_the_length() -> None:
 
 @pytest.mark.timeout(170)
 def test_forward_and_backward_at_64k_tokens_stay_below_16_gb() -> None:
-    """The paper's shape, inputs counted."""
+    """In the paper's shape; inputs are counted."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -267,7 +267,7 @@ def test_the_module_on_a_gpu_is_that_on_a_cpu(packed: bool) -> None:
 @pytest.mark.parametrize("T", [1, 4, 16])
 @pytest.mark.parametrize(("start", "n_sel"), [(2000, 40), (20, 16), (5000, 100)])
 def test_tokens_against_a_cache(start: int, n_sel: int, T: int) -> None:
-    """By the kernels of their own and by the equations, in float32; so many blocks are picked that rounding cannot change which."""
+    """Decoding's kernels give what the equations give, in float32; so many blocks are picked that rounding cannot change which."""
     module = NSAAttention(128, 12, 2, 64, 64, **{**SIZES, "n_sel": n_sel}).cuda()
     x = torch.randn(2, start + T, 128, device="cuda")
     found = []
