@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, read, report
+from pytest_nsa.cli.unaided import watch_unaided
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--html", action="store_true", help="write DIR/report.html anew: of a training with its curves"
     )
     command = commands.add_parser(
-        "watch", help="follow a training whose ranks have NSA_TRACE_DIR set, or trace_training called"
+        "watch",
+        help="follow a training whose ranks have NSA_TRACE_DIR set; of any other what /proc and py-spy show",
     )
     command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")
@@ -139,11 +141,13 @@ def _watch(arguments: argparse.Namespace) -> int:
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:
-            print(
-                f"error: process {pid}: maps no board; start its training with NSA_TRACE_DIR=DIR, as the same user",
-                file=sys.stderr,
-            )
-            return 2
+            code = watch_unaided(pid, once=arguments.once)
+            if code == 2:
+                print(
+                    f"error: process {pid}: is no rank (no board, no RANK); start its training with NSA_TRACE_DIR=DIR",
+                    file=sys.stderr,
+                )
+            return code
         folders.add(found)
     if not folders:
         print("error: give --run DIR, or the process id of a rank", file=sys.stderr)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from pytest_nsa.cli.nccl import NcclService
 from pytest_nsa.cli.outputs import VerdictCommand, write_metrics
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
@@ -196,11 +197,14 @@ def watch(
 
     ``command`` is run once per verdict; the textfile ``metrics`` is replaced every second.
     """
-    watchers = [Watcher(folder) for folder in folders]
+    watchers, nccl = [Watcher(folder) for folder in folders], NcclService()
     shown, last, written, began = 0, 0.0, 0.0, time.monotonic()
     try:
         while True:
             changed = [w.look() for w in watchers]
+            known = nccl.lines
+            nccl.look()
+            changed.append(nccl.lines != known)
             if command is not None and any(changed):
                 command.give([w.to_json() for w in watchers])
             if metrics is not None and time.monotonic() - written >= METRICS_S:
@@ -212,7 +216,7 @@ def watch(
             settled = time.monotonic() - began >= ENOUGH_S or any(w.finding is not None for w in watchers)
             if has_seen and (any(changed) or is_over or due) and not (once and not (settled or is_over)):
                 last = time.monotonic()
-                shown = _show(watchers, as_json, out, shown)
+                shown = _show(watchers, as_json, out, shown, nccl.lines)
                 if once or is_over:
                     break
             if once and not has_seen and settled:
@@ -221,6 +225,7 @@ def watch(
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         pass
+    nccl.close()
     if metrics is not None:
         write_metrics(metrics, [w.to_json() for w in watchers])
     if command is not None:
@@ -228,13 +233,13 @@ def watch(
     return int(any(w.finding is not None for w in watchers))
 
 
-def _show(watchers: list[Watcher], as_json: bool, out: TextIO, shown: int) -> int:
+def _show(watchers: list[Watcher], as_json: bool, out: TextIO, shown: int, more: list[str]) -> int:
     """Print; on a terminal over what was printed before. Returns the lines that are there now."""
     if as_json:
         for watcher in watchers:
-            print(json.dumps(watcher.to_json()), file=out, flush=True)
+            print(json.dumps({**watcher.to_json(), "nccl": more}), file=out, flush=True)
         return 0
-    lines = [line for watcher in watchers for line in watcher.lines()]
+    lines = [*(line for watcher in watchers for line in watcher.lines()), *more]
     if out.isatty() and shown:
         out.write(f"\x1b[{shown}A\x1b[J")
     print("\n".join(lines), file=out, flush=True)

@@ -1,0 +1,206 @@
+"""``pytest-nsa watch PID`` of a job that was started without us and leaves no evidence: what /proc and py-spy show, and no more.
+
+The looks are written as a folder of evidence in a temporary place, and the rules are asked as always, with less confidence.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.diagnosis.engine import suspect
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.monitor.second_look import note_process
+from pytest_nsa.report.plain import visible
+from pytest_nsa.system.procfs import ProcessState, difference, look_at
+from pytest_nsa.wire.files import append_line, parse
+from pytest_nsa.wire.messages import Job
+
+APART_S = 2.0  # between two looks at a rank: one that is where it was, and did not compute, is stalled
+AGAIN_S = 5.0
+DUMP_S = 20.0
+LESS = 0.7  # of the confidence that the rules have with a board
+_SAME_JOB = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the variables that a process of this user was started with; {} of another's, and of one that has gone."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.decode(errors="replace").partition("=") for entry in data.split(b"\0") if b"=" in entry)
+    return {name: value for name, _, value in pairs}
+
+
+def ranks_of(pid: int) -> dict[int, int]:
+    """Return the process ids of the ranks on this machine of the job that a process belongs to, by rank; {} where it is no rank.
+
+    What a rank has started (a data loader's workers) has its variables too: the rank is the one whose parent is of no rank.
+    """
+    mine = environment_of(pid)
+    if not mine.get("RANK", "").isdecimal():
+        return {}
+    ranks: dict[int, dict[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        variables = environment_of(int(path.name))
+        rank = variables.get("RANK", "")
+        if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in _SAME_JOB):
+            ranks.setdefault(int(rank), {})[int(path.name)] = _parent(path)
+    return {
+        rank: next((p for p, parent in sorted(found.items()) if parent not in found), min(found))
+        for rank, found in sorted(ranks.items())
+    }
+
+
+def _parent(path: Path) -> int:
+    try:
+        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def python_stacks(pid: int) -> tuple[str, str]:
+    """Return a process's stacks as faulthandler would write them, by py-spy, which pauses it for a moment; or '' and why not."""
+    tool = shutil.which("py-spy")
+    if tool is None:
+        return "", "py-spy is not installed: without it no stack is known (pip install py-spy)"
+    try:
+        done = subprocess.run(
+            [tool, "dump", "--json", "--pid", str(pid)], text=True, capture_output=True, timeout=DUMP_S, check=False
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return "", f"py-spy gave nothing: {type(error).__name__}"
+    threads = parse(done.stdout)
+    if done.returncode or not isinstance(threads, list):
+        said = done.stderr.strip().splitlines()
+        return "", f"py-spy could not look: {said[-1][:200] if said else 'no reason given'}"
+    return as_dump(threads), ""
+
+
+def as_dump(threads: list[Any]) -> str:
+    """Return py-spy's JSON in faulthandler's form; threads without frames, and what is no thread, are left out."""
+    parts = []
+    for thread in threads:
+        frames = thread.get("frames") if isinstance(thread, dict) else None
+        if not isinstance(frames, list) or not frames:
+            continue
+        kind = "Current thread" if thread.get("thread_name") == "MainThread" else "Thread"
+        lines = [f"{kind} 0x{int(thread.get('thread_id') or 0):016x} (most recent call first):"]
+        lines += [
+            f'  File "{f.get("filename")}", line {f.get("line")} in {f.get("name")}'
+            for f in frames
+            if isinstance(f, dict)
+        ]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+@dataclass
+class Unaided:
+    """Looks at the ranks of a job again and again. ``pids`` by rank."""
+
+    pids: Mapping[int, int]
+    world_size: int
+    finding: Finding | None = None
+    problems: tuple[str, ...] = ()
+    _still_since: dict[int, float] = field(default_factory=dict)
+    _stacks: dict[int, str] = field(default_factory=dict)
+    _shares: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank is left."""
+        return all(look_at(pid) is None for pid in self.pids.values())
+
+    def look(self) -> None:
+        """Look twice, `APART_S` seconds apart."""
+        before = {rank: (look_at(pid), python_stacks(pid)[0]) for rank, pid in self.pids.items()}
+        began = time.monotonic()
+        time.sleep(APART_S)
+        after = {rank: (look_at(pid), *python_stacks(pid)) for rank, pid in self.pids.items()}
+        elapsed = time.monotonic() - began
+        self.problems = tuple(dict.fromkeys(why for *_, why in after.values() if why))
+        facts: dict[int, dict[str, Any]] = {}
+        for rank, (now, stacks, _) in after.items():
+            then, earlier = before[rank]
+            if then is None or now is None:
+                continue
+            facts[rank] = difference(then, now, elapsed)
+            self._shares[rank] = facts[rank]["cpu_share"]
+            moves = stacks != earlier or facts[rank]["main_cpu_share"] >= 0.5
+            self._still_since[rank] = began if moves or rank not in self._still_since else self._still_since[rank]
+            if moves:
+                self._still_since.pop(rank)
+            self._stacks[rank] = stacks
+        self.finding = self._ask(facts, {rank: now for rank, (now, *_) in after.items()})
+
+    def _ask(self, facts: Mapping[int, dict[str, Any]], now: Mapping[int, ProcessState | None]) -> Finding | None:
+        """Return what the rules make of ranks that are where they were; None where all of them move."""
+        still = [rank for rank in facts if rank in self._still_since]
+        if not still:
+            return None
+        with tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-") as scratch:
+            folder = Path(scratch)
+            job = Job(nodeid="a job", folder=scratch, world_size=self.world_size, backend="")
+            (folder / "job.json").write_text(json.dumps(job.to_json()), encoding="utf-8")
+            for rank, state in facts.items():
+                (folder / f"rank{rank}").mkdir()
+                (folder / f"rank{rank}" / "stacks.txt").write_text(self._stacks.get(rank, ""), encoding="utf-8")
+                note_process(folder / "host.jsonl", rank, state)
+            waited = time.monotonic() - min(self._still_since[rank] for rank in still)
+            moved = [rank for rank in facts if rank not in still]
+            append_line(folder / "host.jsonl", {
+                "event": "standing", "time": time.time(), "stood_still_s": 0.0 if moved else waited, "waits_s": waited,
+                "moved": bool(moved), "moved_ranks": moved,
+            })  # fmt: skip
+            found = suspect(with_sources(load(folder)))
+        return found and replace(found, certain=False, confidence=round(LESS * found.confidence, 2))
+
+    def lines(self) -> list[str]:
+        """One line per rank, the suspicion where there is one, and what this view lacks."""
+        found = []
+        for rank, pid in self.pids.items():
+            inner = next(
+                (line.strip() for line in self._stacks.get(rank, "").splitlines() if line.startswith("  File")), ""
+            )
+            since = self._still_since.get(rank)
+            state = "moves" if since is None else f"still for {time.monotonic() - since:.0f} s"
+            found.append(f"rank {rank}  pid {pid}  {state}  {100 * self._shares.get(rank, 0.0):.0f}% CPU  {inner}")
+        if self.finding is not None:
+            f = self.finding
+            where = f" at {f.where}" if f.where else ""
+            found.append(
+                f"suspicion ({f.confidence:.0%} sure): {f.cause} on {describe_ranks(f.ranks, self.world_size)}{where}: {f.reason}"
+            )
+        found += [
+            *self.problems,
+            "by /proc and py-spy alone; with NSA_TRACE_DIR=DIR the job leaves evidence of collectives and phases",
+        ]
+        return [visible(line) for line in found]
+
+
+def watch_unaided(pid: int, *, once: bool) -> int:
+    """Follow a job that leaves no evidence; 0 when nothing seems wrong at the end, 1 when something does, 2 where it is no job."""
+    pids = ranks_of(pid)
+    if not pids:
+        return 2
+    job = Unaided(pids, max(int(environment_of(pid).get("WORLD_SIZE") or 1), max(pids) + 1))
+    try:
+        while True:
+            job.look()
+            print("\n".join(job.lines()), flush=True)
+            if once or job.is_over:
+                break
+            time.sleep(AGAIN_S)
+    except KeyboardInterrupt:
+        pass
+    return int(job.finding is not None)

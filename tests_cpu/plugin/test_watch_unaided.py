@@ -1,0 +1,106 @@
+"""`pytest-nsa watch PID` of a job that leaves no evidence: /proc, and py-spy where it is installed, show what there is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.cli.main import main
+from pytest_nsa.cli.unaided import as_dump, ranks_of
+from pytest_nsa.evidence.stacks import parse_dump
+
+WAITS = """
+import sys, time
+
+def save():
+    time.sleep(1000)
+
+open(sys.argv[1], "w").close()
+save()
+"""
+HANGS = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+
+def save():
+    open(sys.argv[1], "w").close()
+    time.sleep(1000)
+
+if dist.get_rank() == 1:
+    save()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start two ranks of a program, each with the variables that a launcher sets, and wait until rank 1 is where it stalls."""
+    (tmp_path / "job.py").write_text(request.param)
+    there = tmp_path / "there"
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(40000 + os.getpid() % 20000)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "job.py", str(there)], cwd=tmp_path, env={**os.environ, **variables, "RANK": str(rank)}
+        )
+        for rank in (0, 1)
+    ]
+    while not there.exists():
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.02)
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+
+
+@pytest.mark.parametrize("job", [WAITS], indirect=True)
+def test_ranks_are_found_by_their_variables_and_shown_by_proc(
+    job: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # without py-spy
+    assert ranks_of(job[1].pid) == {0: job[0].pid, 1: job[1].pid}
+    assert main(["watch", str(job[1].pid), "--once"]) == 1
+    out = capsys.readouterr().out
+    assert f"rank 1  pid {job[1].pid}  still for" in out
+    assert "py-spy is not installed: without it no stack is known" in out
+    assert "by /proc and py-spy alone" in out
+    assert main(["watch", str(os.getpid()), "--once"]) == 2  # no rank
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy")
+@pytest.mark.parametrize("job", [HANGS], indirect=True)
+def test_the_rank_that_others_wait_for_is_named_with_its_line(
+    job: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", str(job[0].pid), "--once"]) == 1
+    out = capsys.readouterr().out
+    assert "suspicion (56% sure): sleeping on rank 1 at" in out
+    assert "job.py:9 in save: rank 1 sleeps; rank 0 waited for it" in out
+
+
+def test_stacks_of_py_spy_are_read_as_a_dump() -> None:
+    """As py-spy 0.4 writes them; what is no thread is passed over."""
+    frames = [
+        {"name": "save", "filename": "/home/me/job.py", "line": 3},
+        {"name": "<module>", "filename": "/home/me/job.py", "line": 8},
+    ]
+    threads = [
+        {"thread_name": "MainThread", "thread_id": 7, "frames": frames},
+        {"thread_name": "x", "frames": []},
+        None,
+    ]
+    (stack,) = parse_dump(as_dump(threads))
+    assert stack.is_main
+    assert [frame.describe() for frame in stack.frames] == [
+        "/home/me/job.py:3 in save",
+        "/home/me/job.py:8 in <module>",
+    ]
