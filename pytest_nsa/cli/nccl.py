@@ -103,9 +103,8 @@ def describe(before: list[Communicator], now: list[Communicator]) -> list[str]:
         for operation, calls, ranks in communicator.behind():
             place = communicator.places.get(ranks[0], "") if len(ranks) == 1 else ""
             verb = "is" if len(ranks) == 1 else "are"
-            lines.append(
-                f"{name}: {number_ranks(ranks)}{f' ({place})' if place else ''} {verb} {calls} {operation} behind, and nothing moves"
-            )
+            who = number_ranks(ranks) + (f" ({place})" if place else "")
+            lines.append(f"{name}: {who} {verb} {calls} {operation} behind, and nothing moves")
     return [visible(line) for line in lines]
 
 
