@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace.events import where_there_is_room
+from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
@@ -36,6 +37,7 @@ class Checksums:
         self._called: list[weakref.ref[torch.nn.Module]] = []  # since the last backward, each once
         self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
         self._has_updated = False
+        self._unchecked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # updated while nothing was reduced
 
     def called(self, root: torch.nn.Module) -> None:
         """A module is called, from outside any other, to be trained."""
@@ -48,6 +50,11 @@ class Checksums:
         for root in _alive(self._called):
             for ddp in _wrappers_in(root):
                 if _keeps_equal(ddp):
+                    if (
+                        ddp in self._unchecked
+                    ):  # what is reduced now was computed with the parameters that local steps left
+                        self._unchecked.discard(ddp)
+                        self._write("parameter", step, ddp, ddp)
                     self._write("gradient", step, ddp, ddp)
         for reference in self._called:
             _add(self._trained, reference)
@@ -61,6 +68,8 @@ class Checksums:
             for ddp in inside:
                 if _keeps_equal(ddp):
                     self._write("parameter", step, ddp, ddp)
+                else:
+                    self._unchecked.add(ddp)
             wrapper = None if inside else _wrapper_of(root)
             if wrapper is not None and _keeps_equal(wrapper):
                 self._write("unwrapped", step, root, wrapper)
@@ -82,7 +91,7 @@ class Checksums:
             self._count += 1
             self._models[root] = self._count
         record: dict[str, object] = {
-            "kind": kind, "step": step, "model": self._models[root], "ranks": ranks, "norms": values,
+            "kind": kind, "step": step, "model": self._models[root], "ranks": ranks, "norms": values, "site": call_site(),
         }  # fmt: skip
         if is_new:
             record["names"] = [name for name, _ in kept]

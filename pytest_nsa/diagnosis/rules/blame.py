@@ -45,6 +45,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     cause, why = kind_of(_before(evidence, culprits[0], mine), mine, other, parted)
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
+    if cause == "skipped_collective" and all(_is_on_its_way(evidence, r, entered[r], other) for r in culprits):
+        cause, why = "extra_collective", "which comes before the others' call in its rounds"
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
@@ -52,6 +54,18 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
+
+
+def _is_on_its_way(evidence: Evidence, rank: int, at: Collective, other: Collective) -> bool:
+    """Return whether a rank has made the others' call as often, since it was last at the line where it is, as in the round before:
+    it has not passed it this time.
+    """
+    lines = [c.site for c in _before(evidence, rank, at)]
+    here = [i for i, line in enumerate(lines) if line == at.site]
+    if len(here) < 2:
+        return False
+    then, now = lines[here[-2] : here[-1]].count(other.site), lines[here[-1] :].count(other.site)
+    return 0 < then <= now
 
 
 def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:

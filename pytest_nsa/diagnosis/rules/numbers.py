@@ -113,16 +113,30 @@ def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...]
 
 def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> Finding | None:
     """Find the first tensor of a model that differs between its ranks."""
-    names: list[str] = []
-    for records in zip(*streams.values(), strict=False):
-        by_rank = dict(zip(streams, records, strict=True))
-        names = records[0].get("names", names)
-        if len({(r["kind"], len(r["norms"])) for r in records}) > 1:
-            return None  # other steps on other ranks: nothing can be compared
-        index = _first_difference(by_rank)
-        if index is not None:
-            return _diverged(evidence, by_rank, index, names)
+    names: list[str] = next((r["names"] for r in next(iter(streams.values()), []) if "names" in r), [])
+    # Ranks reduce gradients together: between two reductions each may have updated its parameters, or not.
+    parts = {rank: _between_reductions(records) for rank, records in streams.items()}
+    for part in zip(*parts.values(), strict=False):
+        if len({tuple((r["kind"], len(r["norms"])) for r in records) for records in part}) > 1:
+            part = tuple(records[:1] for records in part)  # a step that some ranks left out shows in the next one
+            if len({tuple((r["kind"], len(r["norms"])) for r in records) for records in part}) > 1:
+                return None  # other models on other ranks: nothing can be compared
+        for records in zip(*part, strict=False):
+            by_rank = dict(zip(streams, records, strict=True))
+            index = _first_difference(by_rank)
+            if index is not None:
+                return _diverged(evidence, by_rank, index, names)
     return None
+
+
+def _between_reductions(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the records in parts that each begin with reduced gradients; the first one may begin otherwise."""
+    parts: list[list[dict[str, Any]]] = []
+    for record in records:
+        if record["kind"] == "gradient" or not parts:
+            parts.append([])
+        parts[-1].append(record)
+    return parts
 
 
 def _first_difference(records: Mapping[int, dict[str, Any]]) -> int | None:
@@ -154,6 +168,7 @@ def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: 
     return Finding(
         cause="silent_divergence",
         ranks=ranks,
+        where=records[ranks[0]].get("site", ""),  # where it was seen
         module=name.rpartition(".")[0],
         reason=f"{_WHAT[first['kind']]} {name} differ between ranks from step {first['step']} on (L2 norms: {shown})",
         certain=True,
