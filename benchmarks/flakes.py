@@ -26,8 +26,8 @@ from figures import environment
 ROOT = Path(__file__).resolve().parents[1]
 # Name, number of runs, command, and whether other programs keep the cores busy.
 PLAN: tuple[tuple[str, int, tuple[str, ...], bool], ...] = (
-    ("quick", 20, ("quick",), False),
     ("test", 1, ("test",), False),
+    ("quick", 20, ("quick",), False),
     ("test, busy cores", 2, ("test",), True),
     ("test, -n 4", 1, ("test", "WORKERS=4"), False),
     ("test, random order", 1, ("test", "ARGS=-p randomly"), False),

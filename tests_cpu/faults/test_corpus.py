@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training",
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
+    "runs", "waits", "meshes", "silent",
 )  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def test_the_verdict(
     assert verdict.failed
 
 
-HEALTHY = ("healthy", "healthy_services", "healthy_training")
+HEALTHY = ("healthy", "healthy_services", "healthy_training", "healthy_unseen")
 
 
 def healthy_tests(module: str) -> list[str]:

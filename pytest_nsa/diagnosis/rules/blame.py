@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of
@@ -57,15 +58,11 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
 
 
 def _is_on_its_way(evidence: Evidence, rank: int, at: Collective, other: Collective) -> bool:
-    """Return whether a rank has made the others' call as often, since it was last at the line where it is, as in the round before:
-    it has not passed it this time.
-    """
-    lines = [c.site for c in _before(evidence, rank, at)]
-    here = [i for i, line in enumerate(lines) if line == at.site]
-    if len(here) < 2:
-        return False
-    then, now = lines[here[-2] : here[-1]].count(other.site), lines[here[-1] :].count(other.site)
-    return 0 < then <= now
+    """Return whether a rank is, as in an earlier round, between the call that it made last and the others' call: not past that."""
+    sites = [c.site for c in _before(evidence, rank, at)]
+    visits = [site for site, _ in itertools.groupby(sites)]  # several calls of one line are one visit to it
+    rounds = zip(visits, visits[1:], visits[2:], strict=False)
+    return bool(visits) and visits[-1] != other.site and (visits[-1], at.site, other.site) in rounds
 
 
 def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:

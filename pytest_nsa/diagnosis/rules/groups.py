@@ -30,6 +30,13 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     if made_alone is not None:
         makers, call = made_alone
         who = describe_ranks(makers, evidence.job.world_size)
+        absent = tuple(r.rank for r in evidence.ranks if r.rank not in makers)
+        if len(makers) > len(absent):  # every rank has to make it, members or not: the few that do not are the odd ones
+            return _finding(
+                evidence, "init_timeout", absent, call.site,
+                f"{describe_ranks(absent, evidence.job.world_size)} did not make group {call.note} at {call.site}: every rank "
+                "has to, its members or not, and later groups have other numbers",
+            )  # fmt: skip
         others = "; ".join(f"rank {r} makes group {c.note}" for r, c in sorted(making.items()) if r not in makers)
         return _finding(
             evidence, "init_timeout", makers, call.site,
