@@ -22,7 +22,10 @@ BACKENDS = ("gloo", "nccl")
 TRACES = ("grads", "module_bwd", "ddp_buckets")
 RANK_FIXTURES = ("ddp", "fsdp", "group")
 DEFAULT_WORLD_SIZE = 2
-MAX_WORLD_SIZE = 64
+# A process per rank: 64 anywhere, more where there are cores and memory for them.
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+_OF_A_RANK = 200 << 20  # bytes, its own
+MAX_WORLD_SIZE = max(64, min(4096, 16 * (os.cpu_count() or 1), _MEMORY // _OF_A_RANK))
 
 
 class LayerRange(str):

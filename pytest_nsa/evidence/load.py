@@ -105,7 +105,8 @@ def _read_rank(
     events = [
         e
         for e in events
-        if e["time"] <= woken or e["event"] in ("warning", "left_running", "left_thread", "quit_debugger")
+        if e["time"] <= woken
+        or e["event"] in ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")
     ]
     done = next((e for e in events if e["event"] == "done"), None)
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
@@ -152,6 +153,7 @@ def _read_rank(
         notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
+        left_handlers=tuple((e["what"], e["where"], e["call"]) for e in events if e["event"] == "left_handler"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
         gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0),

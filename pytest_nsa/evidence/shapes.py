@@ -88,6 +88,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "parameters": {"names": _list_of(is_text), "modules?": _list_of(is_text)},
     "warning": {"category?": is_text, "message?": is_text},
     "left_thread": {"name": is_text, "where": is_text},
+    "left_handler": {"what": is_text, "where": is_text, "call": is_text},
     "left_running": {"command": is_text},
     "parallel": {"kind": is_text},
     "anomaly": {"kind": is_text, "step": _int},

@@ -85,6 +85,7 @@ class RankEvidence:
     warnings: tuple[dict[str, Any], ...]
     left_running: tuple[str, ...]
     left_threads: tuple[tuple[str, str], ...]
+    left_handlers: tuple[tuple[str, str, str], ...]
     quit_debugger: bool
     gone: float
     anomalies: tuple[dict[str, Any], ...]

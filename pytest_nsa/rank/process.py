@@ -95,6 +95,7 @@ class RankProcess:
         self._arm_stack_dumps(folder)
 
         from nsa.trace.frames import add_user_file
+        from nsa.trace.handlers import forget, install, lasting_handlers
         from nsa.trace.session import installed
         from nsa.trace.threads import lasting_threads
         from nsa.trace.training import record_models
@@ -103,6 +104,8 @@ class RankProcess:
         record(folder, event="start", pid=os.getpid(), notes=self.notes, machine=machine(on_gpu=on_gpu))
         session = installed()
         add_user_file(job.body)
+        install()
+        forget()
         session.begin(
             folder,
             self.number,
@@ -133,6 +136,8 @@ class RankProcess:
         session.end(SETTLE_S if job.stay else 0.0)
         for name, place in lasting_threads():
             record(folder, event="left_thread", name=name, where=place)
+        for what, place, call in lasting_handlers(job.body):
+            record(folder, event="left_handler", what=what, where=place, call=call)
         for command in end_leftovers():
             record(folder, event="left_running", command=command)
         record(folder, event="done", passed=passed)

@@ -145,6 +145,9 @@ def warn_again(item: pytest.Item, evidence: Evidence) -> None:
         for name, where in rank.left_threads:
             text = f"rank {rank.rank} left the thread {name} at {where}: it is no daemon: a process of torchrun would wait for it"
             found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
+        for what, where, call in rank.left_handlers:
+            text = f"rank {rank.rank} left {what} at {where}, which calls {call}: a process of torchrun would wait in it for others"
+            found["", "", text, str(item.path), (item.reportinfo()[1] or 0) + 1] = pytest.PytestWarning
     for (_, _, text, filename, line), kind in found.items():
         message = warnings.WarningMessage(text, kind, filename, line)
         item.ihook.pytest_warning_recorded.call_historic(

@@ -182,7 +182,7 @@ def test_launch_gives_the_verdict_to_read(launch: Launch) -> None:
 def test_launch_refuses_what_ranks_could_not_find(launch: Launch) -> None:
     with pytest.raises(ValueError, match="must be at the top level of its module"):
         launch(lambda: None)
-    with pytest.raises(ValueError, match=r"world_size=0\): must be from 1 to 64"):
+    with pytest.raises(ValueError, match=r"world_size=0\): must be from 1 to "):
         launch(body_that_fails, world_size=0)
     with pytest.raises(ValueError, match="must be below the test's own timeout of 180 s"):
         launch(body_that_fails, timeout=200)

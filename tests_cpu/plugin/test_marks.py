@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_nsa.marks import RULES, LayerRange
+from pytest_nsa.marks import MAX_WORLD_SIZE, RULES, LayerRange
 from pytest_nsa.testing import HEADER, run_example
 
 
@@ -21,7 +21,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("mark", "fixture", "message"),
     [
-        ("world_size(0)", "group", "world_size(0): must be from 1 to 64 ranks, as in world_size(2)"),
+        ("world_size(0)", "group", f"world_size(0): must be from 1 to {MAX_WORLD_SIZE} ranks, as in world_size(2)"),
         ("world_size('2')", "group", "world_size('2'): takes one whole number of ranks, as in world_size(2)"),
         ("backend('mpi')", "group", "backend('mpi'): 'mpi' must be one of gloo, nccl, as in backend('gloo')"),
         ("branch('foo')", "branch", "branch('foo'): 'foo' must be one of cmp, sel, win, as in branch('sel')"),

@@ -266,7 +266,7 @@ def test_a(group, n):
 def test_wrong_marks_are_reported_under_xdist(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, "@world_size(0)\ndef test_a(group): pass\n", "-n2")
     assert result.returncode == 1
-    assert "world_size(0): must be from 1 to 64 ranks" in result.stdout
+    assert "world_size(0): must be from 1 to " in result.stdout
 
 
 def test_a_zygote_that_dies_costs_one_test(pytester: pytest.Pytester) -> None:
