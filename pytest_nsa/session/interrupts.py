@@ -7,11 +7,12 @@ being written none does. The exit code is 128 + the signal's number; Ctrl-C keep
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from types import FrameType
 
 import pytest
@@ -29,7 +30,8 @@ class Signals:
             False  # under an outer launcher all processes get the signal: the leader ends the test, and then the others
         )
         self._deferred_since = 0.0
-        self._is_interrupted = self._writes = False
+        self._is_interrupted = self._writes = self._is_held = False
+        self._pending = 0  # the signal that came while a verdict was written
         self._before: dict[int, object] = {}
 
     def take(self) -> None:
@@ -47,6 +49,9 @@ class Signals:
             self.ended_by = self.ended_by or number
         if self._writes or self._is_interrupted or self._is_deferred(number):
             return
+        if self._is_held:
+            self._pending = number
+            return
         self._is_interrupted = True
         raise KeyboardInterrupt(signal.Signals(number).name if number != signal.SIGINT else "")
 
@@ -61,6 +66,18 @@ class Signals:
             again.daemon = True
             again.start()
         return now - self._deferred_since < DEFER_S
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Write a verdict: a signal that comes meanwhile interrupts behind it, so that no test which has ended is without one."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            if self._pending:
+                number, self._pending = self._pending, 0
+                self._end(number, None)
 
     def goes_on(self) -> None:
         """A test begins: whatever was interrupted before, a test of it has caught."""

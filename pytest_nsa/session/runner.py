@@ -21,8 +21,9 @@ from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.bisect import bisect
-from pytest_nsa.session.conclude import Recorder, conclude, write_verdict
+from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
+from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
 from pytest_nsa.session.masking import mask_files
 from pytest_nsa.session.needs import Needs, needs_of
@@ -99,7 +100,7 @@ class RankRunner:
             job = replace(self.attachment.local(job), reuse="", stay=False)
         keep = bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
         try:
-            verdict, evidence = self._run(item.session, job, keep=keep)
+            verdict, evidence = self._run(item.session, job, keep=keep, record=tried is None)
         finally:
             if not job.stay:
                 self.resources.release()
@@ -111,17 +112,19 @@ class RankRunner:
             found = bisect(item, lambda other: self.run_item(item, timeout, values, other)[0])
             if found:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {found}")
-                write_verdict(folder, verdict)
-        self.recorder.add(folder, verdict)
+                self.recorder.replace(folder, verdict)
+        if self.attachment is not None:
+            self.recorder.add(folder, verdict)
         if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)
         return verdict, evidence
 
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
         """Run a function for the fixture `launch`; its folder has been made."""
-        return self._run(session, job, keep=True)[0]
+        return self._run(session, job, keep=True, record=False)[0]
 
-    def _run(self, session: pytest.Session, job: Job, *, keep: bool) -> tuple[Verdict, Evidence]:
+    def _run(self, session: pytest.Session, job: Job, *, keep: bool, record: bool) -> tuple[Verdict, Evidence]:
+        """Run a job to its verdict; with ``record`` in the run's list at once, unless other processes have a say in it."""
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
@@ -144,7 +147,11 @@ class RankRunner:
                 append_line(folder / "host.jsonl", stop)
             self.recorder.add(folder, self._conclude(folder, keep=True)[0])
             raise
-        return self._conclude(folder, keep=keep)
+        with self.config.stash[signals_key].held():
+            verdict, evidence = self._conclude(folder, keep=keep)
+            if record and self.attachment is None:
+                self.recorder.add(folder, verdict)
+        return verdict, evidence
 
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
