@@ -13,6 +13,7 @@ Importing this imports neither torch nor anything that needs it.
 
 from __future__ import annotations
 
+from pytest_nsa.cases import OnRanks
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.host_fixtures import host_fixture
 from pytest_nsa.marks import (
@@ -34,6 +35,7 @@ from pytest_nsa.session.outcome import Outcome
 
 __all__ = [
     "LayerRange",
+    "OnRanks",
     "Outcome",
     "Verdict",
     "backend",

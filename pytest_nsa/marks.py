@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ BACKENDS = ("gloo", "nccl")
 TRACES = ("grads", "module_bwd", "ddp_buckets")
 RANK_FIXTURES = ("ddp", "fsdp", "group")
 DEFAULT_WORLD_SIZE = 2
+_SIZE = "ranks_of_world_size"  # the parameter of a test that runs on several numbers of ranks
 # A process per rank: 64 anywhere, more where there are cores and memory for them.
 _MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _OF_A_RANK = 200 << 20  # bytes, its own
@@ -45,9 +45,12 @@ class LayerRange(str):
         return self
 
 
-def world_size(n: int) -> pytest.MarkDecorator:
-    """Run the test's body on n ranks, each a fresh process in one process group."""
-    return pytest.mark.world_size(n)
+def world_size(*n: int, group: str | None = "made") -> pytest.MarkDecorator:
+    """Run the test's body on n ranks, each a fresh process in one process group; several numbers make a test each.
+
+    With ``group=None`` they are in none: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the test makes its own.
+    """
+    return pytest.mark.world_size(*n) if group is not None else pytest.mark.world_size(*n, group=None)
 
 
 def backend(name: str) -> pytest.MarkDecorator:
@@ -104,10 +107,19 @@ def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single
     return None
 
 
+def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
+    """Return the numbers of ranks that a mark names: world_size(2), world_size(1, 2, 4), or other suites' world_size([1, 2, 4])."""
+    first = mark.args[0] if len(mark.args) == 1 else None
+    return tuple(first) if isinstance(first, list | tuple) else mark.args
+
+
 def _check_world_size(mark: pytest.Mark) -> str | None:
-    if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int:
-        return "takes one whole number of ranks, as in world_size(2)"
-    if not 1 <= mark.args[0] <= MAX_WORLD_SIZE:
+    sizes = sizes_of(mark)
+    if mark.kwargs not in ({}, {"group": None}):
+        return "takes numbers of ranks and group=None, as in world_size(2) or world_size(2, group=None)"
+    if not sizes or any(type(size) is not int for size in sizes):
+        return "takes one whole number of ranks, as in world_size(2), or several, which make a test each"
+    if not all(1 <= size <= MAX_WORLD_SIZE for size in sizes):
         return f"must be from 1 to {MAX_WORLD_SIZE} ranks, as in world_size(2)"
     return None
 
@@ -260,18 +272,48 @@ def not_for_ranks(item: pytest.Item) -> Iterator[str]:
     fixtures = getattr(item, "fixturenames", ())
     if not is_ranked(item):
         return
-    if not isinstance(item, pytest.Function) or isinstance(getattr(item, "instance", None), unittest.TestCase):
-        yield f"{where}: unittest.TestCase methods and doctests cannot run on ranks: write a plain test function or class"
+    if not isinstance(item, pytest.Function):
+        yield f"{where}: doctests cannot run on ranks: write a test function, or a method of a class"
+    elif makes_its_own_group(item) and any(name in fixtures for name in RANK_FIXTURES):
+        yield f"{where}: takes a fixture of the ranks' group, and world_size(..., group=None) makes none: take one of the two out"
     elif "launch" in fixtures:
         yield f"{where}: takes 'launch', which runs on the host, and runs on ranks itself: take one of the two out"
 
 
+def of_another_plugin(item: pytest.Item) -> Iterator[str]:
+    """A sentence for a test that requests ranks, and that another plugin runs in this process alone: on no ranks, it would pass."""
+    if is_ranked(item) and isinstance(item, pytest.Function):
+        path, line, _ = item.reportinfo()
+        yield (
+            f"{path}:{(line or 0) + 1}: {item.name}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
+            "take its mark off, and call asyncio.run(...) in a plain function, or use anyio's"
+        )
+
+
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Several values in branch() or gc_range() make several tests."""
+    """Several values in branch(), gc_range() or world_size() make several tests."""
+    sizes = metafunc.definition.get_closest_marker("world_size")
+    if sizes is not None and len(sizes_of(sizes)) > 1 and _check_world_size(sizes) is None:
+        metafunc.fixturenames.append(_SIZE)
+        metafunc.parametrize(_SIZE, sizes_of(sizes), ids=[f"{size}-ranks" for size in sizes_of(sizes)])
     for name in ("branch", "gc_range"):
         mark = metafunc.definition.get_closest_marker(name)
         if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:
             metafunc.parametrize(name, mark.args, indirect=True)
+
+
+def size_of(item: pytest.Item, default: int) -> int:
+    """Return how many ranks a test runs on; ``default`` where its marks name no number."""
+    chosen = getattr(getattr(item, "callspec", None), "params", {}).get(_SIZE)
+    mark = item.get_closest_marker("world_size")
+    sizes = (chosen,) if chosen is not None else sizes_of(mark) if mark is not None else ()
+    return sizes[0] if sizes else default
+
+
+def makes_its_own_group(item: pytest.Item) -> bool:
+    """Return whether a test's ranks are in no group until it makes one."""
+    mark = item.get_closest_marker("world_size")
+    return mark is not None and mark.kwargs == {"group": None}
 
 
 def is_ranked(item: pytest.Item) -> bool:

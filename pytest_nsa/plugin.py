@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import hookspecs, marks, settings
 from pytest_nsa.diagnosis.decision import Decision, decide
@@ -21,10 +22,9 @@ from pytest_nsa.session import outer_hooks
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
-    RankedFunction,
+    Ranked,
     folder_key,
     make_ranked,
-    refuse_marks,
     runner_key,
     timeout_key,
     verdict_key,
@@ -41,6 +41,7 @@ __all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", 
 # What the reports were written from, for the closing lines in the terminal.
 entries_key = pytest.StashKey[list[Entry]]()
 decision_key = pytest.StashKey[Decision]()
+problem_key = pytest.StashKey[str]()  # what is wrong with a test's marks; '' for nothing
 unwritten_key = pytest.StashKey[str]()
 
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
@@ -101,9 +102,11 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    problems = [problem for item in items for problem in (*marks.wrong_marks(item), *marks.not_for_ranks(item))]
-    if problems:
-        refuse_marks(session, items, "\n".join(dict.fromkeys(problems)))
+    # Their collector asks no hook for the methods of a TestCase.
+    items[:] = [make_ranked(i) if type(i) is TestCaseFunction and marks.is_ranked(i) else i for i in items]
+    for item in items:
+        foreign = () if isinstance(item, Ranked) else marks.of_another_plugin(item)
+        item.stash[problem_key] = "\n".join((*marks.wrong_marks(item), *marks.not_for_ranks(item), *foreign))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -147,11 +150,11 @@ def _only_lists(config: pytest.Config) -> bool:
 
 
 def _needs_ranks(item: pytest.Item) -> bool:
-    return _is_for_ranks(item) and not _lacks_gpu(item) and not why_no_ranks()
+    return _is_for_ranks(item) and not item.stash.get(problem_key, "") and not _lacks_gpu(item) and not why_no_ranks()
 
 
 def _is_for_ranks(item: pytest.Item) -> bool:
-    return isinstance(item, RankedFunction) or "launch" in getattr(item, "fixturenames", ())
+    return isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ())
 
 
 def _lacks_gpu(item: pytest.Item) -> str:
@@ -177,6 +180,8 @@ def _lacks_gpu_memory(item: pytest.Item, mark: pytest.Mark) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.stash.get(problem_key, ""):  # it alone: the others of the session run
+        pytest.fail(item.stash[problem_key], pytrace=False)
     reason = _lacks_gpu(item)
     if reason:
         pytest.skip(reason)
@@ -196,7 +201,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """pytest-timeout's clock for tests on ranks is ours: it bounds the ranks, not the host that waits for them."""
     item.stash[timeout_key] = settings.timeout
-    return True if isinstance(item, RankedFunction) else None
+    return True if isinstance(item, Ranked) else None
 
 
 @pytest.hookimpl(wrapper=True)

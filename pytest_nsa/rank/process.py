@@ -47,7 +47,9 @@ class RankProcess:
         store: Path,
         items: Mapping[str, pytest.Item],
         control: Channel | None = None,
+        port: int = 0,
     ) -> None:
+        self.port = port  # for a group that a test makes by itself: MASTER_PORT
         self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
         self.device = "cpu"
         self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
@@ -151,6 +153,8 @@ class RankProcess:
         os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
         if self.spec.only < 0:  # else the outer launcher has set them
             os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n)
+            if self.port:
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
@@ -179,6 +183,9 @@ class RankProcess:
             self.device = f"cuda:{local % torch.cuda.device_count()}"
             torch.cuda.set_device(self.device)
         dist.set_debug_level_from_env()
+        if not self.spec.backend:  # world_size(2, group=None): the test makes its own
+            self._has_joined = True
+            return
         store = self._store()
         dist.init_process_group(
             self.spec.backend,

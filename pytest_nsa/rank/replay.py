@@ -126,6 +126,13 @@ def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
     factory.mktemp = mktemp
 
 
+def _torch_s_skip(error: BaseException) -> str:
+    """Return why torch's own decorators skip a test (skip_if_lt_x_gpu, requires_nccl, ...): they exit with a code of their own."""
+    module = sys.modules.get("torch.testing._internal.common_distributed")
+    skips = getattr(module, "TEST_SKIPS", {}) if isinstance(error, SystemExit) else {}
+    return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]
+
+
 class RankRecorder:
     """Writes down each exception and report of the test the moment it is known, before teardown can hang."""
 
@@ -146,15 +153,20 @@ class RankRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield  # in which pytest takes over what a TestCase has caught
         if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value
-            if isinstance(error, pytest.skip.Exception):
+            reason = _torch_s_skip(error)
+            if reason:
+                record(self.ctx.folder, event="skipped", reason=reason, **origin(error))
+                report.outcome, report.longrepr = "skipped", reason
+            elif isinstance(error, pytest.skip.Exception):
                 record(self.ctx.folder, event="skipped", reason=str(error.msg), **origin(error))
             elif isinstance(error, pytest.xfail.Exception):
                 record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
                 record_exception(self.ctx.folder, error, call.when)
-        return (yield)
+        return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

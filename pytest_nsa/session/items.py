@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
+from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
@@ -56,8 +57,10 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -
     return type("RankFailure", bases, {})(verdict, report)
 
 
-class RankedFunction(pytest.Function):
-    """On the host `setup` makes the host's fixtures and `runtest` launches; in a rank both are pytest's own."""
+class Ranked(pytest.Function):
+    """A test whose body runs on ranks. On the host `setup` makes the host's fixtures and `runtest` launches; in a rank both are
+    pytest's own.
+    """
 
     def setup(self) -> None:
         if current_rank() is not None:
@@ -155,30 +158,24 @@ def warn_again(item: pytest.Item, evidence: Evidence) -> None:
         )
 
 
-class WrongMarks(pytest.Item):
-    """Stands for all tests on an xdist worker, where a UsageError would end in silence."""
-
-    message = ""
-
-    def runtest(self) -> None:
-        pytest.fail(self.message, pytrace=False)
-
-    def reportinfo(self) -> tuple[Path, None, str]:
-        return self.path, None, "wrong marks"
+class RankedFunction(Ranked):
+    """A function or a method."""
 
 
-def refuse_marks(session: pytest.Session, items: list[pytest.Item], message: str) -> None:
-    """End the session before anything runs, with ``message``: a UsageError, or on an xdist worker one failing item."""
-    items.clear()  # nothing is started for a session that ends here
-    if not hasattr(session.config, "workerinput"):
-        raise pytest.UsageError(message)
-    item = WrongMarks.from_parent(session, name="wrong-marks")
-    item.message = message
-    items.append(item)
+class RankedTestCase(Ranked, TestCaseFunction):
+    """A method of a unittest.TestCase: setUp, tearDown, setUpClass and clean-ups run in each rank."""
+
+    def teardown(self) -> None:
+        if current_rank() is not None:  # the host has set nothing up
+            super().teardown()
 
 
-def make_ranked(item: pytest.Function) -> RankedFunction:
-    """Return the ranked form of a collected function, marks and parameters kept."""
+def make_ranked(item: pytest.Function) -> Ranked:
+    """Return the ranked form of a collected function or method of a TestCase, marks and parameters kept."""
+    if isinstance(item, TestCaseFunction):
+        case = RankedTestCase.from_parent(item.parent, name=item.name, callobj=item.obj)
+        case.own_markers, case.keywords = item.own_markers, item.keywords
+        return case
     ranked = RankedFunction.from_parent(
         item.parent,
         name=item.name,

@@ -20,6 +20,7 @@ from pytest_nsa.rank import coverage
 from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import end_groups_of_the_dead
 from pytest_nsa.system.prctl import die_with, kill_group
+from pytest_nsa.system.tcp import free_port
 from pytest_nsa.wire.files import write_atomically
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 from pytest_nsa.wire.protocols import LaunchError, UnfitError
@@ -138,6 +139,7 @@ class ColdLauncher:
 
     def start(self, job: Job) -> list[int]:
         self._ranks, self._reported = {}, set()
+        port = free_port()
         parent = os.getpid()
 
         def in_child() -> None:
@@ -148,7 +150,7 @@ class ColdLauncher:
             folder = job.rank_folder(rank)
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"
-            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json()}))
+            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "port": port}))
             with (folder / "output.log").open("ab") as log:
                 self._ranks[rank] = subprocess.Popen(
                     [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,

@@ -40,7 +40,7 @@ class Needs:
 def needs_of(item: pytest.Item, settings: Settings) -> Needs:
     """Return what a test on ranks needs."""
     default = marks.DEFAULT_WORLD_SIZE if settings.outer is None else settings.outer.world_size
-    world_size = marks.value(item, "world_size", default)
+    world_size = marks.size_of(item, default)
     gpu = item.get_closest_marker("gpu")
     gpus = 0 if gpu is None else gpu.kwargs.get("count") or min(world_size, settings.gpus)
     on_gpu = gpu is not None and not settings.fake_gpus
@@ -51,7 +51,9 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         gpus = cores = 0
     return Needs(
         world_size=world_size,
-        backend=marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
+        backend=""
+        if marks.makes_its_own_group(item)
+        else marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
         device="cuda" if on_gpu else "cpu",
         gpus=gpus,
         share_gpus=gpu is not None and gpu.kwargs.get("share", False),

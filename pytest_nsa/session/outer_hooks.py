@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa import marks
-from pytest_nsa.session.items import RankedFunction, runner_key
+from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import needs_of
 from pytest_nsa.settings import settings_key
 from pytest_nsa.system.room import private_folder
@@ -61,7 +61,7 @@ class AttachedHooks:
         """Tests that run on no ranks are the leader's alone."""
         runner = item.config.stash[runner_key]
         leads = runner.attachment is None or runner.attachment.leads
-        return None if leads or isinstance(item, RankedFunction) else True
+        return None if leads or isinstance(item, Ranked) else True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -29,7 +29,9 @@ class ColdSession:
         code = EXIT_FAILED
         try:
             _seed_alike(job.seed)
-            rank = RankProcess(data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items))
+            rank = RankProcess(
+                data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items), None, data["port"]
+            )
             code = rank.run(job)
         finally:
             sys.stdout.flush()

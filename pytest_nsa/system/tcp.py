@@ -1,9 +1,10 @@
-"""Bytes that wait in a process's TCP sockets: received and not read, written and not acknowledged. Reading disturbs no process."""
+"""Bytes that wait in a process's TCP sockets, received and not read, or written and not acknowledged; and a port that is free."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
 
 _INODE = re.compile(r"socket:\[(\d+)\]")
@@ -35,3 +36,13 @@ def socket_queues(pid: int) -> dict[str, int]:
                 sent, _, received = cells[4].partition(":")
                 count, unsent, unread = count + 1, unsent + int(sent, 16), unread + int(received, 16)
     return {"fds": len(entries), "sockets": count, "unread_bytes": unread, "unsent_bytes": unsent}
+
+
+def free_port() -> int:
+    """Return a port of this machine's loopback interface that nobody listens on now; 0 where there is no such interface."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return 0
+        return int(probe.getsockname()[1])

@@ -11,7 +11,7 @@ from pytest_nsa.testing import HEADER, run_example
 def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
-        "world_size(n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
+        "world_size(*n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
         "static_graph", "gpu(count=None, share=False, memory=None)", "reuse", "cores(n)", "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
@@ -47,27 +47,38 @@ def test_a_wrong_mark_is_refused_with_file_and_line(
 ) -> None:
     pytester.makepyfile(test_wrong=f"import pytest\n\n@pytest.mark.{mark}\ndef test_it({fixture}): pass\n")
     result = pytester.runpytest_inprocess()
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    error = result.stderr.str()
-    assert f"test_wrong.py:3: test_it: {message}" in error
+    result.assert_outcomes(errors=1)
+    assert f"test_wrong.py:3: test_it: {message}" in result.stdout.str()
     assert not (pytester.path / "artifacts").exists()
 
 
-def test_all_wrong_marks_are_reported_at_once(pytester: pytest.Pytester) -> None:
+def test_what_cannot_run_is_an_error_of_its_own_and_the_others_run(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import pytest\n@pytest.mark.world_size(0)\ndef test_a(): pass\n@pytest.mark.branch('x')\ndef test_b(branch): pass\n"
-    )
-    error = pytester.runpytest_inprocess().stderr.str()
-    assert "test_a: world_size(0)" in error
-    assert "test_b: branch('x')" in error
-
-
-def test_testcase_methods_are_refused(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        "import pytest, unittest\nclass TestIt(unittest.TestCase):\n    @pytest.mark.world_size(2)\n    def test_a(self): pass\n"
+        "@pytest.mark.world_size('two')\ndef test_c(): pass\ndef test_d(): pass\n"
     )
     result = pytester.runpytest_inprocess()
-    assert "unittest.TestCase methods and doctests cannot run on ranks" in result.stderr.str()
+    result.assert_outcomes(errors=3, passed=1)
+    error = result.stdout.str()
+    assert "test_a: world_size(0)" in error
+    assert "test_b: branch('x')" in error
+    assert "test_c: world_size('two'): takes one whole number of ranks, as in world_size(2), or several" in error
+
+
+@pytest.mark.parametrize("form", ["1, 3", "[1, 3]"], ids=["several", "a list, as other suites have it"])
+def test_several_numbers_of_ranks_make_a_test_each(pytester: pytest.Pytester, form: str) -> None:
+    source = f"""
+    @pytest.mark.world_size({form})
+    @pytest.mark.parametrize("x", [5])
+    def test_it(group, x):
+        assert x == 5
+        print("ranks:", group.world_size, dist.get_world_size())
+    """
+    result = run_example(pytester, source, "-v", "-s")
+    assert result.outcomes == {"passed": 2}
+    assert "test_it[5-1-ranks]" in result.stdout or "test_it[1-ranks-5]" in result.stdout
+    assert "ranks: 3 3" in result.stdout
+    assert "ranks: 1 1" in result.stdout
 
 
 def test_marks_set_values_and_parametrize(pytester: pytest.Pytester) -> None:

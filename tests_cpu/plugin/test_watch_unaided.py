@@ -17,12 +17,12 @@ from pytest_nsa.cli.unaided import as_dump, ranks_of
 from pytest_nsa.evidence.stacks import parse_dump
 
 WAITS = """
-import sys, time
+import os, sys, time
 
 def save():
     time.sleep(1000)
 
-open(sys.argv[1], "w").close()
+open(sys.argv[1] + os.environ["RANK"], "w").close()
 save()
 """
 HANGS = """
@@ -32,9 +32,9 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 
 def save():
-    open(sys.argv[1], "w").close()
     time.sleep(1000)
 
+open(sys.argv[1] + os.environ["RANK"], "w").close()
 if dist.get_rank() == 1:
     save()
 dist.all_reduce(torch.ones(1))
@@ -43,7 +43,7 @@ dist.all_reduce(torch.ones(1))
 
 @pytest.fixture
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start two ranks of a program, each with the variables that a launcher sets, and wait until rank 1 is where it stalls."""
+    """Start two ranks of a program, each with the variables that a launcher sets, and wait until both are where they stall."""
     (tmp_path / "job.py").write_text(request.param)
     there = tmp_path / "there"
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(40000 + os.getpid() % 20000)}
@@ -53,7 +53,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subproc
         )
         for rank in (0, 1)
     ]
-    while not there.exists():
+    while not all(Path(f"{there}{rank}").exists() for rank in (0, 1)):
         assert all(rank.poll() is None for rank in ranks)
         time.sleep(0.02)
     yield ranks
@@ -84,7 +84,7 @@ def test_the_rank_that_others_wait_for_is_named_with_its_line(
     assert main(["watch", str(job[0].pid), "--once"]) == 1
     out = capsys.readouterr().out
     assert "suspicion (56% sure): sleeping on rank 1 at" in out
-    assert "job.py:9 in save: rank 1 sleeps; rank 0 waited for it" in out
+    assert "job.py:8 in save: rank 1 sleeps; rank 0 waited for it" in out
 
 
 def test_stacks_of_py_spy_are_read_as_a_dump() -> None:
