@@ -5,8 +5,8 @@
 Every fault of the modules `MODULES` of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s. Times to
 announcement and to verdict are counted from when the ranks stalled. Then two ranks make 1,000 healthy steps with both cores busy:
 any announcement there is a false alarm. ``--tools`` runs the same functions on ranks without this plugin: as torch leaves them
-(its own time limit 8 s), with TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier after them, and inside a test with
-pytest-timeout alone (6 s).
+(its own time limit 8 s), with TORCH_DISTRIBUTED_DEBUG=DETAIL, with a monitored_barrier after them, inside a test with
+pytest-timeout alone (6 s), and with what the field looks at: torch's flight recorder and analyzer, its debug server, py-spy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from figures import keep
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MODULES = ("groups", "loops", "order", "ranks", "standing", "training")
+MODULES = (
+    "groups", "loops", "order", "ranks", "standing", "training", "pipelines", "wrapped", "services", "trainers", "data", "byhand",
+    "upkeep", "limits", "later", "runs", "waits", "meshes", "silent",
+)  # fmt: skip
 TOOL_LIMIT_S = 14
 HEALTHY = """
 import subprocess, sys
@@ -95,11 +98,15 @@ def healthy(folder: Path) -> dict[str, Any]:
     }
 
 
-def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
-    """Run a fault on bare ranks: whether they end by themselves, after how long, and whether their output names the culprit."""
+def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[str, Any]:
+    """Run a fault on bare ranks: whether they end by themselves, after how long, whether the output singles the culprit out, and
+    whether it shows the line that our verdict names (``line``, '' where it names none).
+    """
     debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if mode == "DETAIL" else {}
+    debug |= {"TORCH_FR_BUFFER_SIZE": "2000"} if mode in ("recorder", "debug") else {}
     command = [sys.executable, str(HERE / "peers" / "bare_fault.py"), module, name, mode]
     folder = tempfile.mkdtemp()
+    debug["FR_FOLDER"] = folder
     if mode == "pytest-timeout":
         test = Path(folder) / "test_fault.py"
         test.write_text(f"import subprocess\ndef test_fault():\n    assert subprocess.call({command!r}) == 0\n")
@@ -131,7 +138,9 @@ def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        shutil.rmtree(folder, ignore_errors=True)
+    if mode == "recorder":
+        text = analyze(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     culprit = expected.ranks[0]
     said = [
         line for line in text.splitlines() if re.search(rf"\branks?:? ?{culprit}\b", line, re.I) and "exit" not in line
@@ -139,19 +148,30 @@ def tool(module: str, name: str, expected: Any, mode: str) -> dict[str, Any]:
     return {
         "ended": ended, "seconds": time.perf_counter() - started, "names_rank": bool(said),
         "crashed": "SIGSEGV" in text, "silent": ended and process.returncode == 0,
+        "shows_line": bool(line) and re.search(rf"planted_{module}\.py(:|\", line ){line}\b", text) is not None,
     }  # fmt: skip
 
 
-def compare_tools(all_faults: list[tuple[str, str, Any]], workers: int) -> dict[str, Any]:
+def analyze(folder: str) -> str:
+    """Return what torch's analyzer of flight recorder dumps prints, with the stacks that it has."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", folder, "-p", "trace_", "--allow-incomplete-ranks",
+         "--print_stack_trace", "-v"],
+        text=True, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def compare_tools(all_faults: list[tuple[str, str, Any, str]], workers: int) -> dict[str, Any]:
     """Return the totals of each mode over all faults."""
     found = {}
-    for mode in ("plain", "DETAIL", "monitored", "pytest-timeout"):
+    for mode in ("plain", "DETAIL", "monitored", "pytest-timeout", "recorder", "debug", "py-spy"):
         with ThreadPoolExecutor(workers) as pool:
             results = list(pool.map(lambda f, mode=mode: tool(*f, mode), all_faults))  # type: ignore[misc]
         found[mode] = {
             "faults": len(results), "ended_by_themselves": sum(r["ended"] for r in results),
             "name_the_rank": sum(r["names_rank"] for r in results), "crashed": sum(r["crashed"] for r in results),
-            "exit_code_0": sum(r["silent"] for r in results),
+            "exit_code_0": sum(r["silent"] for r in results), "show_the_line": sum(r["shows_line"] for r in results),
             "median_s_of_those_that_ended": statistics.median([r["seconds"] for r in results if r["ended"]] or [0.0]),
         }  # fmt: skip
     return found
@@ -175,7 +195,7 @@ def main() -> None:
             folder = Path(name) / module
             folder.mkdir()
             expected = faults(module)
-            every += [(module, test, planted) for test, planted in expected.items()]
+            lines = {}
             for test, verdict, told in run_corpus(module, folder, arguments.workers):
                 planted = expected[test]
                 matrix[planted.cause, verdict["cause"] or verdict["outcome"]] += 1
@@ -184,6 +204,9 @@ def main() -> None:
                 if told is not None:
                     announced.append(told)
                 verdict_after.append(verdict["stood_still_s"] + verdict["time_to_verdict_s"])
+                found = re.match(r"test_planted\.py:(\d+) ", verdict["where"])
+                lines[test] = found[1] if found is not None else ""
+            every += [(module, test, planted, lines.get(test, "")) for test, planted in expected.items()]
         (Path(name) / "healthy").mkdir()
         calm = healthy(Path(name) / "healthy")
     figures: dict[str, Any] = {

@@ -1,15 +1,23 @@
-"""A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [monitored]
+"""A planted fault on forked ranks without this plugin: what torch alone makes of it. Usage: bare_fault.py MODULE TEST [MODE]
 
-With ``monitored`` the ranks meet in a monitored_barrier when the function has ended.
+With ``monitored`` the ranks meet in a monitored_barrier when the function has ended. After `LOOK_S` seconds: with ``recorder``
+each rank dumps torch's flight recorder into the folder FR_FOLDER; with ``debug`` the pages of torch's debug server are fetched;
+with ``py-spy`` every rank's stacks are dumped.
 """
 
 import importlib
 import inspect
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
+import urllib.request
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,14 +26,51 @@ import torch.distributed as dist
 
 from pytest_nsa.fixtures import DDP, FSDP, Group
 
+LOOK_S = 6.0  # before torch's own limit of 8 s
 
-def body(rank: int, world_size: int, store: str, function: object, *, monitored: bool) -> int:
+
+def dump_recorder(rank: int) -> None:
+    """Dump the flight recorder after a while, as a user's watchdog would: from a thread, which needs the interpreter's lock."""
+    time.sleep(LOOK_S)
+    Path(os.environ["FR_FOLDER"], f"trace_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+
+
+def look(mode: str, pids: list[int], port: int) -> None:
+    """Print what a tool shows of the ranks that are there after a while."""
+    time.sleep(LOOK_S)
+    if mode == "debug":
+        for page in ("stacks", "pyspy_dump", "fr_trace"):
+            try:
+                print(
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/{page}", timeout=4)
+                    .read()
+                    .decode(errors="replace"),
+                    flush=True,
+                )
+            except OSError as error:
+                print(f"{page}: {error}", flush=True)
+    for pid in pids if mode == "py-spy" else ():
+        tool = shutil.which("py-spy")
+        if tool is not None and Path(f"/proc/{pid}/stat").exists():
+            done = subprocess.run(
+                [tool, "dump", "--pid", str(pid)], text=True, capture_output=True, timeout=6, check=False
+            )
+            print(f"-- process {pids.index(pid)}\n{done.stdout}", flush=True)
+
+
+def body(rank: int, world_size: int, store: str, function: object, mode: str, port: int) -> int:
     """One rank; its exit code."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=8)
     )
+    if mode == "recorder":
+        threading.Thread(target=dump_recorder, args=(rank,), daemon=True).start()
+    if mode == "debug":
+        from torch.distributed.debug import start_debug_server
+
+        start_debug_server(port=port)
     common = {"rank": rank, "world_size": world_size, "device": "cpu", "backend": "gloo"}
     made = {
         "group": Group(**common), "ddp": DDP(**common, static_graph=False), "fsdp": FSDP(**common, version=2),
@@ -33,7 +78,7 @@ def body(rank: int, world_size: int, store: str, function: object, *, monitored:
     }  # fmt: skip
     try:
         function(**{name: made[name] for name in inspect.signature(function).parameters})  # type: ignore[operator, arg-type]
-        if monitored:
+        if mode == "monitored":
             dist.monitored_barrier(timeout=timedelta(seconds=4), wait_all_ranks=True)
     except BaseException:
         traceback.print_exc()
@@ -45,16 +90,19 @@ if __name__ == "__main__":
     function = getattr(importlib.import_module(f"tests_cpu.faults.planted_{sys.argv[1]}"), sys.argv[2])
     world_size = next(mark.args[0] for mark in function.pytestmark if mark.name == "world_size")
     with tempfile.TemporaryDirectory() as folder:
+        mode = sys.argv[3] if len(sys.argv) > 3 else ""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1")
         pids = []
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
-                code = body(
-                    rank, world_size, os.path.join(folder, "store"), function, monitored="monitored" in sys.argv
-                )
+                code = body(rank, world_size, os.path.join(folder, "store"), function, mode, port)
                 sys.stdout.flush()
                 os._exit(code)
             pids.append(pid)
+        threading.Thread(target=look, args=(mode, pids, port), daemon=True).start()
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     for rank, code in enumerate(codes):
         print(f"process {rank} ended with {signal.Signals(-code).name if code < 0 else code}", flush=True)
