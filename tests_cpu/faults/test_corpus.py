@@ -46,7 +46,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 
 
 # In make test: modules with evidence of each kind. Each module is a session of its own, which takes seconds to start.
-SAMPLED = ("ranks", "standing")
+SAMPLED = ("standing",)
 # Together they take minutes of the cores' time: for make slow.
 HEAVY = (
     "test_a_compile_that_takes_long", "test_one_rank_is_slow", "test_a_module_with_sixty_thousand_autograd_nodes",

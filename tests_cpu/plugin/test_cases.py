@@ -67,7 +67,8 @@ def test_a_unittest_case_runs_on_ranks_with_all_that_belongs_to_it(pytester: pyt
     assert "Unexpected success" in failed["test_unexpected"].reason
 
 
-def test_a_case_runs_under_xdist_and_from_cold_ranks(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("options", [("-n", "2"), pytest.param(("--ranks-launch=cold",), marks=pytest.mark.slow)])
+def test_a_case_runs_wherever_ranks_come_from(pytester: pytest.Pytester, options: tuple[str, ...]) -> None:
     source = """
     import unittest
 
@@ -75,8 +76,7 @@ def test_a_case_runs_under_xdist_and_from_cold_ranks(pytester: pytest.Pytester) 
         @world_size(2)
         def test_a(self): dist.barrier()
     """
-    assert run_example(pytester, source, "-n", "2").outcomes == {"passed": 1}
-    assert run_example(pytester, source, "--ranks-launch=cold").outcomes == {"passed": 1}
+    assert run_example(pytester, source, *options).outcomes == {"passed": 1}
 
 
 GROUP = """

@@ -96,6 +96,8 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], mom
         folder = next(iter(run.glob("*test_waits*")), run)
         if moment == "standing":
             return any(line["event"] == "standing" for line in read_lines(folder / "host.jsonl"))
+        if moment.endswith("board.bin"):  # the file is there, empty, before its rank is
+            return BoardReader(folder / moment).read() is not None
         return (folder / moment).exists()
 
     wait_until(session, seen)

@@ -11,7 +11,8 @@ from pytest_nsa.testing import HEADER, run_example
 def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
-        "world_size(*n)", "backend(name)", "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
+        "world_size(*n, group='made')", "backend(name)",
+        "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
         "static_graph", "gpu(count=None, share=False, memory=None)", "reuse", "cores(n)", "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text

@@ -66,14 +66,17 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subproc
 def test_ranks_are_found_by_their_variables_and_shown_by_proc(
     job: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")  # without py-spy
+    monkeypatch.setattr("shutil.which", lambda name: None)  # without py-spy
     assert ranks_of(job[1].pid) == {0: job[0].pid, 1: job[1].pid}
     assert main(["watch", str(job[1].pid), "--once"]) == 1
     out = capsys.readouterr().out
     assert f"rank 1  pid {job[1].pid}  still for" in out
     assert "py-spy is not installed: without it no stack is known" in out
     assert "by /proc and py-spy alone" in out
-    assert main(["watch", str(os.getpid()), "--once"]) == 2  # no rank
+    other = subprocess.Popen(["sleep", "1000"])  # this process itself may have a board, of another test
+    assert main(["watch", str(other.pid), "--once"]) == 2
+    other.kill()
+    other.wait()
 
 
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy")
