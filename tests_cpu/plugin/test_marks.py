@@ -130,7 +130,7 @@ def test_a(ddp, x, request):
     assert {m.name for m in request.node.iter_markers()} >= {"gpu", "static_graph", "world_size"}
 """
     )
-    pytester.runpytest_inprocess("--collect-only", "-q", "-m", "gpu and static_graph").stdout.fnmatch_lines(
+    pytester.runpytest_subprocess("--collect-only", "-q", "-m", "gpu and static_graph").stdout.fnmatch_lines(
         ["*test_a*1*"]
     )
 
