@@ -29,9 +29,9 @@ from pytest_nsa.fixtures import DDP, FSDP, Group
 LOOK_S = 6.0  # before torch's own limit of 8 s
 
 
-def dump_recorder(rank: int) -> None:
-    """Dump the flight recorder after a while, as a user's watchdog would: from a thread, which needs the interpreter's lock."""
-    time.sleep(LOOK_S)
+def dump_recorder(rank: int, after: float) -> None:
+    """Dump the flight recorder, as a user's watchdog would: from a thread, which needs the interpreter's lock."""
+    time.sleep(after)
     Path(os.environ["FR_FOLDER"], f"trace_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 
 
@@ -62,11 +62,11 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
     """One rank; its exit code."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=8)
-    )
+    # The debug server's pages come through the store that the launcher's variables name.
+    place = {"init_method": "env://"} if mode == "debug" else {"store": dist.FileStore(store, world_size)}
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=8), **place)  # type: ignore[arg-type]
     if mode == "recorder":
-        threading.Thread(target=dump_recorder, args=(rank,), daemon=True).start()
+        threading.Thread(target=dump_recorder, args=(rank, LOOK_S), daemon=True).start()
     if mode == "debug":
         from torch.distributed.debug import start_debug_server
 
@@ -83,6 +83,9 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
     except BaseException:
         traceback.print_exc()
         return 1
+    finally:
+        if mode == "recorder":
+            dump_recorder(rank, 0.0)
     return 0
 
 
@@ -91,9 +94,9 @@ if __name__ == "__main__":
     world_size = next(mark.args[0] for mark in function.pytestmark if mark.name == "world_size")
     with tempfile.TemporaryDirectory() as folder:
         mode = sys.argv[3] if len(sys.argv) > 3 else ""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1")
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            port, meets_at = one.getsockname()[1], other.getsockname()[1]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meets_at))
         pids = []
         for rank in range(world_size):
             pid = os.fork()
