@@ -64,6 +64,7 @@ def run(clone: Path, name: str, command: tuple[str, ...], *, busy: bool) -> dict
     return {
         "run": name, "exit_code": done.returncode, "tests": len(cases), "seconds": round(time.monotonic() - began, 1),
         "failed": [f"{c.get('classname')}::{c.get('name')}" for c in failed],
+        "messages": [str(found.get("message"))[:1500] for c in failed for found in (*c.iter("failure"), *c.iter("error"))],
         "last_lines": [] if done.returncode == 0 else done.stdout.splitlines()[-20:],
         "revision": revision(clone), "date": time.strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip
