@@ -27,6 +27,7 @@ def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_operators_are_registered_as_torch_asks() -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).requires_grad_()

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 # The checks of one process. Some change, for the rest of their process, how work is cut.
-QUICK = (("whole", "decoding", "rotary"),)
+QUICK = (("whole", "decoding"),)
 SLOW = (
     ("union",),
+    ("rotary",),
     ("window", "selection", "lists"),
     ("compression", "segments", "selected"),
     ("one_tile",),

@@ -100,10 +100,10 @@ def test_every_way_to_share_trains_as_one_process_does(group: Group, artifacts: 
             assert error < 100 * TOLERANCE, f"{name} is off by {error:.1e} after {STEPS} steps, {way}"
 
 
-SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("ddp", "average")]
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("ddp", "fsdp", "average")]
 
 
-@pytest.mark.parametrize("mode", ["fsdp", *SLOW_MODES])
+@pytest.mark.parametrize("mode", SLOW_MODES)
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path, mode: str) -> None:

@@ -74,6 +74,7 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_with_every_trace(tmp_path: Path) -> None:
     traces = {
         "NSA_TRACE_GRADS": "1",
