@@ -49,8 +49,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
 SAMPLED = ("standing",)
 # Together they take minutes of the cores' time: for make slow.
 HEAVY = (
-    "test_a_long_product", "test_a_compile_that_takes_long", "test_one_rank_is_slow", "test_a_module_with_sixty_thousand_autograd_nodes",
-    "test_a_long_compile_on_one_rank", "test_busy_cores", "test_long_python", "test_a_long_forward",
+    "test_a_long_product", "test_a_compile_that_takes_long", "test_one_rank_is_slow",
+    "test_a_module_with_sixty_thousand_autograd_nodes", "test_a_long_compile_on_one_rank", "test_busy_cores",
+    "test_long_python", "test_a_long_forward",
 )  # fmt: skip
 
 
