@@ -157,7 +157,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "rank_exception"
     reason, where = _told(error)
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
-        where = last_seen(first_rank) or where  # raised by what the test uses, without a line of the test's own: at the test
+        where = last_seen(first_rank) or where  # no line of the test's own: at the test
     late = is_late(error.message)
     if late:
         reason += f"; {LATE_HINT}"
