@@ -292,10 +292,11 @@ def of_another_plugin(item: pytest.Item) -> Iterator[str]:
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Several values in branch(), gc_range() or world_size() make several tests."""
-    sizes = metafunc.definition.get_closest_marker("world_size")
-    if sizes is not None and len(sizes_of(sizes)) > 1 and _check_world_size(sizes) is None:
+    mark = metafunc.definition.get_closest_marker("world_size")
+    sizes = sizes_of(mark) if mark is not None and _check_world_size(mark) is None else ()
+    if len(sizes) > 1:
         metafunc.fixturenames.append(_SIZE)
-        metafunc.parametrize(_SIZE, sizes_of(sizes), ids=[f"{size}-ranks" for size in sizes_of(sizes)])
+        metafunc.parametrize(_SIZE, sizes, ids=[f"{size}-ranks" for size in sizes])
     for name in ("branch", "gc_range"):
         mark = metafunc.definition.get_closest_marker(name)
         if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:

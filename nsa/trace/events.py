@@ -101,7 +101,7 @@ def origin(error: BaseException) -> dict[str, str]:
 
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
     """Append an exception with the innermost line of the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
     cause = error.__cause__ or error.__context__
     while cause is not None and len(chain) < MAX_CHAIN:
@@ -115,7 +115,7 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
         when=when,
         type=type(error).__name__,
         module=type(error).__module__,
-        message=message_of(error),
+        message=message,
         file=place.filename if place else "",
         line=place.lineno if place else 0,
         function=place.name if place else "",
@@ -125,5 +125,5 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
             f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
         ),
         chain=chain,
-        **({"network": network} if (network := unusable_network(message_of(error))) else {}),
+        **({"network": network} if (network := unusable_network(message)) else {}),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from pytest_nsa.wire.files import parse, read_bytes
 
 HEADER = 4096
+AFTER_LIMIT_S = 2.0  # for a call to end after its own limit (`BoardSnapshot.limit_time`)
 LARGEST = 16 << 20  # bytes of a board
 MOST = 1 << 16  # collectives that a board may hold
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure, waits_apart
 from pytest_nsa.monitor.patience import Past
 
@@ -17,7 +17,6 @@ QUIET_S = 0.2
 HELD_UP_S = 0.6  # between two looks, which are 0.05 s apart
 BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
-LIMIT_GRACE_S = 2.0  # for a call to end after its own limit
 
 
 @dataclass
@@ -139,7 +138,7 @@ class ProgressWatch:
     def ends_by_itself(self, within: float) -> bool:
         """Return whether a rank waits in a call with a limit of its own that comes within ``within`` seconds, or has just come."""
         now = time.time()
-        return any(now - LIMIT_GRACE_S < board.limit_time < now + within for board in self.boards.values())
+        return any(now - AFTER_LIMIT_S < board.limit_time < now + within for board in self.boards.values())
 
     def is_even(self) -> bool:
         """Return whether every rank has left each collective that it entered, and none of them differed."""

@@ -95,7 +95,7 @@ class RanksRun:
                 failed_at = now
             if failed_at and self._nothing_to_wait_for(now - failed_at):
                 return "failed"
-            if not self._has_limits_to_come(now - started):
+            if not self._has_limits_to_come():
                 if self.watch.has_departed():
                     return "departed"
                 if self._waits_for_the_finished():
@@ -105,9 +105,10 @@ class RanksRun:
                 return reason
         return ""
 
-    def _has_limits_to_come(self, elapsed: float) -> bool:
+    def _has_limits_to_come(self) -> bool:
         """Return whether a rank's wait ends by itself before the test does: until then it is no stall."""
-        return self.watch.ends_by_itself(self.limits.run - elapsed)
+        since = self.watch.running_since
+        return bool(since) and self.watch.ends_by_itself(self.limits.run - (time.monotonic() - since))
 
     def _past_limits(self, started: float, now: float) -> str:
         since = self.watch.running_since
@@ -126,8 +127,8 @@ class RanksRun:
     def _look_closer(self) -> None:
         """At a stall: record what the processes do, and let the rules make a suspicion of it."""
         waited = self.watch.longest_wait
-        ends = self._has_limits_to_come(time.monotonic() - self.watch.running_since)
-        if self.suspect is None or not self.watch.running_since or waited < GRACE_S or ends:
+        moves = waited < GRACE_S or self._has_limits_to_come()
+        if self.suspect is None or not self.watch.running_since or moves:
             self.standing.reset()
             self.suspicion = None
             self._beats = {}

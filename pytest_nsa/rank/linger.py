@@ -11,9 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_nsa.evidence.board import read_numbers
+from pytest_nsa.evidence.board import AFTER_LIMIT_S, read_numbers
 
-AFTER_S = 2.0  # beyond the limit
 POLL_S = 0.02
 SETTLED_S = 0.2  # in one call: a collective that is only begun is left within it
 
@@ -29,7 +28,7 @@ def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
         boards = [read_numbers(folder / "board.bin") for folder in folders]
         others = {int(b["pid"]): b for b in boards if b and b["phase"] != done and _lives(int(b["pid"]))}
         for pid, board in others.items():
-            call = 0.0 if board["limit_time"] + AFTER_S > time.time() else board["blocked_in"]
+            call = 0.0 if board["limit_time"] + AFTER_LIMIT_S > time.time() else board["blocked_in"]
             if waits.get(pid, (0.0, 0.0))[0] != call:
                 waits[pid] = (call, now)
         if not others or any(call and now - since > SETTLED_S for call, since in waits.values()):

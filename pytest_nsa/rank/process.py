@@ -71,10 +71,12 @@ class RankProcess:
         while job is not None:
             code = self._run(job)
             self._tell(op="finished", code=code, late=[m for m in LATE if m in sys.modules and m not in self._had])
-            if not job.stay:
-                others = [job.rank_folder(rank) for rank in range(job.world_size) if rank != self.number]
-                wait_for_others(others, PHASES.index("done"), job.timeout)
-            job = self._next_job() if job.stay else None
+            if job.stay:
+                job = self._next_job()
+                continue
+            others = [job.rank_folder(rank) for rank in range(job.world_size) if rank != self.number]
+            wait_for_others(others, PHASES.index("done"), job.timeout)
+            job = None
         return code
 
     def _tell(self, **message: object) -> None:

@@ -36,5 +36,14 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 def punch_hole(fd: int, start: int, length: int) -> bool:
     """Give a range of a file back to the file system; it reads as zeros. False where the file system cannot."""
-    offset, size = ctypes.c_int64(start), ctypes.c_int64(length)
-    return _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, size) == 0
+    return _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, start, length) == 0
+
+
+def set_aside(fd: int, length: int) -> int:
+    """Give a file space on the disk beyond its end, which stays where it is. Return 0, or the number of the error."""
+    return _fallocate(fd, _FALLOC_FL_KEEP_SIZE, 0, length)
+
+
+def _fallocate(fd: int, mode: int, start: int, length: int) -> int:
+    failed = _libc.fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(length)) != 0
+    return ctypes.get_errno() if failed else 0

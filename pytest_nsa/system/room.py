@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import resource
@@ -12,11 +11,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from pytest_nsa.system.prctl import set_aside
+
 NEEDED = 4 << 20  # bytes that a folder must have room for
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
 _UNLIMITED = 1 << 62
-_FALLOC_FL_KEEP_SIZE = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -61,10 +60,8 @@ def reserve(path: Path, size: int, *, keep_size: bool = False) -> None:
         size = min(size, largest_file())
         if not keep_size:
             os.posix_fallocate(fd, 0, size)
-        elif _libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
-            number = ctypes.get_errno()
-            if number in NO_ROOM:  # else a file system that knows no such thing
-                raise OSError(number, os.strerror(number), str(path))
+        elif (number := set_aside(fd, size)) in NO_ROOM:  # another error: a file system that knows no such thing
+            raise OSError(number, os.strerror(number), str(path))
     finally:
         os.close(fd)
 

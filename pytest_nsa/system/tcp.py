@@ -39,7 +39,7 @@ def socket_queues(pid: int) -> dict[str, int]:
 
 
 def free_port() -> int:
-    """Return a port of this machine's loopback interface that nobody listens on now; 0 where there is no such interface."""
+    """Return a port of this machine's loopback interface that no process listens on now; 0 where there is no such interface."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", 0))

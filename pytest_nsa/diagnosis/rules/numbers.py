@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_nsa.diagnosis.facts import exception_fact
@@ -117,9 +117,9 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
     # Ranks reduce gradients together: between two reductions each may have updated its parameters, or not.
     parts = {rank: _between_reductions(records) for rank, records in streams.items()}
     for part in zip(*parts.values(), strict=False):
-        if len({tuple((r["kind"], len(r["norms"])) for r in records) for records in part}) > 1:
+        if not _are_alike(part):
             part = tuple(records[:1] for records in part)  # a step that some ranks left out shows in the next one
-            if len({tuple((r["kind"], len(r["norms"])) for r in records) for records in part}) > 1:
+            if not _are_alike(part):
                 return None  # other models on other ranks: nothing can be compared
         for records in zip(*part, strict=False):
             by_rank = dict(zip(streams, records, strict=True))
@@ -127,6 +127,11 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
             if index is not None:
                 return _diverged(evidence, by_rank, index, names)
     return None
+
+
+def _are_alike(part: Sequence[list[dict[str, Any]]]) -> bool:
+    """Return whether the ranks have records of the same kinds and numbers of tensors."""
+    return len({tuple((r["kind"], len(r["norms"])) for r in records) for records in part}) == 1
 
 
 def _between_reductions(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
