@@ -27,10 +27,10 @@ def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
     while (now := time.monotonic()) - began < longest:
         boards = [read_numbers(folder / "board.bin") for folder in folders]
         others = {int(b["pid"]): b for b in boards if b and b["phase"] != done and _lives(int(b["pid"]))}
-        for pid, board in others.items():
-            call = 0.0 if board["limit_time"] + AFTER_LIMIT_S > time.time() else board["blocked_in"]
-            if waits.get(pid, (0.0, 0.0))[0] != call:
-                waits[pid] = (call, now)
+        calls = {
+            p: 0.0 if b["limit_time"] + AFTER_LIMIT_S > time.time() else b["blocked_in"] for p, b in others.items()
+        }
+        waits = {p: waits[p] if p in waits and waits[p][0] == call else (call, now) for p, call in calls.items()}
         if not others or any(call and now - since > SETTLED_S for call, since in waits.values()):
             return
         time.sleep(POLL_S)
