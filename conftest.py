@@ -54,6 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not is_left_out(item)]
 
 
+@pytest.hookimpl(optionalhook=True)  # -p no:nsa knows no such hook
 def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision | None:
     """Return the decision of the plan's tree, where scenarios of the plan were run."""
     return decide(verdicts) if is_of_the_plan(verdicts) else None

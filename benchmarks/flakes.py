@@ -1,7 +1,8 @@
 """How often the suite fails without a reason: `make quick` twenty times, `make test` five times, two of them on busy cores.
 
 It runs in a clone of HEAD, so that work may go on beside it, and adds each run to the file of results when it ends: after an
-interrupt it continues from there. ``--again`` starts from nothing; ``--most N`` ends after N runs.
+interrupt it continues from there. A run that failed stays in the file, and is run again. ``--again`` starts from nothing;
+``--most N`` ends after N runs.
 
     python benchmarks/flakes.py --json benchmarks/results/flakes.json
 """
@@ -92,7 +93,7 @@ def main() -> int:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         for name, times, command, busy in PLAN:
-            for _ in range(max(0, times - sum(r["run"] == name for r in runs))):
+            for _ in range(max(0, times - sum(r["run"] == name and not r["exit_code"] for r in runs))):
                 if not left:
                     break
                 left -= 1

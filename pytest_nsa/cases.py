@@ -5,12 +5,18 @@
     @world_size(2, group=None)
     class TestMine(OnRanks, MultiProcessTestCase): ...
 
-``MultiProcessTestCase`` of torch (also by way of DistributedTestBase and the like) starts a process per rank in setUp, and joins
-them; in front of it this mixin gives ``self.rank``, ``self.world_size`` and ``self.file_name`` of this rank, and starts none.
+``MultiProcessTestCase`` of torch (with DistributedTestBase, DTensorTestBase, FSDPTest and the like) starts a process per rank in
+setUp and joins them; ``MultiProcContinuousTest`` starts them once and sends them the names of tests. In front of either, this
+mixin gives ``self.rank``, ``self.world_size`` and ``self.file_name`` of this rank, and starts none: what their processes would
+have run, the base's own ``_run`` or ``_init_pg`` included, runs in the ranks.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,9 @@ from pytest_nsa.rank.context import RankContext, current_rank
 
 class OnRanks:
     """A mixin for unittest.TestCase. Its properties cannot be set: what a base assigns to them is passed over."""
+
+    task_queues: tuple[Any, ...] = ()
+    _is_in_run = False
 
     def _context(self) -> RankContext:
         context = current_rank()
@@ -54,8 +63,65 @@ class OnRanks:
     def file_name(self, value: Any) -> None:
         pass
 
+    # MultiProcessTestCase
+
     def _spawn_processes(self, *_: Any, **__: Any) -> None:
         """No-op: the ranks are there."""
 
     def _start_processes(self, *_: Any, **__: Any) -> None:
         """No-op, as above."""
+
+    def join_or_run(self, fn: Callable[[], Any]) -> Any:
+        """Wrap the test's method, where torch would join the processes: run what it starts them with, ``cls._run``.
+
+        ``_run`` makes a second instance, and calls ``run_test`` of it; bases override it to make their group.
+        """
+
+        @functools.wraps(fn)
+        def wrapper(self: OnRanks) -> None:
+            if self._is_in_run:
+                fn()
+                return
+            run: Any = getattr(type(self), "_run", None)
+            name = getattr(self, "_testMethodName", "")
+            try:
+                run(self.rank, name, self.file_name, None, fake_pg=getattr(self, "fake_pg", False))
+            except SystemExit as leaves:  # as a process ends that was started for one test
+                if leaves.code:
+                    raise
+
+        return types.MethodType(wrapper, self)
+
+    def run_test(self, test_name: str, parent_pipe: Any) -> None:
+        """Run the method in this process; its exceptions are this rank's, and go to no pipe."""
+        from torch.testing._internal import common_utils
+
+        common_utils.set_rng_seed()
+        self._is_in_run = True
+        getattr(self, test_name)()
+        if getattr(self, "destroy_pg_upon_exit", False):
+            _destroy_group()
+
+    # MultiProcContinuousTest
+
+    @classmethod
+    def _ensure_processes_spawned(cls) -> None:
+        """Make the group as its workers do; a fresh one for each test, where theirs live as long as the class."""
+        context = current_rank()
+        make_group = getattr(cls, "_init_pg", None)
+        if context is not None and make_group is not None:
+            make_group(context.rank, context.job.world_size, str(Path(context.job.folder) / "case_store"))
+
+    def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
+        @functools.wraps(fn)
+        def wrapper(self: OnRanks) -> None:
+            fn()
+            _destroy_group()  # after a failure it may wait for ranks that do not come
+
+        return types.MethodType(wrapper, self)
+
+
+def _destroy_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

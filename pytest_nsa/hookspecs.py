@@ -1,13 +1,26 @@
-"""Hooks that a downstream repository may implement, in a conftest.py or a plugin."""
+"""Hooks that a downstream repository may implement, in a conftest.py or a plugin.
+
+``examples/downstream/tests/conftest.py`` has one of each. In a conftest.py mark them ``@pytest.hookimpl(optionalhook=True)``, so
+that ``-p no:nsa`` finds nothing unknown. What an implementation gets wrong is reported; it costs no verdict and no report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_nsa.diagnosis.causes import Cause
 from pytest_nsa.diagnosis.decision import Decision
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import Fact, Finding, Verdict
+from pytest_nsa.evidence.values import Evidence
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CauseAndRule = tuple[Cause, Callable[[Evidence], Finding | None]]
 
 
 @pytest.hookspec(firstresult=True)
@@ -16,4 +29,54 @@ def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision | None:
 
     Called once, at the end of the session, by the process that writes the reports. Return None to leave it to others; the
     plugin's own decision reads the surest verdict first. The sentence heads SUMMARY.md, report.html and the closing lines.
+    """
+
+
+def pytest_nsa_causes(config: pytest.Config) -> Iterable[CauseAndRule] | None:
+    """Add causes to those that a verdict may name, each with the rule that finds it.
+
+    Called once per process that collects tests. A rule is given the evidence of a test that did not pass, and returns a `Finding`
+    of its cause, or None; it is asked before the plugin's own, and only for the verdict, never while the test runs. The mark
+    ``fails_as`` knows these causes too. ``pytest-nsa diagnose``, which loads no conftest.py, does not.
+    """
+
+
+def pytest_nsa_collect_evidence(folder: Path, pids: Mapping[int, int]) -> Iterable[Fact] | None:
+    """Add facts of a source of your own (a scheduler, a switch, a sidecar) to a test whose ranks are about to be stopped.
+
+    Called on the host while the ranks still stall. ``folder`` is the test's, for files; ``pids`` are the processes by rank. Facts
+    appear in `Evidence.told` for rules, and with the verdict. After 5 s the run goes on without them.
+    """
+
+
+def pytest_nsa_scenarios(config: pytest.Config) -> Mapping[str, str] | None:
+    """Return the table of a diagnostic plan: the names of its scenarios, and what a failure of each reads as ('' for nothing).
+
+    A mark ``scenario`` with another name is its test's error, and SUMMARY.md lists the scenarios that did not run.
+    """
+
+
+def pytest_nsa_environment(config: pytest.Config, rank: int, world_size: int) -> Mapping[str, str] | None:
+    """Return environment variables for a rank.
+
+    Called in each rank before its group is formed. What torch reads when it is imported (in the process that ranks are forked
+    from) must be in pytest's own environment. Those that number the ranks cannot be changed.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_nsa_wrap_model(
+    config: pytest.Config, model: nn.Module, parallel: str, device: str, options: dict[str, Any]
+) -> nn.Module | None:
+    """Wrap a model in place of ``ddp.wrap`` (``parallel='ddp'``) or ``fsdp.wrap`` ('fsdp'); None leaves it to them.
+
+    Called in a rank; ``options`` are those that the test gave.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_nsa_artifact_name(item: pytest.Item) -> str | None:
+    """Return the name of a test's folder of evidence; None for its id.
+
+    What a path cannot hold is replaced; equal names are numbered.
     """

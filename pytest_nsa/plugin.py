@@ -19,6 +19,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
+from pytest_nsa.session.extensions import extensions_key
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
@@ -44,6 +45,7 @@ decision_key = pytest.StashKey[Decision]()
 problem_key = pytest.StashKey[str]()  # what is wrong with a test's marks; '' for nothing
 unwritten_key = pytest.StashKey[str]()
 
+_PLAIN = (pytest.Function, TestCaseFunction)
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
 
@@ -73,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[runner_key] = RankRunner(
         config, resolved, RunFolder(root, worker.get("nsa_run"), resolved.folder_mode)
     )
+    config.stash[extensions_key] = config.stash[runner_key].extensions
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession
 
@@ -101,12 +104,19 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
     return make_ranked(collected) if type(collected) is pytest.Function and marks.is_ranked(collected) else collected
 
 
+@pytest.hookimpl(trylast=True)  # a conftest may have marked them in the same hook
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    # Their collector asks no hook for the methods of a TestCase.
-    items[:] = [make_ranked(i) if type(i) is TestCaseFunction and marks.is_ranked(i) else i for i in items]
+    # Nor does their collector ask a hook for the methods of a TestCase.
+    items[:] = [
+        make_ranked(i) if isinstance(i, pytest.Function) and type(i) in _PLAIN and marks.is_ranked(i) else i
+        for i in items
+    ]
+    extensions = session.config.stash[extensions_key]
+    extensions.take()
     for item in items:
         foreign = () if isinstance(item, Ranked) else marks.of_another_plugin(item)
-        item.stash[problem_key] = "\n".join((*marks.wrong_marks(item), *marks.not_for_ranks(item), *foreign))
+        wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *foreign)
+        item.stash[problem_key] = "\n".join(wrong)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -131,6 +141,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     if _wants_ranks(session):
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
+        runner.extensions.write_scenarios(runner.folder.path)
         runner.launcher.start(session, between_tests=True)
         runner.open_debugger()
         runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])

@@ -18,14 +18,15 @@ class Cause:
     true for causes that no model has part in. ``unmet`` is true where other ranks wait for a call that never comes, so that
     an abort among them is a consequence. ``at_work``: the rank computes, and may come yet: it is announced late, as what it is.
     ``retry``: whether it helps to run the same again: never for what the program does, once for what may pass, elsewhere for what
-    may lie with the machine. ``rules`` are 'module.function' of `rules/`.
+    may lie with the machine. ``rules`` are 'module.function' of `rules/`, none for a repository's own
+    cause (`pytest_nsa_causes`).
     """
 
     name: str
     chapter: str
     summary: str
     advice: str
-    rules: tuple[str, ...]
+    rules: tuple[str, ...] = ()
     outcome: Literal["", "FAIL", "CRASH", "SLOW"] = ""
     of_the_rank: bool = False
     unmet: bool = False

@@ -138,8 +138,8 @@ def _failure(rule: str, error: str, traceback: TracebackType | None = None) -> F
     return Fact(rank=NO_RANK, kind="rule_failed", file="", says=f"rule {rule} failed: {error}{at}")
 
 
-def diagnose(evidence: Evidence) -> Verdict:
-    """Return the verdict on a test's evidence."""
+def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
+    """Return the verdict on a test's evidence. ``more`` are a repository's own rules, which are asked first."""
     ranks, job = evidence.ranks, evidence.job
     common: dict[str, Any] = {
         "scenario": job.scenario, "reads_as": job.reads_as, "nodeid": job.nodeid,
@@ -154,8 +154,10 @@ def diagnose(evidence: Evidence) -> Verdict:
         if wrong is not None:
             return _from(wrong, job.root, outcome="FAIL", **common)
         return replace(_of_the_passed(evidence, common), evidence=failures)
-    found, failures = first_finding(RULES, evidence)
+    found, failures = first_finding((refused, *more, *RULES), evidence)
     finding = found or unknown(evidence, failures)
+    told = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, says=t.says) for t in evidence.told)
+    finding = replace(finding, facts=(*finding.facts, *told))
     if evidence.lost:
         stood = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
         finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{stood}")

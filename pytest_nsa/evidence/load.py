@@ -13,7 +13,7 @@ from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import has, is_number, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump
-from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence, Told
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -66,6 +66,9 @@ def load(folder: Path, *others: Path) -> Evidence:
         folder=folder,
         sources=sources,
         unread=tuple(unread),
+        told=tuple(
+            Told(rank=e["of"], kind=e["kind"], file=e["file"], says=e["says"]) for e in of_all if e["event"] == "told"
+        ),
         xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
     )
 

@@ -70,6 +70,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "gpus": {"gpus": _list_of(_map)},
     "xid": {"gpu": _int, "xid": _int},
     "gone": {"rank": _int},
+    "told": {"of": _int, "kind": is_text, "file": is_text, "says": is_text},
     "process": {
         "rank": _int, "state": is_text, "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
         "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,

@@ -153,6 +153,16 @@ class RankEvidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """A fact of a source of the repository's own; ``rank`` is -1 where it is not of one, ``file`` relative to the test's folder."""
+
+    rank: int
+    kind: str
+    file: str
+    says: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """What is known of a test on ranks. ``stop`` is why the host ended it, '' when all ranks ended by
     themselves; ``refused`` why no ranks could be started, ``lost`` why those that ran could be followed no longer."""
@@ -173,6 +183,7 @@ class Evidence:
     stopped_by: str = ""  # the signal that interrupted the session; '' for Ctrl-C
     unread: tuple[str, ...] = ()  # what could not be read, and why
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
+    told: tuple[Told, ...] = ()  # by the hook pytest_nsa_collect_evidence
 
     @property
     def was_ended_at_a_stall(self) -> bool:

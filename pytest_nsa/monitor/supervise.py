@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
@@ -35,6 +36,7 @@ class RanksRun:
     limits: Limits
     monitors: Sequence[Monitor] = ()
     suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far
+    more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of others, before the end
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -201,6 +203,8 @@ class RanksRun:
             absent = dump_native(pid, self.job.rank_folder(rank) / "native.txt") if pid else "it runs on another node"
             self._note("native", rank=rank, absent=absent)
         dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
+        for fact in self.more(self.folder, alive) if self.more is not None else ():
+            self._note("told", of=fact["rank"], kind=fact["kind"], file=fact["file"], says=fact["says"])
 
     def _kill(self) -> None:
         self._ended_by = self._ended_by or "cleanup"

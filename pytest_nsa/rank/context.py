@@ -23,6 +23,7 @@ class RankContext:
     device: str
     session: TraceSession
     notes: list[str]
+    config: pytest.Config | None = None
 
     @property
     def folder(self) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
     from nsa.trace.gradients import GradientTrace
     from nsa.trace.module_backward import ModuleBackwardTrace
+
+
+Ask = Callable[["nn.Module", str, dict[str, Any]], "nn.Module | None"]
+
+
+def _ask_nobody(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module | None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +46,13 @@ class DDP(Group):
     """A group whose models are wrapped in DistributedDataParallel."""
 
     static_graph: bool
+    ask: Ask = field(default=_ask_nobody, repr=False, compare=False)
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return ``model`` on this rank's device, in DDP. ``options`` are DDP's own; the mark static_graph sets its default."""
+        wrapped = self.ask(model, "ddp", options)
+        if wrapped is not None:
+            return wrapped
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +67,7 @@ class FSDP(Group):
     """A group whose models are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
 
     version: int
+    ask: Ask = field(default=_ask_nobody, repr=False, compare=False)
 
     def wrap(
         self,
@@ -69,6 +81,9 @@ class FSDP(Group):
 
         ``options`` are those of fully_shard or of FullyShardedDataParallel.
         """
+        wrapped = self.ask(model, "fsdp", options)
+        if wrapped is not None:
+            return wrapped
         from torch import nn
 
         model = model.to(self.device)
@@ -163,6 +178,21 @@ class Trace:
         return self._modules.not_reached()
 
 
+def _asking(ctx: RankContext) -> Ask:
+    """Return what asks the hook pytest_nsa_wrap_model."""
+    config = ctx.config
+    if config is None:
+        return _ask_nobody
+
+    def ask(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module | None:
+        wrapped: nn.Module | None = config.hook.pytest_nsa_wrap_model(
+            config=config, model=model, parallel=parallel, device=ctx.device, options=options
+        )
+        return wrapped
+
+    return ask
+
+
 def make_group(ctx: RankContext) -> Group:
     """Return the fixture `group` of a rank."""
     return Group(rank=ctx.rank, world_size=ctx.job.world_size, device=ctx.device, backend=ctx.job.backend)
@@ -170,12 +200,12 @@ def make_group(ctx: RankContext) -> Group:
 
 def make_ddp(ctx: RankContext) -> DDP:
     """Return the fixture `ddp` of a rank."""
-    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph)
+    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph, ask=_asking(ctx))
 
 
 def make_fsdp(ctx: RankContext) -> FSDP:
     """Return the fixture `fsdp` of a rank."""
-    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version)
+    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version, ask=_asking(ctx))
 
 
 def make_trace(ctx: RankContext) -> Trace:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
+NUMBERING = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
 SETTLE_S = 0.2  # before ranks that stay are taken for uneven
 # torch's own time limit must not come before ours: its message names no rank. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
@@ -54,6 +55,7 @@ class RankProcess:
         self.device = "cpu"
         self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
         self._has_joined = False
+        self._wrong: Exception | None = None  # with what a hook gave
         self._coverage_settings = coverage.settings_of_this_process()
         self._had = set(sys.modules).intersection(LATE)
 
@@ -124,10 +126,15 @@ class RankProcess:
         trace_log.folder = folder
         measuring = coverage.start(self._coverage_settings)
         try:
+            if self._wrong is not None:
+                raise self._wrong
             run = replay.prepare(job, self.items)
             session.board.text("line", run.place)
             self._join()
-            ctx = RankContext(rank=self.number, job=job, device=self.device, session=session, notes=self.notes)
+            config = next((item.config for item in self.items.values()), None)
+            ctx = RankContext(
+                rank=self.number, job=job, device=self.device, session=session, notes=self.notes, config=config
+            )
             become(ctx)
             session.board.phase("body")
             passed = run.body(ctx)
@@ -162,11 +169,27 @@ class RankProcess:
         if self.spec.cores:
             os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
         self.notes = []
+        self._add_environment()
         lowered = lower_detail(self.spec.backend)
         if lowered:
             self.notes.append(f"{lowered}; the ranks use INFO instead")
         elif not os.environ.get(VARIABLE):
             os.environ[VARIABLE] = "INFO"  # DDP's errors then name parameters, not indices
+
+    def _add_environment(self) -> None:
+        """A repository's own variables, by its hook; what is wrong with them is raised once the rank has a place for it."""
+        config = next((item.config for item in self.items.values()), None)
+        if config is None:
+            return
+        try:
+            given = config.hook.pytest_nsa_environment(config=config, rank=self.number, world_size=self.spec.world_size)
+            variables = {name: value for found in given for name, value in dict(found or {}).items()}
+            fixed = NUMBERING.intersection(variables)
+            if fixed:
+                raise ValueError(f"{', '.join(sorted(fixed))}: the plugin numbers the ranks; leave it out")
+            os.environ.update(variables)
+        except Exception as error:  # a conftest's own
+            self._wrong = RuntimeError(f"pytest_nsa_environment: {type(error).__name__}: {error}")
 
     def _join(self, *, forked_ahead: bool = False) -> None:
         """Choose the device and form the group, once. Raises RuntimeError where there is no GPU to use."""

@@ -63,7 +63,13 @@ def write_reports(
     write_environment(run, gpus)
     _write_lists(run, entries)
     env = parse(read_text(run / "env.json"))
-    text = summary.render(entries, decision, env if isinstance(env, dict) else {}, interrupted=interrupted)
+    text = summary.render(
+        entries,
+        decision,
+        env if isinstance(env, dict) else {},
+        interrupted=interrupted,
+        left_out=summary.not_run(run, entries),
+    )
     write_atomically(run / "SUMMARY.md", text)
     shown = step_summary()
     if shown is not None:

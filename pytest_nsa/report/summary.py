@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.report.plain import code, markdown
 from pytest_nsa.report.terminal import short_place
-from pytest_nsa.wire.files import read_lines
+from pytest_nsa.wire.files import parse, read_lines, read_text
 
 VERDICTS = "verdicts.jsonl"
+SCENARIOS = "scenarios.json"  # the table of the repository's plan, where it has one
 RETRY = {"never": "it will end the same way", "once": "it may have passed", "elsewhere": "on other machines"}
 
 
@@ -59,8 +60,17 @@ def decision_of(entries: list[Entry], decide: Decide = decide) -> Decision:
     return decide(everything)
 
 
-def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool) -> str:
-    """Return the text of SUMMARY.md."""
+def not_run(run: Path, entries: list[Entry]) -> list[str]:
+    """Return the scenarios of the plan's table that have no verdict in this run."""
+    table = parse(read_text(run / SCENARIOS))
+    ran = {entry.name for entry in entries}
+    return [name for name in table if name not in ran] if isinstance(table, dict) else []
+
+
+def render(
+    entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool, left_out: Sequence[str] = ()
+) -> str:
+    """Return the text of SUMMARY.md; ``left_out`` are scenarios that did not run."""
     out = [markdown(decision.sentence), ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
@@ -69,6 +79,8 @@ def render(entries: list[Entry], decision: Decision, env: dict[str, Any], *, int
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     out += [_row(entry) for entry in entries]
+    if left_out:
+        out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(left_out))}."]
     out += ["", "## Decision", "", f"**{_sentence_case(markdown(decision.action))}**", ""]
     out += [f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1)]
     failed = [entry for entry in entries if entry.verdict.failed]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.engine import Rule, diagnose
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
@@ -19,13 +19,16 @@ from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 
 
-def conclude(folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
-    """Diagnose a folder and write the verdict and the merged logs beside the evidence, unless it passed and is not kept."""
+def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
+    """Diagnose a folder and write the verdict and the merged logs beside the evidence, unless it passed and is not kept.
+
+    ``rules`` are a repository's own.
+    """
     began = time.time()
     evidence = load(folder)
     if not all(rank.passed for rank in evidence.ranks):
         evidence = with_sources(evidence)
-    verdict = diagnose(evidence)
+    verdict = diagnose(evidence, rules)
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
     if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))

@@ -28,19 +28,21 @@ def job_of(
     timeout: float,
     values: dict[str, Any],
     tried: dict[str, str] | None,
+    readings: Mapping[str, str],
     next_needs: Needs | None,
     debugger: str,
 ) -> Job:
     """Build the job of a collected test, whose evidence goes to ``folder``.
 
-    ``values`` are those of host fixtures, ``tried`` those of fixtures that a bisection tries. Ranks that are reused stay where the
+    ``values`` are those of host fixtures, ``tried`` those of fixtures that a bisection tries; ``readings`` has what a plan's table
+    reads failures of its scenarios as. Ranks that are reused stay where the
     next test needs the same (``next_needs``). ``debugger`` is the name of the socket that lends the terminal, '' for none.
     """
     name = scenario_of(item, tried)
     return Job(
         nodeid=plain_nodeid(item.nodeid),
         scenario=name,
-        reads_as=marks.option(item, "scenario", "reads_as", "") if name else "",
+        reads_as=marks.option(item, "scenario", "reads_as", readings.get(name, "")) if name else "",
         folder=str(folder),
         root=str(item.config.rootpath),
         timeout=timeout,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.bisect import bisect
 from pytest_nsa.session.conclude import Recorder, conclude
+from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
@@ -46,6 +47,7 @@ class RankRunner:
         self.config, self.settings, self.folder = config, settings, folder
         self.launcher = RunLauncher(config, settings, folder)
         self.recorder = Recorder(folder)
+        self.extensions = Extensions(config, folder.tell)
         self.resources = Resources(config, settings)
         self.next_item: pytest.Item | None = None
         self.attachment: Attachment | None = None
@@ -81,7 +83,8 @@ class RankRunner:
         nodeid, scenario = plain_nodeid(item.nodeid), scenario_of(item, tried)
         suffix = "".join(f"-{value.replace(':', '_')}" for value in (tried or {}).values())
         needs = needs_of(item, self.settings)
-        folder = self.folder.test_folder(scenario or safe_name(nodeid) + suffix, self._ranks_here(needs.world_size))
+        name = scenario or safe_name(self.extensions.name_of(item) or nodeid) + suffix
+        folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
             self.launcher.kill_ranks()  # that stayed for a test that did not come hold what this one is about to wait for
         job = job_of(
@@ -93,6 +96,7 @@ class RankRunner:
             timeout=timeout or self.settings.timeout,
             values=values,
             tried=tried,
+            readings=self.extensions.scenarios,
             next_needs=self._next_needs(),
             debugger=self._debugger.name if self._debugger is not None else "",
         )
@@ -156,14 +160,18 @@ class RankRunner:
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
             mask_files(folder, mask_secrets)
-        return conclude(folder, keep=keep)
+        return conclude(folder, keep=keep, rules=self.extensions.rules)
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
         if self.attachment is not None:
             self.attachment.run(job, launcher, limits, self._monitors(job))
             return
         suspicions = Suspicions(Path(job.folder), job, limits, self._announce)
-        RanksRun(job, launcher, limits, self._monitors(job), suspicions).run()
+        RanksRun(job, launcher, limits, self._monitors(job), suspicions, more=self._more_evidence).run()
+
+    def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
+        """Return what other sources know of ranks that are about to be stopped."""
+        return [asdict(fact) for fact in self.extensions.collect_evidence(folder, pids)]
 
     def _monitors(self, job: Job) -> list[Monitor]:
         """Return what is polled while ``job`` runs."""

@@ -163,6 +163,87 @@ class TestTheirs(OnRanks, MultiProcessTestCase):
 """
 
 
+CONTINUOUS = """
+from torch.testing._internal.common_distributed import MultiProcContinuousTest, MultiProcessTestCase
+
+@world_size(2, group=None)
+class TestContinuous(OnRanks, MultiProcContinuousTest):
+    @classmethod
+    def backend_str(cls): return "gloo"
+
+    def test_first(self):
+        value = torch.tensor([self.rank])
+        dist.all_reduce(value)
+        self.assertEqual((value.item(), self.world_size), (1, 2))
+
+    def test_fails(self):
+        self.assertEqual(self.rank, 0)
+
+    def test_after_the_failure(self): dist.barrier()
+
+    def test_stalls(self):
+        if self.rank == 1: time.sleep(1000)
+        dist.barrier()
+
+class WithItsOwnGroup(MultiProcessTestCase):
+    "As torch's TestDistBackend and FSDPTest: what its processes run makes the group."
+    destroy_pg_upon_exit = False
+
+    @classmethod
+    def _run(cls, rank, test_name, file_name, pipe, **kwargs):
+        self = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        dist.init_process_group("gloo", init_method=f"file://{self.file_name}", rank=self.rank, world_size=2)
+        self.run_test(test_name, pipe)
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.exit(0)
+
+@world_size(2, group=None)
+class TestWithItsOwnGroup(OnRanks, WithItsOwnGroup):
+    def test_it(self): dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_torch_s_bases_that_make_the_group(pytester: pytest.Pytester) -> None:
+    """Also pytorch#194943: MultiProcContinuousTest waits on a rank that stalls until the job's limit, and skips what follows."""
+    pytest.importorskip("expecttest", reason="torch's own test utilities import it")
+    result = run_example(pytester, CONTINUOUS, "-o", "ranks_hang_after=2")
+    assert result.outcomes == {"passed": 3, "failed": 2}
+    failed = {name.partition("::")[2].partition("::")[2]: v for name, v in result.verdicts.items() if v.failed}
+    assert (failed["test_fails"].cause, failed["test_fails"].ranks) == ("assertion", (1,))
+    stalled = failed["test_stalls"]
+    assert (stalled.outcome, stalled.cause, stalled.ranks) == ("HANG", "sleeping", (1,))
+    assert stalled.where.endswith("in test_stalls")
+
+
+def test_a_conftest_may_mark_what_takes_a_fixture(pytester: pytest.Pytester) -> None:
+    """The way to bring a suite in without a change of its tests."""
+    pytester.makeconftest(
+        """
+        import pytest
+        from pytest_nsa import world_size
+
+        @pytest.fixture
+        def spawned(): pass
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                if "spawned" in item.fixturenames:
+                    item.add_marker(world_size(2))
+        """
+    )
+    source = """
+    @pytest.mark.parametrize("value", [3])
+    def test_on_ranks(spawned, value): assert (dist.get_world_size(), value) == (2, 3)
+
+    def test_alone(): assert not dist.is_initialized()
+    """
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 2}
+
+
 @pytest.mark.slow
 def test_torch_s_own_cases_and_skips(pytester: pytest.Pytester) -> None:
     pytest.importorskip("expecttest", reason="torch's own test utilities import it")

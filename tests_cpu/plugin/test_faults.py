@@ -318,9 +318,9 @@ def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Pa
         [sys.executable, "-m", "pytest_nsa", "diagnose", str(faults[0].run)], text=True, capture_output=True, timeout=60
     )
     assert done.returncode == 1
-    for name, (outcome, cause, ranks) in EXPECTED.items():
+    for name, (_, cause, ranks) in EXPECTED.items():
         block = next(b for b in done.stdout.split("\n\n") if b.startswith(f"test_example.py::{name}\n"))
-        assert f"{outcome}: " in block
+        assert f"{faults[0].verdicts[name].outcome}: " in block
         assert cause in block
         assert all(str(rank) in block for rank in ranks)
 

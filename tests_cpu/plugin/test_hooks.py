@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import run_example
+from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 
 SOURCE = """
 @scenario("warm_up", reads_as="the link <between> nodes")
@@ -58,3 +59,122 @@ def test_one_that_raises_costs_no_report(pytester: pytest.Pytester) -> None:
     assert result.outcomes == {"passed": 1, "failed": 1}
     assert "pytest_nsa_decide failed: LookupError: no such row" in result.stdout
     assert "warm_up ends in FAIL (assertion) on rank 1" in result.stdout
+
+
+DOWNSTREAM = """
+class Own(torch.nn.Linear):
+    def parallelize(self, parallel, device):
+        self.wrapped_for = parallel
+        return self
+
+@scenario("licence")
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_licence_goes(group, artifacts):
+    if group.rank == 1:
+        (artifacts / "licence1.txt").write_text("the seat of rank 1 went to another job")
+        time.sleep(1000)
+    dist.barrier()
+
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_licence_by_its_name(group): assert group.rank == 0
+
+@world_size(2)
+def test_its_variables(group):
+    assert os.environ["SMALL_TRANSFORMER_CACHE"].endswith(f"cache-of-rank-{group.rank}")
+
+@world_size(2)
+def test_wraps_itself(ddp, fsdp):
+    assert ddp.wrap(Own(2, 2)).wrapped_for == "ddp"
+    assert fsdp.wrap(Own(2, 2)).wrapped_for == "fsdp"
+    assert type(ddp.wrap(torch.nn.Linear(2, 2))).__name__ == "DistributedDataParallel"
+
+@scenario("license")
+@world_size(2)
+def test_of_no_scenario(): pass
+
+@fails_as("licence_lost")
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_foreseen(group, artifacts):
+    if group.rank == 0:
+        (artifacts / "licence0.txt").write_text("gone")
+        time.sleep(1000)
+    dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def hooked(tmp_path_factory: pytest.TempPathFactory) -> ExampleResult:
+    """A run of tests beside the conftest.py of examples/downstream, which implements every hook."""
+    folder = tmp_path_factory.mktemp("hooked")
+    example = Path(__file__).resolve().parents[2] / "examples" / "downstream" / "tests" / "conftest.py"
+    (folder / "conftest.py").write_text(example.read_text())
+    (folder / "test_example.py").write_text(HEADER + DOWNSTREAM)
+    return run_in(folder, "-o", "ranks_hang_after=2")
+
+
+def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
+    assert hooked.outcomes == {"passed": 2, "failed": 2, "errors": 1, "xfailed": 1}
+    lost = hooked.verdicts["licence"] if "licence" in hooked.verdicts else hooked.verdicts["test_licence_goes"]
+    assert (lost.cause, lost.ranks, lost.retry) == ("licence_lost", (1,), "once")
+    assert lost.rule == "conftest.licence_lost"
+    assert lost.advice == "free a seat and run it again"
+    assert lost.reads_as == "the licence server"
+    assert any(f.says == "the seat of rank 1 went to another job" and f.file == "licence1.txt" for f in lost.evidence)
+    assert "The licence server failed, so nothing is known of the model." in hooked.stdout
+    assert "scenario('license'): the plan's table has licence, one_step, soak" in hooked.stdout
+    assert hooked.run is not None
+    assert (hooked.run / "test_licence_by_its_name" / "verdict.json").is_file()
+    assert "Not run, of the plan's scenarios: one_step, soak." in (hooked.run / "SUMMARY.md").read_text()
+
+
+def test_without_the_plugin_its_hooks_are_no_error(pytester: pytest.Pytester) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "downstream" / "tests" / "conftest.py"
+    pytester.makeconftest(example.read_text())
+    pytester.makepyfile("def test_plain(): pass")
+    result = pytester.runpytest_subprocess("-p", "no:nsa")
+    result.assert_outcomes(passed=1)
+
+
+WRONG = {
+    "causes": ("return [1]", "pytest_nsa_causes: 1: give pairs of a Cause and a function"),
+    "twice": (
+        "from pytest_nsa.diagnosis.causes import CAUSES\n    return [(CAUSES['sleeping'], print)]",
+        "pytest_nsa_causes: 'sleeping' is a cause already",
+    ),
+    "scenarios": ("return {'a b': ''}", "pytest_nsa_scenarios: 'a b': takes one name of letters"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_what_a_hook_gets_wrong_is_said_before_any_rank_runs(pytester: pytest.Pytester, which: str) -> None:
+    body, message = WRONG[which]
+    hook = "pytest_nsa_scenarios" if which == "scenarios" else "pytest_nsa_causes"
+    pytester.makeconftest(f"def {hook}(config):\n    {body}\n")
+    result = run_example(pytester, SOURCE)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr
+    assert not result.verdicts
+
+
+def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        import time
+        def pytest_nsa_collect_evidence(folder, pids): raise LookupError("no such switch")
+        def pytest_nsa_artifact_name(item): raise LookupError("no name")
+        def pytest_nsa_environment(config, rank, world_size): return {"RANK": "7"} if rank else {}
+        """
+    )
+    source = """
+    @world_size(2)
+    def test_variables(group): pass
+    """
+    result = run_example(pytester, source)
+    assert result.outcomes == {"failed": 1}
+    verdict = result.verdicts["test_variables"]
+    assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
+    assert "RANK: the plugin numbers the ranks; leave it out" in verdict.reason
+    assert "pytest_nsa_artifact_name failed: LookupError: no name" in result.stdout

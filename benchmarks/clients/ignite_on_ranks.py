@@ -1,0 +1,27 @@
+"""A plugin for ignite's own tests (``-p ignite_on_ranks``): what needs two processes runs on two ranks. Nothing of ignite changes.
+
+Its conftest takes a process's rank from the number of the xdist worker, as ignite's CI starts two workers that run every test.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pytest_nsa import world_size
+
+FIXTURES = {"distributed", "distributed_context_single_node_gloo"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    theirs = [item for item in items if FIXTURES.intersection(getattr(item, "fixturenames", ()))]
+    for item in theirs:
+        item.add_marker(world_size(2, group=None))
+    if "ONLY_ON_RANKS" in os.environ:
+        items[:] = theirs
+
+
+@pytest.fixture(scope="session")
+def worker_id() -> str:
+    return f"gw{os.environ.get('LOCAL_RANK', 0)}"

@@ -1,0 +1,109 @@
+"""What a repository's hooks add to a session: causes and their rules, facts, the table of its plan, names of folders."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa import marks
+from pytest_nsa.diagnosis.causes import CAUSES, Cause
+from pytest_nsa.diagnosis.engine import Rule
+from pytest_nsa.diagnosis.verdict import Fact
+from pytest_nsa.report.summary import SCENARIOS
+from pytest_nsa.wire.files import write_atomically
+
+EVIDENCE_LIMIT_S = 5.0
+extensions_key = pytest.StashKey["Extensions"]()
+
+
+class Extensions:
+    """Taken once, when the tests are collected: a conftest.py in a folder of tests is loaded by then."""
+
+    def __init__(self, config: pytest.Config, tell: Callable[[str], None]) -> None:
+        self.config, self.tell = config, tell
+        self.rules: tuple[Rule, ...] = ()
+        self.scenarios: dict[str, str] = {}
+        self._is_taken = False
+
+    def take(self) -> None:
+        """Ask the hooks. Raises UsageError that names the hook and what is wrong with what it returned."""
+        if self._is_taken:
+            return
+        self._is_taken = True
+        for given in self.config.hook.pytest_nsa_causes(config=self.config):
+            for pair in given or ():
+                self.rules += (self._take_cause(pair),)
+        for table in self.config.hook.pytest_nsa_scenarios(config=self.config):
+            for name, reads_as in dict(table or {}).items():
+                problem = marks.RULES["scenario"].check(marks.scenario(name, reads_as=reads_as).mark)
+                if problem:
+                    raise pytest.UsageError(f"pytest_nsa_scenarios: {name!r}: {problem}")
+                self.scenarios[name] = reads_as
+
+    def _take_cause(self, pair: Any) -> Rule:
+        cause, rule = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, None)
+        if not isinstance(cause, Cause) or not callable(rule):
+            raise pytest.UsageError(
+                f"pytest_nsa_causes: {str(pair)[:80]}: give pairs of a Cause and a function that takes the Evidence"
+            )
+        if cause.name in CAUSES:
+            raise pytest.UsageError(f"pytest_nsa_causes: {cause.name!r} is a cause already; give it another name")
+        CAUSES[cause.name] = cause
+
+        def forget() -> None:
+            CAUSES.pop(cause.name, None)
+
+        self.config.add_cleanup(forget)
+        found: Rule = rule
+        return found
+
+    def wrong_scenario(self, item: pytest.Item) -> tuple[str, ...]:
+        """Return a sentence where the plan's table has no such scenario as ``item`` is marked with."""
+        name = marks.value(item, "scenario")
+        if not self.scenarios or not isinstance(name, str) or name in self.scenarios:
+            return ()
+        path, line, _ = item.reportinfo()
+        known = ", ".join(sorted(self.scenarios))
+        return (f"{path}:{(line or 0) + 1}: {item.name}: scenario({name!r}): the plan's table has {known}",)
+
+    def write_scenarios(self, run: Path) -> None:
+        """Leave the table in the run's folder, where the reports find it."""
+        if self.scenarios and not (run / SCENARIOS).exists():
+            write_atomically(run / SCENARIOS, json.dumps(self.scenarios, indent=1) + "\n")
+
+    def name_of(self, item: pytest.Item) -> str:
+        """Return the name of a test's folder; '' for the one that it has by its id."""
+        found = self._ask("pytest_nsa_artifact_name", item=item)
+        return found if isinstance(found, str) else ""
+
+    def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[Fact]:
+        """Return the facts of other sources on ranks that stall, those that come in time."""
+        if not self.config.pluginmanager.hook.pytest_nsa_collect_evidence.get_hookimpls():
+            return []
+        found: list[Fact] = []
+
+        def ask() -> None:
+            given: Iterable[Iterable[Fact] | None] = (
+                self._ask("pytest_nsa_collect_evidence", folder=folder, pids=pids) or ()
+            )
+            found.extend(fact for facts in given for fact in facts or () if isinstance(fact, Fact))
+
+        asking = threading.Thread(target=ask, name="nsa-evidence", daemon=True)
+        asking.start()
+        asking.join(EVIDENCE_LIMIT_S)
+        if asking.is_alive():
+            self.tell(f"pytest_nsa_collect_evidence took more than {EVIDENCE_LIMIT_S:g} s: the verdict is without it")
+        return list(found)
+
+    def _ask(self, hook: str, **arguments: Any) -> Any:
+        """Call a hook; where an implementation raises, the run reports that."""
+        try:
+            return getattr(self.config.hook, hook)(**arguments)
+        except Exception as error:  # a conftest's error: the test and its verdict must not suffer
+            self.tell(f"{hook} failed: {type(error).__name__}: {error}")
+            return None
