@@ -211,7 +211,7 @@ def test_torch_s_bases_that_make_the_group(pytester: pytest.Pytester) -> None:
     pytest.importorskip("expecttest", reason="torch's own test utilities import it")
     result = run_example(pytester, CONTINUOUS, "-o", "ranks_hang_after=2")
     assert result.outcomes == {"passed": 3, "failed": 2}
-    failed = {name.partition("::")[2].partition("::")[2]: v for name, v in result.verdicts.items() if v.failed}
+    failed = {name.partition("::")[2]: v for name, v in result.verdicts.items() if v.failed}
     assert (failed["test_fails"].cause, failed["test_fails"].ranks) == ("assertion", (1,))
     stalled = failed["test_stalls"]
     assert (stalled.outcome, stalled.cause, stalled.ranks) == ("HANG", "sleeping", (1,))
