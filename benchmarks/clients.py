@@ -36,7 +36,7 @@ PACKAGES = (
     "scikit-learn", "mock", "pytest-xdist", "filelock",
 )  # fmt: skip
 IGNITE_FILES = (
-    "distributed/utils/test_native.py", "distributed/test_auto.py", "engine/test_deterministic.py", "handlers/test_checkpoint.py",
+    "distributed/utils/test_native.py", "distributed/test_auto.py", "engine/test_deterministic.py",
     "metrics/test_accuracy.py", "metrics/test_loss.py", "metrics/test_metric.py", "metrics/test_epoch_metric.py",
 )  # fmt: skip
 BATCH = 20

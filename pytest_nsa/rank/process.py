@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -21,6 +21,7 @@ from nsa.trace.events import local_rank, machine, record, record_exception, wher
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.rank.linger import wait_for_others
+from pytest_nsa.rank.ports import change_after_each, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper
@@ -48,9 +49,9 @@ class RankProcess:
         store: Path,
         items: Mapping[str, pytest.Item],
         control: Channel | None = None,
-        port: int = 0,
+        ports: Sequence[int] = (),
     ) -> None:
-        self.port = port  # for a group that a test makes by itself: MASTER_PORT
+        self.ports = ports  # for groups that a test makes itself
         self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
         self.device = "cpu"
         self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
@@ -162,8 +163,7 @@ class RankProcess:
         os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
         if self.spec.only < 0:  # else the outer launcher has set them
             os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n)
-            if self.port:
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+            set_first(self.ports)
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
@@ -208,6 +208,7 @@ class RankProcess:
             self.device = f"cuda:{local % torch.cuda.device_count()}"
             torch.cuda.set_device(self.device)
         dist.set_debug_level_from_env()
+        change_after_each(self.ports)
         if not self.spec.backend:  # world_size(2, group=None): the test makes its own
             self._has_joined = True
             return

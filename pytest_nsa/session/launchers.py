@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from pytest_nsa.rank import coverage
 from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import end_groups_of_the_dead
 from pytest_nsa.system.prctl import die_with, kill_group
-from pytest_nsa.system.tcp import free_port
+from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.files import write_atomically
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 from pytest_nsa.wire.protocols import LaunchError, UnfitError
@@ -129,6 +130,7 @@ class ColdLauncher:
         self.cwd = config.invocation_params.dir
         self.arguments = arguments
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._held: list[socket.socket] = []
         self._reported: set[int] = set()
 
     def expect(self, spec: GroupSpec | None) -> None:
@@ -139,7 +141,7 @@ class ColdLauncher:
 
     def start(self, job: Job) -> list[int]:
         self._ranks, self._reported = {}, set()
-        port = free_port()
+        self._held = hold_ports()
         parent = os.getpid()
 
         def in_child() -> None:
@@ -150,7 +152,7 @@ class ColdLauncher:
             folder = job.rank_folder(rank)
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"
-            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "port": port}))
+            write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": numbers_of(self._held)}))
             with (folder / "output.log").open("ab") as log:
                 self._ranks[rank] = subprocess.Popen(
                     [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,

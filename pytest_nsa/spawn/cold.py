@@ -30,7 +30,7 @@ class ColdSession:
         try:
             _seed_alike(job.seed)
             rank = RankProcess(
-                data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items), port=data["port"]
+                data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items), ports=data["ports"]
             )
             code = rank.run(job)
         finally:

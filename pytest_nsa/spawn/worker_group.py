@@ -79,7 +79,7 @@ class WorkerGroup:
 
     spec: GroupSpec
     store: Path  # where torch's own store lies, for a backend that queries it from threads of its own
-    port: int = 0  # that no one listened on when the ranks were forked
+    held: list[socket.socket] = field(default_factory=list)  # ports, for groups that the test makes itself
     members: dict[int, Member] = field(default_factory=dict)
     number: int | None = None
     pending: Job | None = None

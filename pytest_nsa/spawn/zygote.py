@@ -32,7 +32,7 @@ from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.children import children, end_orphans
 from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group
 from pytest_nsa.system.procfs import restless_threads
-from pytest_nsa.system.tcp import free_port
+from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
 PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.rank.store")
@@ -254,7 +254,7 @@ class Zygote:
         self._count += 1
         folder = run / ".worker_groups" / f"{os.getpid()}-{self._count}"
         folder.mkdir(parents=True)
-        group = WorkerGroup(spec, folder / "store", port=free_port())
+        group = WorkerGroup(spec, folder / "store", held=hold_ports())
         parent = os.getpid()
         host.groups.append(group)
         try:
@@ -277,11 +277,13 @@ class Zygote:
             for host in self.hosts:
                 host.channel.socket.close()
                 for other in host.groups:
+                    for holder in other.held if other is not group else ():
+                        holder.close()
                     for member in other.members.values():
                         member.control.socket.close()
             if self.listener is not None:
                 self.listener.close()
-            code = RankProcess(rank, group.spec, group.store, self.items, control, group.port).run(job)
+            code = RankProcess(rank, group.spec, group.store, self.items, control, numbers_of(group.held)).run(job)
         except BaseException:
             traceback.print_exc()
         finally:

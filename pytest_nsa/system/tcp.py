@@ -1,10 +1,11 @@
-"""Bytes that wait in a process's TCP sockets, received and not read, or written and not acknowledged; and a port that is free."""
+"""Bytes that wait in a process's TCP sockets, received and not read, or written and not acknowledged; and ports that are held."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 _INODE = re.compile(r"socket:\[(\d+)\]")
@@ -38,11 +39,25 @@ def socket_queues(pid: int) -> dict[str, int]:
     return {"fds": len(entries), "sockets": count, "unread_bytes": unread, "unsent_bytes": unsent}
 
 
-def free_port() -> int:
-    """Return a port of this machine's loopback interface that no process listens on now; 0 where there is no such interface."""
-    with socket.socket() as probe:
+def hold_ports(count: int = 2) -> list[socket.socket]:
+    """Return sockets that hold ports of this machine, as long as they are open; none where there is no loopback interface.
+
+    They do not listen, and allow their address to be used again: a server that allows it too, as torch's stores do, may listen on
+    the port, while the kernel gives it to no one who asks for any port.
+    """
+    held: list[socket.socket] = []
+    for _ in range(count):
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", 0))
+            holder.bind(("127.0.0.1", 0))
         except OSError:
-            return 0
-        return int(probe.getsockname()[1])
+            holder.close()
+            break
+        held.append(holder)
+    return held
+
+
+def numbers_of(held: Iterable[socket.socket]) -> tuple[int, ...]:
+    """The ports that `hold_ports` holds."""
+    return tuple(int(holder.getsockname()[1]) for holder in held)
