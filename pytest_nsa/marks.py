@@ -174,6 +174,12 @@ def _check_scenario(mark: pytest.Mark) -> str | None:
     return None
 
 
+def _check_reuse(mark: pytest.Mark) -> str | None:
+    if mark.args or mark.kwargs not in ({}, {"group": "kept"}, {"group": "fresh"}):
+        return "takes group='kept' or group='fresh', as in reuse or reuse(group='fresh')"
+    return None
+
+
 def _check_bare(mark: pytest.Mark) -> str | None:
     return f"takes no argument, as in @pytest.mark.{mark.name}" if mark.args or mark.kwargs else None
 
@@ -231,9 +237,14 @@ _RULES = (
         check=_check_gpu,
     ),
     _taking_arguments(cores, _check_cores),
-    _bare(
-        "reuse",
-        "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these.",
+    MarkRule(
+        name="reuse",
+        form="(group='kept')",
+        text=(
+            "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these. "
+            "group='fresh': they share their ranks, and each test has a group of its own."
+        ),
+        check=_check_reuse,
     ),
     _taking_arguments(scenario, _check_scenario),
     _taking_arguments(fails_as, lambda m: _one_of(m, tuple(CAUSES), "fails_as('lock_deadlock')", single=True)),
@@ -326,6 +337,11 @@ def is_ranked(item: pytest.Item) -> bool:
 def reuse_scope(item: pytest.Item) -> str:
     """The id of the class or module whose tests share their ranks; '' without the mark."""
     return next((node.nodeid for node, _ in item.iter_markers_with_node("reuse")), "")
+
+
+def has_fresh_group(item: pytest.Item) -> bool:
+    """Whether ranks that the test shares make a new group for it."""
+    return bool(option(item, "reuse", "group", "kept") == "fresh")
 
 
 def value(item: pytest.Item, name: str, default: Any = None) -> Any:

@@ -21,7 +21,7 @@ from nsa.trace.events import local_rank, machine, record, record_exception, wher
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.rank.linger import wait_for_others
-from pytest_nsa.rank.ports import change_after_each, set_first
+from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper
@@ -55,7 +55,10 @@ class RankProcess:
         self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
         self.device = "cpu"
         self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
-        self._has_joined = False
+        self._has_joined = self._is_used = False
+        self._base_store: dist.Store | None = None
+        self._fresh_store: dist.Store | None = None
+        self._groups = 0  # that were formed in place of the first
         self._wrong: Exception | None = None  # with what a hook gave
         self._coverage_settings = coverage.settings_of_this_process()
         self._had = set(sys.modules).intersection(LATE)
@@ -131,7 +134,8 @@ class RankProcess:
                 raise self._wrong
             run = replay.prepare(job, self.items)
             session.board.text("line", run.place)
-            self._join()
+            self._join(again=job.fresh_group and self._is_used)
+            self._is_used = True
             config = next((item.config for item in self.items.values()), None)
             ctx = RankContext(
                 rank=self.number, job=job, device=self.device, session=session, notes=self.notes, config=config
@@ -163,7 +167,7 @@ class RankProcess:
         os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
         if self.spec.only < 0:  # else the outer launcher has set them
             os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n)
-            set_first(self.ports)
+            set_first(self.ports[:-1])
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
@@ -191,12 +195,23 @@ class RankProcess:
         except Exception as error:  # a conftest's own
             self._wrong = RuntimeError(f"pytest_nsa_environment: {type(error).__name__}: {error}")
 
-    def _join(self, *, forked_ahead: bool = False) -> None:
-        """Choose the device and form the group, once. Raises RuntimeError where there is no GPU to use."""
-        if self._has_joined:
+    def _join(self, *, forked_ahead: bool = False, again: bool = False) -> None:
+        """Choose the device and form the group, once; ``again``: form another in place of the one that the last test had.
+
+        Raises RuntimeError where there is no GPU to use.
+        """
+        if self._has_joined and not again:
             return
         import torch
         import torch.distributed as dist
+
+        if self._has_joined:
+            leave_group()
+            if self.spec.backend:
+                self._groups += 1
+                self._fresh_store = self._fresh_store or meeting_store(self.number, self.ports) or self._base_store
+                self._init_group(dist.PrefixStore(f"group{self._groups}", self._fresh_store))
+            return
 
         torch.set_num_threads(1)
         if self.spec.device == "cuda":
@@ -208,23 +223,24 @@ class RankProcess:
             self.device = f"cuda:{local % torch.cuda.device_count()}"
             torch.cuda.set_device(self.device)
         dist.set_debug_level_from_env()
-        change_after_each(self.ports)
+        change_after_each(self.ports[:-1])
         if not self.spec.backend:  # world_size(2, group=None): the test makes its own
             self._has_joined = True
             return
-        store = self._store()
-        dist.init_process_group(
-            self.spec.backend,
-            store=store,
-            rank=self.number,
-            world_size=self.spec.world_size,
-            timeout=GROUP_TIMEOUT,
-        )
+        store = self._base_store = self._store()
+        self._init_group(store)
         # A rank whose test is short may be gone before another has joined; of those forked ahead the zygote waits for all.
         if not forked_ahead:
             store.set(f"joined-{self.number}", "1")
             store.wait([f"joined-{rank}" for rank in range(self.spec.world_size)], GROUP_TIMEOUT)
         self._has_joined = True
+
+    def _init_group(self, store: dist.Store) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            self.spec.backend, store=store, rank=self.number, world_size=self.spec.world_size, timeout=GROUP_TIMEOUT
+        )
 
     def _store(self) -> dist.Store:
         if self.spec.rendezvous:

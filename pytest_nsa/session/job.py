@@ -55,6 +55,7 @@ def job_of(
         backend=needs.backend,
         device=needs.device,
         reuse=needs.reuse,
+        fresh_group=bool(needs.reuse) and marks.has_fresh_group(item),
         stay=bool(needs.reuse) and needs == next_needs,
         gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
         cores=",".join(leases["core"].names) if "core" in leases else "",

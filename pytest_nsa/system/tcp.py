@@ -39,7 +39,7 @@ def socket_queues(pid: int) -> dict[str, int]:
     return {"fds": len(entries), "sockets": count, "unread_bytes": unread, "unsent_bytes": unsent}
 
 
-def hold_ports(count: int = 2) -> list[socket.socket]:
+def hold_ports(count: int = 3) -> list[socket.socket]:
     """Return sockets that hold ports of this machine, as long as they are open; none where there is no loopback interface.
 
     They do not listen, and allow their address to be used again: a server that allows it too, as torch's stores do, may listen on

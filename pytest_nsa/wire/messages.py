@@ -75,9 +75,10 @@ class Job:
     ``check_divergence`` compares what must be equal on all ranks; ``root`` is the tests' root folder, ``tmp`` where their
     tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of fixtures that the host made, ``overrides`` those that
     a bisection tries; times are in seconds. ``reuse`` names the class or module whose tests share their ranks, '' for fresh
-    ones; with ``stay`` they wait for another test after this one. ``gpus`` and ``cores`` are those that were leased,
-    ``in_use`` the files that ranks hold while they use them; ``debugger`` names the socket at which the host lends its
-    terminal, to ``debug_rank`` (-1: to any); ``body`` is the file of the test's own code, the user's wherever it lies.
+    ones, which with ``fresh_group`` make a group for each test; with ``stay`` they wait for another test after this one.
+    ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them; ``debugger``
+    names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any); ``body`` is the file of the test's
+    own code, the user's wherever it lies.
     """
 
     nodeid: str
@@ -109,6 +110,7 @@ class Job:
     debugger: str = ""
     debug_rank: int = -1
     reuse: str = ""
+    fresh_group: bool = False
     stay: bool = False
     body: str = ""
 

@@ -13,7 +13,7 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     for form in (
         "world_size(*n, group='made')", "backend(name)",
         "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
-        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse", "cores(n)", "fails_as(cause)",
+        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
     assert len(RULES) == 12

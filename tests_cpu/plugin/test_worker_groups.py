@@ -111,6 +111,41 @@ def test_of_its_own(group, artifacts): leave(artifacts, group)
     assert (failed.cause, failed.ranks) == ("assertion", (1,))
 
 
+def test_shared_ranks_may_have_a_fresh_group_for_each_test(pytester: pytest.Pytester) -> None:
+    """The form that torch's suites move to (pytorch#198156): what a test does to its group is gone with it."""
+    source = (
+        PIDS
+        + """
+@reuse(group="fresh")
+class TestShared:
+    kept = []
+
+    @pytest.mark.parametrize("n", range(4))
+    @world_size(2)
+    def test_it(self, group, n, artifacts):
+        leave(artifacts, group)
+        assert dist.distributed_c10d._get_default_group() not in self.kept
+        self.kept.append(dist.distributed_c10d._get_default_group())
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 2
+        if n == 1:
+            dist.destroy_process_group()  # and leaves the next none
+        if n == 2:
+            dist.new_group([0, 1])
+
+@reuse(group="new")
+class TestWrong:
+    @world_size(2)
+    def test_it(self, group): pass
+"""
+    )
+    result = run_example(pytester, source, "--ranks-keep=all")
+    assert result.outcomes == {"passed": 4, "errors": 1}
+    assert len(set(pids(result, *(f"TestShared::test_it[{n}]" for n in range(4))))) == 1
+    assert "reuse(group='new'): takes group='kept' or group='fresh'" in result.stdout
+
+
 def test_a_stalled_test_throws_shared_ranks_away(pytester: pytest.Pytester) -> None:
     source = """
 pytestmark = reuse
