@@ -10,7 +10,7 @@ WORKERS ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
 
-.PHONY: plan quick test slow lint install clean
+.PHONY: plan quick test slow lint install clean docs matrix
 
 install: $(STAMP)
 
@@ -41,6 +41,16 @@ test: lint
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+
+# The pages as a site, in build/site; a link that leads nowhere fails it.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[docs]' '$(TORCH)'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+# Each Python that is here, torch and pytest, oldest and newest; then the packages. An hour.
+matrix: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[release]' '$(TORCH)'
+	$(BIN)/nox
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,0 +1,70 @@
+"""The plugin under the Pythons, torches and pytests that this machine has: `nox`, or `nox -s 'plugin(torch="2.6.0", pytest="8.4.*")'`.
+
+A Python that is not installed is skipped, and said so. The suite of the plugin's first room runs, with xdist and without: rules,
+marks, hooks, ranks, reports. `make matrix` writes what ran, and with what outcome, into benchmarks/results/matrix.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = False
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+# The oldest that is supported, and the newest; torch before 2.9 has no wheel for Python 3.14.
+TORCHES = ["2.6.0", "2.13.0"]
+PYTESTS = ["8.4.*", "9.*"]
+TESTS = (
+    "tests_cpu/diagnosis", "tests_cpu/plugin/test_ranks.py", "tests_cpu/plugin/test_faults.py", "tests_cpu/plugin/test_marks.py",
+    "tests_cpu/plugin/test_hooks.py", "tests_cpu/plugin/test_cases.py", "tests_cpu/plugin/test_xdist.py",
+)  # fmt: skip
+RESULTS = Path("benchmarks/results/matrix.json")
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("pytest", PYTESTS)
+@nox.parametrize("torch", TORCHES)
+def plugin(session: nox.Session, torch: str, pytest: str) -> None:
+    """Run the plugin's tests under one combination."""
+    if session.python == "3.14" and torch == "2.6.0":
+        session.skip("torch 2.6 has no wheel for this Python")
+    session.install(f"torch=={torch}", "numpy")
+    session.install("-e", ".[model,data,xdist]", "hypothesis", "expecttest", f"pytest=={pytest}", f"torch=={torch}")
+    began, outcome = time.monotonic(), "failed"
+    try:
+        session.run("python", "-m", "pytest", *TESTS, "-q", "-n", "2", "-o", "addopts=", *session.posargs)
+        outcome = "passed"
+    finally:
+        _note(
+            python=str(session.python),
+            torch=torch,
+            pytest=pytest,
+            outcome=outcome,
+            seconds=round(time.monotonic() - began),
+        )
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the wheel and the source distribution, and check what an index would say of them."""
+    session.install("build", "hatchling", "twine")
+    folder = session.create_tmp()
+    session.run("python", "-m", "build", "--outdir", folder, silent=True)
+    built = sorted(str(p) for p in Path(folder).iterdir())
+    session.run("python", "-m", "twine", "check", "--strict", *built)
+
+
+def _note(**run: object) -> None:
+    """Put a run into the table, in place of an earlier one of the same combination."""
+    table = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"runs": []}
+    same = ("python", "torch", "pytest")
+    runs = [r for r in table["runs"] if any(r[name] != run[name] for name in same)]
+    runs.append({**run, "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count()})
+    partial = RESULTS.with_suffix(".partial")
+    partial.write_text(json.dumps({"runs": sorted(runs, key=lambda r: [r[name] for name in same])}, indent=1) + "\n")
+    partial.replace(RESULTS)
