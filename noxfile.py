@@ -1,4 +1,4 @@
-"""The plugin under the Pythons, torches and pytests that this machine has: `nox`, or `nox -s 'plugin(torch="2.6.0", pytest="8.4.*")'`.
+"""The plugin under the Pythons, torches and pytests that this machine has: `nox`, or one: `nox -s "plugin(torch=...)"`.
 
 A Python that is not installed is skipped, and said so. The suite of the plugin's first room runs, with xdist and without: rules,
 marks, hooks, ranks, reports. `make matrix` writes what ran, and with what outcome, into benchmarks/results/matrix.json.

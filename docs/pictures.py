@@ -32,7 +32,7 @@ def run_example(folder: Path) -> str:
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--color=yes", "-p", "no:cacheprovider", *plugins, "-q", "--no-header"],
-        cwd=folder, text=True, capture_output=True, check=False, env={**os.environ, "COLUMNS": str(WIDTH), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=folder, text=True, capture_output=True, check=False, env={**os.environ, "COLUMNS": str(WIDTH)},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
@@ -48,7 +48,8 @@ def draw_terminal(text: str) -> str:
 def photograph(page: Path, picture: Path) -> None:
     """Write a picture of a page, as a browser shows its first screen."""
     subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,1000", f"--screenshot={picture}", page.as_uri()],
+        [CHROMIUM, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,1000",
+         f"--screenshot={picture}", page.as_uri()],
         check=True, capture_output=True,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Writes docs/verdict.schema.json, the JSON Schema of verdict.json, from the dataclasses. `python docs/schema.py` writes it anew."""
+"""Writes docs/verdict.schema.json, the JSON Schema of verdict.json, from the dataclasses: `python docs/schema.py`."""
 
 from __future__ import annotations
 
