@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.report.markup import Markup
 from pytest_nsa.report.plain import escape
 from pytest_nsa.wire.files import read_bytes, read_lines, read_text
 
@@ -17,23 +18,26 @@ Series = dict[str, list[tuple[float, float]]]
 WIDTH, HEIGHT, MARGIN = 420, 170, 44
 COLOURS = ("--forward", "--backward", "--optimizer", "--data")
 DUMP = 4 << 20  # bytes of a dump of memory
+FEWEST = 10  # steps of a curve: two look like a trend
 POINTS = 400  # that are drawn of a curve
 
 
-def curves(folder: Path) -> str:
+def curves(folder: Path) -> Markup:
     """SVG pictures of what ``folder`` has, in a row; '' where it has none of it."""
     pictures = [_picture(title, unit, series) for title, unit, read in _FIGURES if (series := _read(read, folder))]
-    return f'<div class="curves">{"".join(pictures)}</div>' if pictures else ""
+    return Markup(f'<div class="curves">{"".join(pictures)}</div>' if pictures else "")
 
 
 def _read(read: Callable[[Path], Series], folder: Path) -> Series:
-    """Curves of at least two points, all of them numbers; none of a file that is foreign or torn."""
+    """Curves over at least `FEWEST` steps, all of them numbers; none of a file that is foreign or torn."""
     try:
         found = read(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error):
         return {}
     whole = {name: [point for point in points if all(map(_is_number, point))] for name, points in found.items()}
-    return {name: points for name, points in whole.items() if len(points) > 1}
+    return {
+        name: points for name, points in whole.items() if len(points) > 1 and points[-1][0] - points[0][0] >= FEWEST - 1
+    }
 
 
 def _is_number(value: object) -> bool:

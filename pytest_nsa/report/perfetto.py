@@ -14,10 +14,41 @@ NAME = "perfetto.json"
 _PHASES, _COLLECTIVES = 0, 1
 
 
-def write_trace(folder: Path, evidence: Evidence) -> None:
-    """Write it. Times are microseconds since the test's ranks were started; one process per rank, one track per kind."""
+def trace_of(evidence: Evidence) -> dict[str, Any]:
+    """Return the trace: microseconds since the ranks were started; a process per rank, a track per kind, and an arrow from each
+    rank's collective to the same one of the next rank.
+    """
     events = [e for rank in evidence.ranks for e in _of(rank, evidence)]
-    write_atomically(folder / NAME, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    return {"traceEvents": [*events, *_flows(evidence)], "displayTimeUnit": "ms"}
+
+
+def write_trace(folder: Path, evidence: Evidence) -> None:
+    """Write it beside the evidence."""
+    write_atomically(folder / NAME, json.dumps(trace_of(evidence)) + "\n")
+
+
+def _flows(evidence: Evidence) -> Iterator[dict[str, Any]]:
+    """Yield the arrows, in the order in which the ranks entered."""
+    places: dict[tuple[str, int], list[tuple[float, int]]] = {}
+    for rank in evidence.ranks:
+        for c in rank.board.collectives if rank.board is not None else ():
+            if c.peer == -1:
+                places.setdefault(c.place, []).append((c.entered, rank.rank))
+    for number, (place, entered) in enumerate(places.items(), 1):
+        for index, (at, pid) in enumerate(sorted(entered) if len(entered) > 1 else ()):
+            kind = "s" if index == 0 else "f" if index == len(entered) - 1 else "t"
+            ends = {"bp": "e"} if kind == "f" else {}
+            ts = round(1e6 * (at - evidence.started)) + 1
+            yield {
+                "ph": kind,
+                "id": number,
+                "pid": pid,
+                "tid": _COLLECTIVES,
+                "name": f"#{place[1]}",
+                "cat": "collective",
+                "ts": ts,
+                **ends,
+            }
 
 
 def _of(rank: RankEvidence, evidence: Evidence) -> Iterator[dict[str, Any]]:

@@ -103,9 +103,10 @@ def test_hangs(group):
     assert not re.search(r"(src|href)=[\"']?https?:|@import|url\(http", page)
     lanes = re.findall(r"<svg[^>]*aria-label=\"2 ranks over [\d.]+ seconds\"", page)
     assert len(lanes) == 1
-    assert page.count('<text x="0"') == 2
+    assert re.findall(r'data-lane="(\d)"', page) == ["0", "1"]
     assert "rank 1 ◀" in page
-    assert "last stack of rank 1" in page
+    assert '<span class="who culprit">rank 1</span>' in page
+    assert '<span class="line here">   10          time.sleep(1000)\n</span>' in page
     assert "test_example.py:10 in test_hangs" in page
 
 

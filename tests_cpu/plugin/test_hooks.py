@@ -40,7 +40,7 @@ def pytest_nsa_decide(verdicts):
     assert "1. is it the link? yes" in summary
     assert "- the plan reads it as: the link \\<between> nodes" in summary
     page = (result.run / "report.html").read_text()
-    assert "The plan reads it as: the link &lt;between&gt; nodes" in page
+    assert "<dt>the plan reads it as</dt><dd>the link &lt;between&gt; nodes</dd>" in page
     decision = json.loads((result.run / "decision.json").read_text())
     assert decision == {
         "schema": 1, "sentence": "Our plan: ['warm_up'].", "action": "call the network team", "path": ["is it the link? yes"],

@@ -110,12 +110,17 @@ def test_the_report_draws_and_traces(
     assert page.count("rank 1 ◀") == 1
     assert page.count(">rank 0<") + page.count("rank 0 ") >= 1
     assert "not entered by every rank" in page or "var(--FAIL)" in page
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert re.findall(r"https?://[^\"'<]+", page) == ["https://ui.perfetto.dev"], "that a button opens"
     trace = json.loads((result.folder("test_skips") / "perfetto.json").read_text())
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert {e["pid"] for e in slices} == {0, 1}
     assert any(e["name"] == "backward" for e in slices)
     assert any(e["name"].startswith("allreduce #") for e in slices)
+    arrows: dict[int, set[int]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], set()).add(event["pid"])
+    assert {0, 1} in arrows.values(), "an arrow from one rank's collective to the other's"
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")

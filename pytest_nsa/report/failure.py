@@ -1,0 +1,201 @@
+"""A failure on the page: what, who and where; the source with the line; stacks, collectives and lanes of all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.source import LOCATION
+from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.report.calls import call_tables
+from pytest_nsa.report.curves import curves
+from pytest_nsa.report.lanes import axis_of, lanes
+from pytest_nsa.report.markup import Markup, tag
+from pytest_nsa.report.perfetto import NAME as TRACE
+from pytest_nsa.report.perfetto import phase_spans, trace_of
+from pytest_nsa.report.stack_tree import stack_tree
+from pytest_nsa.report.summary import RETRY, Entry
+from pytest_nsa.report.terminal import excerpt, number_ranks, short_place
+
+CONTEXT = 4  # lines of source on either side
+SHOWN_FACTS = 12
+MOMENTS = 40  # of a rank that the slider knows
+MANY = 16  # ranks, from which on it knows fewer
+OUTPUTS = 8  # ranks whose output is on the page: culprits first
+
+
+def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
+    """Return the section of a test that failed."""
+    v, folder = entry.verdict, quote(entry.folder)
+    return tag(
+        "article",
+        tag("h2", entry.name, " ", outcome_tag(v), tag("span", f" {v.duration_s:.1f} s", class_="quiet")),
+        _lead(v),
+        tag("p", short_place(v.reason), class_="why"),
+        source(evidence, v.where),
+        tag("dl", *_facts(v)),
+        _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence, v)),
+        _section("Collectives", *call_tables(evidence)),
+        _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
+        curves(run / entry.folder),
+        tag("details", tag("summary", "Evidence"), *_evidence(entry)),
+        tag("details", tag("summary", "Output of the ranks"), *_outputs(evidence, v)),
+        tag(
+            "p",
+            tag("button", "Open in Perfetto", type="button", data_perfetto=True),
+            " ", tag("a", TRACE, href=f"{folder}/{TRACE}"), " ", tag("a", "folder", href=f"{folder}/"), class_="quiet",
+        ),
+        tag("script", _json(trace_of(evidence)), type="application/json", class_="trace"),
+        class_=f"failure {v.outcome}", id=entry.folder, data_name=entry.name,
+    )  # fmt: skip
+
+
+def outcome_tag(v: Verdict) -> Markup:
+    """The outcome's word, in its colour."""
+    return tag("span", v.outcome, class_="tag", style=f"color:var(--{v.outcome})")
+
+
+def _lead(v: Verdict) -> Markup:
+    sure = "certain" if v.certain else f"{v.confidence:.0%} sure"
+    cause = CAUSES.get(v.cause)
+    meaning = f"{v.cause}: {cause.summary}" if cause is not None else v.cause
+    where = [" at ", tag("code", short_place(v.where)), _copy(v.where)] if v.where else []
+    return tag(
+        "p",
+        tag("strong", v.culprits(), f" of {v.world_size}"),
+        *where,
+        f", {sure}. ",
+        tag("span", meaning),
+        class_="lead",
+    )
+
+
+def _copy(text: str) -> Markup:
+    return tag("button", "copy", type="button", class_="copy", data_copy=text, aria_label=f"copy {text}")
+
+
+def source(evidence: Evidence, where: str) -> Markup | None:
+    """Return the lines around a location, the line itself marked; None where the source was not kept."""
+    match = LOCATION.match(where)
+    if match is None:
+        return None
+    line = int(match["line"])
+    names = (
+        match["file"],
+        f"{evidence.job.root.rstrip('/')}/{match['file']}",
+    )  # a verdict's are relative to the tests' root
+    found = next((s for s in evidence.sources.snippets if s.file in names and s.first <= line <= s.last), None)
+    if found is None:
+        return None
+    texts = found.text.split("\n")
+    first, last = max(found.first, line - CONTEXT), min(found.last, line + CONTEXT)
+    rows = [
+        tag("span", f"{n:>5}  {texts[n - found.first]}\n", class_="line here" if n == line else "line")
+        for n in range(first, last + 1)
+    ]
+    title = tag("figcaption", short_place(where), " ", _copy(f"{match['file']}:{line}"))
+    return tag("figure", title, tag("pre", *rows, class_="source", tabindex=0), class_="excerpt")
+
+
+def _facts(v: Verdict) -> Iterator[Markup]:
+    pairs: list[tuple[str, object]] = [
+        ("do", v.advice),
+        ("run again", RETRY.get(v.retry)),
+        ("called from", short_place(v.called_from)),
+        ("module", v.module),
+        ("on", "; ".join(v.machines)),
+        (
+            "stalled",
+            f"for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more"
+            if v.stood_still_s
+            else "",
+        ),
+        ("missing", ", ".join(v.parameters_missing[:-6:-1]) + (" …" if len(v.parameters_missing) > 5 else "")),
+        ("the plan reads it as", v.reads_as),
+        ("group", ", ".join(part for part in (v.backend or "made by the test", v.parallel) if part != "none")),
+    ]
+    for name, value in pairs:
+        if value:
+            yield tag("dt", name)
+            yield tag("dd", str(value))
+
+
+def _seen(evidence: Evidence, v: Verdict) -> list[Markup]:
+    """Where no stack was left: the lines that boards have, and what ranks raised, equal ones once."""
+    said: dict[str, list[int]] = {}
+    for rank in evidence.ranks:
+        for error in rank.exceptions[:1]:
+            said.setdefault(f"{error.type}: {error.headline} at {short_place(error.where)}", []).append(rank.rank)
+        if not rank.exceptions and rank.board is not None and rank.board.line and not rank.passed:
+            said.setdefault(f"last seen at {short_place(rank.board.line)}", []).append(rank.rank)
+    return [tag("p", tag("strong", number_ranks(ranks), class_="who"), " ", text) for text, ranks in said.items()]
+
+
+def _section(title: str, *body: Markup | list[Markup] | None) -> Markup | None:
+    return tag("section", tag("h3", title), *body) if any(body) else None
+
+
+def _evidence(entry: Entry) -> Iterator[Markup]:
+    facts = [f for f in entry.verdict.evidence if f.rank >= 0] + [f for f in entry.verdict.evidence if f.rank < 0]
+    rows = []
+    for fact in facts[:SHOWN_FACTS]:
+        link = tag("a", fact.file, href=f"{quote(entry.folder)}/{quote(fact.file)}") if fact.file else None
+        who = f"rank {fact.rank}" if fact.rank >= 0 else ""
+        rows.append(
+            tag(
+                "li",
+                tag("strong", f"{who} {fact.kind.replace('_', ' ')}".strip()),
+                " ",
+                short_place(fact.says),
+                " ",
+                link,
+            )
+        )
+    yield tag("ul", *rows)
+    if len(facts) > SHOWN_FACTS:
+        yield tag("p", f"{len(facts) - SHOWN_FACTS} more in verdict.json", class_="quiet")
+
+
+def _outputs(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
+    for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in v.ranks, r.rank))[:OUTPUTS]:
+        text = excerpt(rank.folder / "output.log")
+        if text:
+            yield tag("h4", f"rank {rank.rank}")
+            yield tag("pre", text)
+
+
+def _slider(evidence: Evidence) -> Markup:
+    """A time slider: the state of each rank at that moment. What it knows is beside it, as JSON."""
+    axis = axis_of(evidence)
+    most = MOMENTS if len(evidence.ranks) < MANY else MOMENTS // 4
+    moments: dict[int, list[tuple[float, str]]] = {}
+    for rank in evidence.ranks:
+        found = [(s, f"{phase}{f', step {n}' if n else ''}") for s, _, phase, n in phase_spans(rank, axis.end)]
+        for c in rank.board.collectives if rank.board is not None else ():
+            found.append((c.entered, f"in {c.describe()}"))
+            if c.left:
+                found.append((c.left, f"after {c.describe()}"))
+        if rank.exit_time:
+            found.append((rank.exit_time, "ended by the host" if rank.by_us else "ended"))
+        moments[rank.rank] = [
+            (round(max(0.0, t - axis.begin), 3), short_place(text)) for t, text in sorted(found)[-most:]
+        ]
+    end = round(axis.end - axis.begin, 3)
+    return tag(
+        "details",
+        tag("summary", "At a moment"),
+        tag("label", "seconds ", tag("input", type="range", min=0, max=end, step=end / 500 or 0.001, value=end)),
+        tag("output", f"{end:.2f} s"),
+        tag("table", tag("tbody"), class_="moment"),
+        tag("script", _json(moments), type="application/json", class_="moments"),
+        class_="slider",
+    )
+
+
+def _json(value: object) -> Markup:
+    """JSON that may stand in a script element: nothing in it can end that."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026"))

@@ -1,0 +1,219 @@
+"""One lane per rank over time, as SVG: phases, steps, collectives, the stall, and who waits for whom. Many ranks: a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.report.calls import Column, columns_of, is_whole, waits_for
+from pytest_nsa.report.markup import Markup, tag
+from pytest_nsa.report.perfetto import phase_spans
+from pytest_nsa.report.terminal import number_ranks, short_place
+
+PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
+WIDTH, LEFT, RIGHT = 860, 76, 44
+FOLDED = 46  # the width of a start that is folded
+TICKS = 60  # collectives that are drawn
+SPANS = 400  # phases of a rank that are drawn, the last
+ARROWS = 12
+HEAT = 24  # from so many ranks on a lane is a stripe without text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """From seconds to x. What comes before ``fold`` is as narrow as it is dull: importing, building, forming the group."""
+
+    begin: float
+    end: float
+    fold: float
+
+    @property
+    def width(self) -> float:
+        """Of the part that is not folded."""
+        return WIDTH - (FOLDED if self.fold > self.begin else 0)
+
+    def x(self, time: float) -> float:
+        """Where a moment lies."""
+        if self.fold > self.begin and time < self.fold:
+            return LEFT + FOLDED * max(0.0, time - self.begin) / (self.fold - self.begin)
+        after = max(self.begin, self.fold)
+        time = max(time, after)
+        return LEFT + WIDTH - self.width + self.width * min(1.0, (time - after) / max(1e-3, self.end - after))
+
+
+def axis_of(evidence: Evidence) -> Axis:
+    """Return the axis of a test: from its first heartbeat to its last sign of life; a long start is folded."""
+    beats = [b["time"] for r in evidence.ranks for b in r.heartbeats]
+    ends = [*beats, evidence.stop_time, *(r.exit_time for r in evidence.ranks)]
+    begin = min(beats, default=evidence.started)
+    end = max(max(ends, default=begin), begin + 1e-3)
+    firsts = [b["time"] for r in evidence.ranks for b in r.heartbeats if b["phase"] not in ("start", "body", "done")]
+    firsts += [
+        c.entered for r in evidence.ranks if r.board is not None for c in r.board.collectives if c.entered > begin
+    ]
+    if not firsts:
+        firsts = [b["time"] for r in evidence.ranks for b in r.heartbeats if b["phase"] != "start"]
+    first = min(firsts, default=begin)
+    is_long = first - begin > max(0.3, 0.15 * (end - begin))
+    return Axis(begin=begin, end=end, fold=first if is_long else begin)
+
+
+def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
+    """Return the drawing."""
+    axis, count = axis_of(evidence), len(evidence.ranks)
+    height, gap = (26, 8) if count <= 8 else (13, 3) if count < HEAT else (5, 1)
+    whole = count * (height + gap) + 24
+    parts: list[Markup] = []
+    for index, rank in enumerate(evidence.ranks):
+        y = index * (height + gap) + 4
+        is_culprit = rank.rank in culprits
+        if count < HEAT or is_culprit or index % 8 == 0:
+            label = f"rank {rank.rank}{' ◀' if is_culprit else ''}"
+            parts.append(tag("text", label, x=0, y=y + min(17, height + 2), class_="culprit" if is_culprit else None))
+        drawn = tag("g", *_lane(rank, evidence, axis, y, height, is_culprit=is_culprit), data_lane=rank.rank)
+        parts.append(drawn)
+    if count < HEAT:
+        parts += _ticks(evidence, axis, height, gap)
+    parts += _arrows(evidence, height, gap)
+    parts += _scale(axis, whole - 6)
+    label = f"{count} ranks over {axis.end - axis.begin:.1f} seconds"
+    drawing = tag(
+        "svg", _DEFINITIONS, *parts, viewBox=f"0 0 {LEFT + WIDTH + RIGHT} {whole}", role="img", aria_label=label, class_="lanes",
+        data_left=LEFT, data_width=WIDTH,
+    )  # fmt: skip
+    return tag("div", drawing, *_in_words(evidence), class_="zoomable", tabindex=0)
+
+
+_DEFINITIONS = tag(
+    "defs",
+    tag(
+        "pattern", tag("rect", width=4, height=8, fill="var(--paper)", fill_opacity="0.55"), id="still", width=8, height=8,
+        patternUnits="userSpaceOnUse", patternTransform="rotate(45)",
+    ),
+    tag(
+        "marker", tag("path", d="M0 0 L7 3.5 L0 7 z", fill="var(--HANG)"), id="head", markerWidth=7, markerHeight=7, refX=6,
+        refY=3.5, orient="auto",
+    ),
+)  # fmt: skip
+
+
+def _lane(
+    rank: RankEvidence, evidence: Evidence, axis: Axis, y: float, height: float, *, is_culprit: bool
+) -> Iterator[Markup]:
+    for start, stop, phase, step in _spans(rank, evidence, axis.end)[-SPANS:]:
+        x = axis.x(start)
+        title = f"rank {rank.rank}: {phase}, step {step}, {stop - start:.3f} s"
+        yield tag(
+            "rect",
+            tag("title", title),
+            x=x,
+            y=y,
+            width=max(1.0, axis.x(stop) - x),
+            height=height,
+            fill=f"var(--{phase})",
+        )
+    for at, step in _steps(rank) if height > 20 else ():
+        x = axis.x(at)
+        yield tag("line", x1=x, x2=x, y1=y - 2, y2=y + height + 2, stroke="var(--ink)")
+        yield tag("text", step, x=x + 3, y=y + 17)
+    moved = last_moved(rank)
+    if evidence.stop and rank.by_us and moved:
+        x, width = axis.x(moved), max(0.0, axis.x(rank.exit_time or axis.end) - axis.x(moved))
+        place = short_place(place_of(rank))
+        title = f"rank {rank.rank} stalled for {max(0.0, evidence.stop_time - moved):.1f} s at {place}"
+        yield tag("rect", tag("title", title), x=x, y=y, width=width, height=height, fill="url(#still)")
+        if width > 300 and height > 20:
+            yield tag("text", place[:110], x=x + 24, y=y + 17, class_="place")
+    if is_culprit:
+        x = axis.x(rank.exit_time if rank.signal and not rank.by_us else moved or axis.end)
+        yield tag("path", d=f"M{x:.1f} {y - 3:.1f} v{height + 6:.1f}", stroke="var(--FAIL)", stroke_width=3)
+
+
+def _spans(rank: RankEvidence, evidence: Evidence, end: float) -> list[tuple[float, float, str, int]]:
+    last = max((b["time"] for b in rank.heartbeats), default=0.0)
+    spans = phase_spans(rank, min(end, rank.exit_time or evidence.stop_time or last))
+    return [(start, stop, phase if phase in PHASES else "body", step) for start, stop, phase, step in spans]
+
+
+def _ticks(evidence: Evidence, axis: Axis, height: float, gap: float) -> Iterator[Markup]:
+    """Yield the last collectives: a tick where a rank entered one, joined to the next rank's; red where they differ."""
+    index_of = {rank.rank: index for index, rank in enumerate(evidence.ranks)}
+    columns = [c for group in columns_of(evidence).values() for c in group.values()]
+    columns = [c for c in columns if all(axis.begin <= call.entered <= axis.end for call in c.values())]
+    for column in sorted(columns, key=_latest)[-TICKS:]:
+        whole = is_whole(column)
+        colour = "var(--tick)" if whole else "var(--FAIL)"
+        before: tuple[float, float] | None = None
+        for rank, c in sorted(column.items()):
+            x, y = axis.x(c.entered), index_of[rank] * (height + gap) + 4
+            missing = "" if len(column) >= c.size else ", not entered by every rank"
+            title = tag("title", f"rank {rank}: {c.describe()}{missing}")
+            yield tag("path", title, d=f"M{x:.1f} {y + height - 7:.1f} v7", stroke=colour, stroke_width=2)
+            if before is not None:
+                yield tag(
+                    "path", d=f"M{before[0]:.1f} {before[1]:.1f} L{x:.1f} {y:.1f}", stroke=colour, stroke_width=0.7
+                )
+            before = (x, y + height)
+
+
+def _latest(column: Column) -> float:
+    return max(c.entered for c in column.values())
+
+
+def _arrows(evidence: Evidence, height: float, gap: float) -> Iterator[Markup]:
+    """Yield an arrow from each lane that waits to the one that it waits for; a cycle is seen as one."""
+    index_of = {rank.rank: index for index, rank in enumerate(evidence.ranks)}
+    pairs = [(a, b) for a, waited in sorted(waits_for(evidence).items()) for b in sorted(waited) if b in index_of]
+    for number, (a, b) in enumerate(pairs[:ARROWS]):
+        y1, y2 = (index_of[r] * (height + gap) + 4 + height / 2 for r in (a, b))
+        x = LEFT + WIDTH + 4
+        bow = x + 14 + 22 * (number % 3) / 2
+        title = tag("title", f"rank {a} waits for rank {b}")
+        yield tag(
+            "path", title, d=f"M{x} {y1:.1f} C{bow:.1f} {y1:.1f} {bow:.1f} {y2:.1f} {x} {y2:.1f}", fill="none",
+            stroke="var(--HANG)", stroke_width=1.5, marker_end="url(#head)", class_="arrow",
+        )  # fmt: skip
+
+
+def _in_words(evidence: Evidence) -> Iterator[Markup]:
+    """Yield who waits for whom, equal ones together: for those who do not see the arrows, and for many ranks."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, waited in waits_for(evidence).items():
+        found.setdefault(tuple(sorted(waited)), []).append(rank)
+    for others, ranks in found.items():
+        verb = "waits" if len(ranks) == 1 else "wait"
+        yield tag("p", f"{number_ranks(ranks).capitalize()} {verb} for {number_ranks(list(others))}.", class_="quiet")
+
+
+def _scale(axis: Axis, y: float) -> Iterator[Markup]:
+    if axis.fold > axis.begin:
+        x = axis.x(axis.fold)
+        yield tag("text", f"start {axis.fold - axis.begin:.1f} s", x=LEFT, y=y, class_="small")
+        yield tag("path", d=f"M{x:.1f} 0 V{y - 12:.1f}", stroke="var(--line)", stroke_dasharray="3 3")
+    else:
+        yield tag("text", "0 s", x=LEFT, y=y)
+    yield tag("text", f"{axis.end - axis.begin:.2f} s", x=LEFT + WIDTH, y=y, text_anchor="end")
+
+
+def _steps(rank: RankEvidence) -> list[tuple[float, int]]:
+    """When each step began; at most twenty are drawn."""
+    starts: dict[int, float] = {}
+    for beat in rank.heartbeats:
+        if beat["step"]:
+            starts.setdefault(beat["step"], beat["time"])
+    every = max(1, len(starts) // 20)
+    return [(at, step) for step, at in starts.items() if step % every == 0 or step == 1]
+
+
+def last_moved(rank: RankEvidence) -> float:
+    """Return when the rank last entered a phase or a collective; 0 where it left no board."""
+    if rank.board is None:
+        return 0.0
+    return max(rank.board.numbers["phase_time"], *(c.entered for c in rank.board.collectives), 0.0)
+
+
+def place_of(rank: RankEvidence) -> str:
+    """Return the rank's location, as well as it is known."""
+    frame = rank.stack.user_frame if rank.stack is not None else None
+    return frame.describe() if frame is not None else rank.board.line if rank.board is not None else ""

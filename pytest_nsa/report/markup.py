@@ -1,0 +1,47 @@
+"""HTML and SVG that escape by themselves: text becomes markup by `tag` alone, so nothing of a test's can act on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_nsa.report.plain import escape
+
+_VOID = frozenset({"meta", "link", "input", "br"})
+
+
+class Markup(str):
+    """Text that is HTML already. All other text is escaped where it is put between tags."""
+
+    __slots__ = ()
+
+
+Child = str | int | Iterable["Child"] | None
+
+
+def markup(child: Child) -> Markup:
+    """Return children as HTML: text and numbers escaped, `Markup` as it is, None as nothing."""
+    if child is None:
+        return Markup("")
+    if isinstance(child, Markup):
+        return child
+    if isinstance(child, str | int):
+        return Markup(escape(str(child)))
+    return Markup("".join(markup(c) for c in child))
+
+
+def tag(element: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
+    """Return an element. ``class_`` and ``for_`` lose their last letter, other underscores become hyphens; False and None are left
+    out, True has no value.
+    """
+    shown = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        attribute = key.rstrip("_").replace("_", "-")
+        shown.append(f" {attribute}" if value is True else f' {attribute}="{escape(_text(value))}"')
+    opened = f"<{element}{''.join(shown)}>"
+    return Markup(opened if element in _VOID else f"{opened}{markup(children)}</{element}>")
+
+
+def _text(value: str | float) -> str:
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
