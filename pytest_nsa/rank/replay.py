@@ -159,7 +159,8 @@ class RankRecorder:
             reason = _torch_s_skip(error)
             if reason:
                 record(self.ctx.folder, event="skipped", reason=reason, **origin(error))
-                report.outcome, report.longrepr = "skipped", reason
+                path, line, _ = item.reportinfo()
+                report.outcome, report.longrepr = "skipped", (str(path), (line or 0) + 1, f"Skipped: {reason}")
             elif isinstance(error, pytest.skip.Exception):
                 record(self.ctx.folder, event="skipped", reason=str(error.msg), **origin(error))
             elif isinstance(error, pytest.xfail.Exception):

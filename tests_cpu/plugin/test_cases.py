@@ -247,7 +247,7 @@ def test_a_conftest_may_mark_what_takes_a_fixture(pytester: pytest.Pytester) -> 
 @pytest.mark.slow
 def test_torch_s_own_cases_and_skips(pytester: pytest.Pytester) -> None:
     pytest.importorskip("expecttest", reason="torch's own test utilities import it")
-    result = run_example(pytester, TORCHS, "-rs")
+    result = run_example(pytester, TORCHS, "-rs", "--junitxml=junit.xml")
     assert result.outcomes == {"passed": 1, "failed": 1, "skipped": 1}
     assert "Need at least 8 CUDA devices" in result.stdout
     (failed,) = [v for v in result.verdicts.values() if v.failed]
