@@ -65,7 +65,7 @@ def take_host_values(item: pytest.Item, values: dict[str, Any]) -> None:
         encoded = values[name]
         value = Path(encoded["path"]) if "path" in encoded else encoded["value"]
         definition.func, definition.argnames = _returning(value), ()
-    item.fixturenames[:] = _closure(item)
+    item.fixturenames[:] = made_in_ranks(item)
 
 
 def _returning(value: Any) -> Callable[[], Any]:
@@ -78,13 +78,16 @@ def _returning(value: Any) -> Callable[[], Any]:
     return taken
 
 
-def _closure(item: pytest.Function) -> list[str]:
-    """Return the fixtures that are still needed, in pytest's order."""
+def made_in_ranks(item: pytest.Function) -> list[str]:
+    """Return the fixtures that each rank makes, in pytest's order: not what the host's alone are built on."""
     info = item._fixtureinfo
     needed, todo = set(), [*info.initialnames]
     while todo:
         name = todo.pop()
-        if name not in needed:
-            needed.add(name)
-            todo += info.name2fixturedefs[name][-1].argnames if info.name2fixturedefs.get(name) else ()
+        if name in needed:
+            continue
+        needed.add(name)
+        definition = info.name2fixturedefs[name][-1] if info.name2fixturedefs.get(name) else None
+        if definition is not None and not getattr(definition.func, _MARK, False):
+            todo += definition.argnames
     return [name for name in item.fixturenames if name in needed]

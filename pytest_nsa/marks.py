@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.host_fixtures import made_in_ranks
 
 BRANCHES = ("cmp", "sel", "win")
 BACKENDS = ("gloo", "nccl")
@@ -287,8 +288,11 @@ def not_for_ranks(item: pytest.Item) -> Iterator[str]:
         yield f"{where}: doctests cannot run on ranks: write a test function, or a method of a class"
     elif makes_its_own_group(item) and any(name in fixtures for name in RANK_FIXTURES):
         yield f"{where}: takes a fixture of the ranks' group, and world_size(..., group=None) makes none: take one of the two out"
-    elif "launch" in fixtures:
-        yield f"{where}: takes 'launch', which runs on the host, and runs on ranks itself: take one of the two out"
+    elif "launch" in made_in_ranks(item):
+        yield (
+            f"{where}: takes 'launch', which runs on the host, and runs on ranks itself: take one of the two out, or launch in a "
+            "host_fixture"
+        )
 
 
 def of_another_plugin(item: pytest.Item) -> Iterator[str]:

@@ -292,3 +292,34 @@ def _is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_host_fixture_may_run_other_ranks_first(pytester: pytest.Pytester) -> None:
+    """DeepSpeed's DistributedFixture: save on two ranks, load on one."""
+    source = """
+def save(path, group):
+    torch.save({"of": group.world_size}, f"{path}/shard{group.rank}.pt")
+    assert "bad" not in path or group.rank == 0
+
+@host_fixture(scope="function")
+def checkpoint(launch, tmp_path, request):
+    folder = tmp_path / request.node.name
+    folder.mkdir()
+    outcome = launch(save, world_size=2, arguments={"path": str(folder)})
+    assert outcome.passed, outcome.verdict.reason
+    return folder
+
+@world_size(1)
+def test_loads(group, checkpoint):
+    assert [torch.load(checkpoint / f"shard{rank}.pt")["of"] for rank in range(2)] == [2, 2]
+    assert group.world_size == 1
+
+@world_size(1)
+def test_bad(group, checkpoint): pass
+
+@world_size(1)
+def test_takes_it_itself(group, launch): pass
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1, "errors": 2}
+    assert "take one of the two out, or launch in a host_fixture" in result.stdout.replace("\n", " ")
