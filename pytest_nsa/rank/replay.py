@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 
 from nsa.trace.events import cut, origin, record, record_exception
 from pytest_nsa.host_fixtures import take_host_values
@@ -109,6 +111,7 @@ def make_ranks_config(config: pytest.Config) -> None:
     config.option.runxfail = True  # the host applies xfail to the test as a whole
     for name in HOST_PLUGINS:
         config.pluginmanager.unregister(name=name)
+    config.pluginmanager.register(SilentTerminal(), "terminalreporter")
     config.pluginmanager.register(RankRecorder(config), _RECORDER)
 
 
@@ -131,6 +134,13 @@ def _torch_s_skip(error: BaseException) -> str:
     module = sys.modules.get("torch.testing._internal.common_distributed")
     skips = getattr(module, "TEST_SKIPS", {}) if isinstance(error, SystemExit) else {}
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]
+
+
+class SilentTerminal:
+    """In the terminal reporter's place: pytest before 9 explains comparisons by its writer."""
+
+    def __init__(self) -> None:
+        self._tw = TerminalWriter(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  as long as the rank lives
 
 
 class RankRecorder:
