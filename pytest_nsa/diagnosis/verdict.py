@@ -104,11 +104,18 @@ class Verdict:
 
 
 def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
-    """Ranks in words."""
+    """Ranks in words: 'ranks 0-6 and 8'; more than three in a row are told by the first and the last."""
     if not ranks:
         return "no rank in particular"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) == world_size and world_size > 2:
         return f"all {world_size} ranks"
-    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    said = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
+    return "ranks " + (", ".join(said[:-1]) + f" and {said[-1]}" if len(said) > 1 else said[0])
