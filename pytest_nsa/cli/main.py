@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_nsa.cli.compare import compare, tell_history
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, read, report
 from pytest_nsa.cli.unaided import watch_unaided
@@ -60,6 +61,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--metrics", metavar="FILE", type=Path, help="keep a textfile for Prometheus's node exporter")
     command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run anew, as after a SIGKILL")
     command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
+    command = commands.add_parser("compare", help="two runs beside each other; exits with 1 where the second is worse")
+    command.add_argument("base", metavar="RUN_A", type=Path, help="the run before, as artifacts/test_engineer_...")
+    command.add_argument("new", metavar="RUN_B", type=Path, help="the run now, as artifacts/latest")
+    command.add_argument(
+        "--repeat-a",
+        metavar="RUN",
+        type=Path,
+        action="append",
+        default=[],
+        help="a repeat of RUN_A: bounds of the noise",
+    )
+    command.add_argument("--repeat-b", metavar="RUN", type=Path, action="append", default=[], help="a repeat of RUN_B")
+    command.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as a page, too")
+    command = commands.add_parser("history", help="which tests became flaky or slower, or fail since when")
+    command.add_argument(
+        "root",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        default=Path("artifacts"),
+        help="the folder of runs (default: artifacts)",
+    )
     command = commands.add_parser("clean", help="delete finished runs beyond the newest; nothing else in the folder")
     command.add_argument(
         "root", metavar="DIR", type=Path, nargs="?", default=Path("artifacts"), help="default: artifacts"
@@ -79,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _watch(arguments)
             case "report":
                 return report(arguments.folders)
+            case "compare":
+                sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
+                return compare(*sides, arguments.html)
+            case "history":
+                return tell_history(arguments.root)
         return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

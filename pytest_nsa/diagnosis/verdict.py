@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pytest_nsa.wire.messages import check_kinds
@@ -48,7 +48,8 @@ class Verdict:
 
     ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what the plan takes a
     failure of the scenario for; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
-    ``called_from`` is the user's line that called the function of ``where``.
+    ``called_from`` is the user's line that called the function of ``where``; ``figures`` are what runs are compared by
+    (`pytest_nsa.evidence.figures`).
     """
 
     scenario: str = ""
@@ -76,6 +77,7 @@ class Verdict:
     retry: str = ""
     machines: tuple[str, ...] = ()
     called_from: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that verdict.json holds."""

@@ -72,13 +72,14 @@ EVENTS: dict[str, dict[str, Check]] = {
     "gone": {"rank": _int},
     "told": {"of": _int, "kind": is_text, "file": is_text, "says": is_text},
     "process": {
-        "rank": _int, "state": is_text, "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
+        "rank": _int, "state": is_text, "rss_mib?": is_number,
+        "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
         "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,
         "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": _flag, "held_by?": _list_of(_int),
         "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text,
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text},
-    "done": {"passed": _flag},
+    "done": {"passed": _flag, "peak_mib?": is_number, "peak_gpu_mib?": is_number},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
     "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
     "exception": {

@@ -96,6 +96,7 @@ class RankEvidence:
     groups: dict[str, tuple[int, ...]]
     folder: Path
     sources: Sources
+    peaks: Mapping[str, float] = field(default_factory=dict)  # the most memory that it had, in MiB
     backend: str = ""
     machine: str = ""
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -37,6 +38,16 @@ NUMBERING = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 SETTLE_S = 0.2  # before ranks that stay are taken for uneven
 # torch's own time limit must not come before ours: its message names no rank. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
+
+
+def _peaks(device: str) -> dict[str, float]:
+    """Return the most memory that this process has had, in MiB: its own pages, and on its GPU."""
+    import torch
+
+    found = {"peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}
+    if device != "cpu":
+        found["peak_gpu_mib"] = round(torch.cuda.max_memory_allocated(device) / (1 << 20), 1)
+    return found
 
 
 class RankProcess:
@@ -156,7 +167,7 @@ class RankProcess:
             record(folder, event="left_handler", what=what, where=place, call=call)
         for command in end_leftovers():
             record(folder, event="left_running", command=command)
-        record(folder, event="done", passed=passed)
+        record(folder, event="done", passed=passed, **_peaks(self.device))
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         return 0 if passed else EXIT_FAILED

@@ -37,7 +37,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
         _lead(v),
         tag("p", short_place(v.reason), class_="why"),
         source(evidence, v.where),
-        tag("dl", *_facts(v)),
+        tag("dl", *_facts(v), *_memory(evidence, v)),
         _section("Where each rank was", stack_tree(evidence, v.ranks) or _seen(evidence, v)),
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
@@ -122,6 +122,14 @@ def _facts(v: Verdict) -> Iterator[Markup]:
         if value:
             yield tag("dt", name)
             yield tag("dd", str(value))
+
+
+def _memory(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
+    """The memory of the culprits as they stalled: whether it is about memory at all."""
+    found = [(r.rank, r.process["rss_mib"]) for r in evidence.ranks if r.rank in v.ranks and "rss_mib" in r.process]
+    if found:
+        yield tag("dt", "memory")
+        yield tag("dd", "; ".join(f"rank {rank} {mib:.0f} MiB" for rank, mib in found[:8]), " at the stall")
 
 
 def _seen(evidence: Evidence, v: Verdict) -> list[Markup]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.engine import Rule, diagnose
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
+from pytest_nsa.evidence.figures import figures_of
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.run import write_verdict
@@ -29,6 +30,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
     if not all(rank.passed for rank in evidence.ranks):
         evidence = with_sources(evidence)
     verdict = diagnose(evidence, rules)
+    verdict = replace(verdict, figures=_figures(evidence))
     known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
     if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
@@ -37,6 +39,18 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
             write_verdict(folder, verdict)
             _merge_logs(folder, evidence)
     return verdict, evidence
+
+
+def _figures(evidence: Evidence) -> dict[str, float]:
+    try:
+        return figures_of(evidence)
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+    ):  # what a test has recorded or written costs no verdict
+        return {}
 
 
 def _merge_logs(folder: Path, evidence: Evidence) -> None:

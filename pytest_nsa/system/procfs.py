@@ -29,6 +29,7 @@ class ProcessState:
     wchan: str
     children: tuple[str, ...]
     threads: int
+    rss_mib: float
 
 
 def look_at(pid: int) -> ProcessState | None:
@@ -54,6 +55,7 @@ def look_at(pid: int) -> ProcessState | None:
         wchan=_read(proc / "wchan").strip(),
         children=commands,
         threads=int(fields[17]),
+        rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
     )
 
 

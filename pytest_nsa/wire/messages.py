@@ -19,6 +19,7 @@ DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "dict[str, Any]": (dict,), "dict[str, str]": (dict,),
+    "dict[str, float]": (dict,),
     "tuple[str, ...]": (list, tuple), "tuple[int, ...]": (list, tuple), "tuple[Fact, ...]": (list, tuple), "Outcome": (str,),
 }  # fmt: skip
 _MEMBERS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int, "tuple[Fact, ...]": dict}

@@ -1,0 +1,54 @@
+"""`pytest-nsa compare` and `history`: runs beside each other, and one after the other."""
+
+from __future__ import annotations
+
+import sys
+from importlib import resources
+from pathlib import Path
+
+from pytest_nsa.report import compare as comparing
+from pytest_nsa.report.history import history
+from pytest_nsa.report.plain import visible
+from pytest_nsa.report.runs import runs_in
+from pytest_nsa.report.summary import VERDICTS, read_entries
+from pytest_nsa.wire.files import write_atomically
+
+
+def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
+    """Print what differs between two runs, the first of each side; the others are repeats. Returns 1 where something is worse."""
+    for folder in (*base, *new):
+        if not (folder / VERDICTS).is_file():
+            print(
+                f"error: {str(folder)!r}: no run here (no {VERDICTS}); give a run's folder, as artifacts/latest",
+                file=sys.stderr,
+            )
+            return 2
+    sides = [[{e.name: e.verdict for e in read_entries(folder)} for folder in side] for side in (base, new)]
+    found = comparing.compare(*sides)
+    names = (_name(base[0]), _name(new[0]))
+    tests = len({*sides[0][0], *sides[1][0]})
+    print(visible(comparing.as_markdown(found, names, tests)), end="")
+    if page is not None:
+        style = resources.files("pytest_nsa.report").joinpath("report.css").read_text(encoding="utf-8")
+        write_atomically(page, comparing.as_html(found, names, tests, style))
+    return int(any(d.kind == "worse" for d in found))
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name
+
+
+def tell_history(root: Path) -> int:
+    """Print of which tests the runs of a folder have something to say."""
+    runs = sorted((run for run in runs_in(root) if run.finished), key=lambda run: run.time)
+    if not runs:
+        print(f"error: {str(root)!r}: no finished run here; give the folder of runs, as artifacts", file=sys.stderr)
+        return 2
+    found = history([(run.path.name, {e.name: e.verdict for e in read_entries(run.path)}) for run in runs])
+    print(f"{len(runs)} runs, from {runs[0].path.name} to {runs[-1].path.name}; a letter per run, the newest last")
+    width = max((len(past.test) for past in found), default=0)
+    for past in found:
+        print(visible(f"{past.test:<{width}}  {past.letters}  {past.says}"))
+    if not found:
+        print("no test is flaky, slower, or fails since one of them")
+    return 0

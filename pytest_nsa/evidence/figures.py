@@ -1,0 +1,61 @@
+"""A test's figures, which runs are compared by: time of a step, memory, loss. They are kept with its verdict."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from typing import Any
+
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.wire.files import read_lines
+
+METRICS = "metrics.jsonl"  # of a training that lies in the test's folder
+MOST = 40  # figures of a test
+
+
+def figures_of(evidence: Evidence) -> dict[str, float]:
+    """Return what is known of: ``steps``, ``step_ms`` (median over steps of the slowest rank; ``step_ms_low`` and ``step_ms_high``
+    are its quartiles), ``peak_mib`` and ``peak_gpu_mib`` (of the rank that took most), ``loss`` (the last), and numbers that the
+    test recorded (record_property), as ``property.NAME``.
+    """
+    found: dict[str, float] = {}
+    steps = step_times(evidence)
+    if len(steps) > 1:
+        low, middle, high = (
+            statistics.quantiles(steps, n=4) if len(steps) > 2 else (min(steps), sum(steps) / 2, max(steps))
+        )
+        found |= {"steps": len(steps), "step_ms": 1e3 * middle, "step_ms_low": 1e3 * low, "step_ms_high": 1e3 * high}
+    for name in ("peak_mib", "peak_gpu_mib"):
+        peaks = [rank.peaks[name] for rank in evidence.ranks if rank.peaks.get(name)]
+        if peaks:
+            found[name] = max(peaks)
+    losses = [line["loss"] for line in read_lines(evidence.folder / METRICS) if _is_number(line.get("loss"))]
+    if losses:
+        found["loss"] = losses[-1]
+    for name, value in _properties(evidence.ranks[0]) if evidence.ranks else ():
+        found[f"property.{name}"] = value
+    return {name: round(float(value), 6) for name, value in itertools.islice(found.items(), MOST)}
+
+
+def step_times(evidence: Evidence) -> list[float]:
+    """Return seconds of each step that all ranks finished, of its slowest rank; not of the first, which builds and compiles."""
+    by_step: dict[int, list[float]] = {}
+    for rank in evidence.ranks:
+        starts: dict[int, float] = {}
+        for beat in rank.heartbeats:
+            starts.setdefault(beat["step"], beat["time"])
+        for (step, begin), (following, end) in itertools.pairwise(sorted(starts.items())):
+            if step > 1 and following == step + 1:
+                by_step.setdefault(step, []).append(end - begin)
+    return [max(times) for times in by_step.values() if len(times) == len(evidence.ranks)]
+
+
+def _properties(rank: RankEvidence) -> list[tuple[str, float]]:
+    pairs: list[Any] = [pair for entry in rank.reports for pair in entry["report"].get("user_properties") or ()]
+    pairs = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2 and _is_number(pair[1])]
+    return [(str(name)[:80], float(value)) for name, value in pairs]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,173 @@
+"""Runs beside each other: what was planted in the second is found, and between equal runs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.report.compare import Difference, compare
+from pytest_nsa.report.history import history
+from pytest_nsa.testing import HEADER, run_in
+
+# Steps that wait for a clock, so that they take as long on a busy machine; SLOW, LOST and OTHER plant the changes.
+SOURCE = """
+def train(ddp, seconds, steps=14):
+    model = ddp.wrap(torch.nn.Linear(4, 4))
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        time.sleep(seconds)
+
+@world_size(2)
+def test_steady(ddp): train(ddp, 0.05)
+
+@world_size(2)
+def test_slows(ddp): train(ddp, 0.065 if os.environ.get("SLOW") else 0.05)
+
+@world_size(2)
+@pytest.mark.timeout(20)
+def test_fails(ddp):
+    model = ddp.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    layer = model.module[1 if os.environ.get("LOST") else 0]  # backward comes to the second first
+    layer.weight.register_hook(lambda grad: threading.Event().wait() if ddp.rank else None)
+    model(torch.ones(2, 4)).sum().backward()
+
+@world_size(2)
+def test_cause(group):
+    if group.rank == 1:
+        if os.environ.get("OTHER"): os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the usual")
+    dist.barrier()
+
+@world_size(2)
+def test_records(group, record_property): record_property("accuracy", 0.5)
+"""
+
+
+def a_run(folder: Path, **variables: str) -> Path:
+    (folder / "test_example.py").write_text(HEADER + SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        result = run_in(folder, "-o", "ranks_hang_after=2")
+    assert result.run is not None
+    return result.run
+
+
+def tell(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest_nsa", *map(str, arguments)]
+    return subprocess.run(command, text=True, capture_output=True, check=False)
+
+
+def test_a_slow_down_a_changed_cause_and_nothing_else(tmp_path: Path) -> None:
+    runs = {}
+    for name, variables in {"a": {}, "b": {}, "new": {"SLOW": "1", "OTHER": "1", "LOST": "1"}}.items():
+        (tmp_path / name).mkdir()
+        runs[name] = a_run(tmp_path / name, **variables)
+    equal = tell("compare", runs["a"], runs["b"])
+    assert equal.returncode == 0, equal.stdout
+    assert "Nothing is worse" in equal.stdout
+    page = tmp_path / "page.html"
+    worse = tell("compare", runs["a"], runs["new"], "--repeat-a", runs["b"], "--html", page)
+    assert worse.returncode == 1
+    rows = [line for line in worse.stdout.splitlines() if line.startswith("| test_example")]
+    assert len(rows) == 3, worse.stdout
+    assert any("test_fails | gradients missing" in row and "worse" in row for row in rows)
+    assert any("test_slows | step" in row and "worse" in row for row in rows)
+    assert any("test_cause | cause" in row and "worse" in row for row in rows)
+    assert "test_slows" in page.read_text()
+    refused = tell("compare", tmp_path, runs["a"])
+    assert refused.returncode == 2
+    assert "no run here" in refused.stderr
+
+
+def figures(step: float, steps: int = 20, spread: float = 0.03, **more: float) -> dict[str, float]:
+    return {
+        "steps": steps,
+        "step_ms": step,
+        "step_ms_low": step * (1 - spread),
+        "step_ms_high": step * (1 + spread),
+        **more,
+    }
+
+
+def verdict(name: str, outcome: str = "PASS", **fields: object) -> Verdict:
+    return Verdict(nodeid=name, outcome=outcome, **fields)  # type: ignore[arg-type]
+
+
+def kinds(found: list[Difference]) -> list[tuple[str, str, str]]:
+    return [(d.test, d.what, d.kind) for d in found]
+
+
+def test_what_counts_as_worse() -> None:
+    base = {
+        "slow": verdict("slow", figures=figures(10)),
+        "noisy": verdict("noisy", figures=figures(10, spread=0.3)),
+        "few": verdict("few", figures=figures(10, steps=3)),
+        "heavy": verdict("heavy", figures={"peak_mib": 400}),
+        "light": verdict("light", figures={"peak_mib": 10}),
+        "loss": verdict("loss", figures={"loss": 2.0}),
+        "lost": verdict("lost", "HANG", cause="sleeping", parameters_missing=("a",)),
+        "moved": verdict("moved", "HANG", cause="sleeping", ranks=(1,), where="a.py:3 in f"),
+        "mended": verdict("mended", "FAIL", cause="assertion"),
+        "gone": verdict("gone"),
+    }
+    new = {
+        "slow": verdict("slow", figures=figures(13)),
+        "noisy": verdict("noisy", figures=figures(13, spread=0.3)),
+        "few": verdict("few", figures=figures(20, steps=3)),
+        "heavy": verdict("heavy", figures={"peak_mib": 500}),
+        "light": verdict("light", figures={"peak_mib": 20}),
+        "loss": verdict("loss", figures={"loss": 2.1}),
+        "lost": verdict("lost", "HANG", cause="sleeping", parameters_missing=("a", "b")),
+        "moved": verdict("moved", "HANG", cause="sleeping", ranks=(1,), where="a.py:9 in f"),
+        "mended": verdict("mended"),
+        "new": verdict("new"),
+    }
+    assert kinds(compare([base], [new])) == [
+        ("slow", "step", "worse"),
+        ("heavy", "peak_mib", "worse"),
+        ("loss", "loss", "worse"),
+        ("lost", "gradients missing", "worse"),
+        ("gone", "ran", "changed"),
+        ("new", "ran", "changed"),
+        ("mended", "outcome", "better"),
+    ]
+    again = {**base, "slow": replace(base["slow"], figures=figures(13.5))}
+    assert ("slow", "step", "worse") not in kinds(compare([base, again], [new])), "repeats differ by as much"
+
+
+def test_a_machine_that_is_slower_is_no_regression() -> None:
+    base = {f"t{i}": verdict(f"t{i}", figures=figures(10 + i)) for i in range(6)}
+    new = {name: replace(v, figures=figures(1.4 * v.figures["step_ms"])) for name, v in base.items()}
+    assert compare([base], [new]) == []
+    new["t2"] = replace(new["t2"], figures=figures(1.4 * 1.3 * 12))
+    assert kinds(compare([base], [new])) == [("t2", "step", "worse")]
+
+
+def test_history_names_flaky_sick_and_slower_tests(tmp_path: Path) -> None:
+    fail = {"outcome": "FAIL", "cause": "assertion"}
+    runs = [
+        (
+            f"run{n}",
+            {
+                "healthy": verdict("healthy", figures=figures(10 + 0.1 * n)),
+                "flaky": verdict("flaky", **fail if n % 2 else {}),  # type: ignore[arg-type]
+                "sick": verdict("sick", **fail if n > 3 else {}),  # type: ignore[arg-type]
+                "slower": verdict("slower", figures=figures(10 if n < 6 else 14)),
+            },
+        )
+        for n in range(7)
+    ]
+    assert {past.test: (past.letters, past.says) for past in history(runs)} == {
+        "flaky": (".F.F.F.", "flaky: 3 of 7 failed, turning 6 times"),
+        "sick": ("....FFF", "fails since run4"),
+        "slower": (".......", "slower: a step takes 14.0 ms, 10.0 before"),
+    }
+    done = tell("history", tmp_path)
+    assert done.returncode == 2
+    assert "no finished run here" in done.stderr
