@@ -14,11 +14,18 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The decision over a run: one sentence on what is wrong, what to do, and the steps that led there."""
+    """The decision over a run: one sentence on what is wrong, what to do, and the steps that led there.
+
+    A plan may add how sure it is (0 to 1), its ``hypotheses`` as rows (hypothesis, state, what it rests on), and one line on
+    whether what was tested is ready, and by which criteria.
+    """
 
     sentence: str
     action: str
     path: tuple[str, ...]
+    confidence: float = 1.0
+    hypotheses: tuple[tuple[str, ...], ...] = ()
+    readiness: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that decision.json holds."""
@@ -27,7 +34,14 @@ class Decision:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:
         """Build it from what `to_json` returned; keys of a later schema are ignored. Raises KeyError for one that is missing."""
-        return cls(sentence=str(data["sentence"]), action=str(data["action"]), path=tuple(map(str, data["path"])))
+        return cls(
+            sentence=str(data["sentence"]),
+            action=str(data["action"]),
+            path=tuple(map(str, data["path"])),
+            confidence=float(data.get("confidence", 1.0)),
+            hypotheses=tuple(tuple(map(str, row)) for row in data.get("hypotheses", ())),
+            readiness=str(data.get("readiness", "")),
+        )
 
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:

@@ -43,7 +43,13 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
             if interrupted
             else None,
             tag("h1", short_place(decision.sentence)),
-            tag("p", decision.action, class_="action"),
+            tag(
+                "p",
+                decision.action,
+                f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else None,
+                class_="action",
+            ),
+            tag("p", decision.readiness) if decision.readiness else None,
             tag("p", *_counts(entries), class_="counts"),
         ),
         tag(
@@ -107,7 +113,12 @@ def _failures(run: Path, failed: list[Entry], evidence: dict[str, Evidence]) -> 
 
 def _decision(decision: Decision) -> Markup | None:
     drawn = way(decision)
-    return tag("section", tag("h2", "How it was decided"), drawn) if drawn is not None else None
+    head = tag("tr", *(tag("th", t, scope="col") for t in ("hypothesis", "state", "rests on")))
+    rows = [tag("tr", *(tag("td", cell) for cell in row)) for row in decision.hypotheses]
+    table = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll") if rows else None
+    if drawn is None and table is None:
+        return None
+    return tag("section", tag("h2", "How it was decided"), drawn, tag("h3", "Hypotheses") if rows else None, table)
 
 
 def _announcements(run: Path) -> Markup | None:

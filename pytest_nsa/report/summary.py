@@ -81,8 +81,14 @@ def render(
     out += [_row(entry) for entry in entries]
     if left_out:
         out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(left_out))}."]
-    out += ["", "## Decision", "", f"**{_sentence_case(markdown(decision.action))}**", ""]
+    sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else ""
+    out += ["", "## Decision", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]
     out += [f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1)]
+    if decision.readiness:
+        out += ["", markdown(decision.readiness)]
+    if decision.hypotheses:
+        out += ["", "## Hypotheses", "", "| hypothesis | state | rests on |", "| --- | --- | --- |"]
+        out += ["| " + " | ".join(_cell(markdown(cell)) for cell in row) + " |" for row in decision.hypotheses]
     failed = [entry for entry in entries if entry.verdict.failed]
     if failed:
         out += ["", "## Verdicts"]

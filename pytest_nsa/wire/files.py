@@ -14,7 +14,7 @@ from typing import Any
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside and rename, so that a reader sees the old file or the new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     partial.replace(path)
 
 

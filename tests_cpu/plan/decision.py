@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.decision import Decision, advice_of, count, nothing_wrong, sentence, surest
 from pytest_nsa.diagnosis.verdict import Verdict
+from tests_cpu.plan import hypotheses
 
+CONTRADICTORY = 0.3
 BRANCHES = {"cmp": "branch_cmp_only", "sel": "branch_sel_only", "win": "branch_win_only"}
 ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
 ALL_TOGETHER = ("ddp_onestep_trace", "ddp_gloo_sanity")
@@ -24,15 +28,23 @@ def is_of_the_plan(verdicts: Mapping[str, Verdict]) -> bool:
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
     """Return the decision over verdicts by scenario. The path reports scenarios that were not run; they decide nothing."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
+    judged: dict[str, Any] = {"hypotheses": hypotheses.table(verdicts), "readiness": hypotheses.readiness(verdicts)}
     if not failed:
-        return nothing_wrong(verdicts)
+        return replace(nothing_wrong(verdicts), readiness=judged["readiness"])
     path: list[str] = []
     name, first = _telling(failed)
     action = _tree(verdicts, path)
     if not action:
         action, step = advice_of(failed, name, first)
         path.append(step)
-    return Decision(sentence=sentence(verdicts, failed, name, first), action=action, path=tuple(path))
+    confidence = CONTRADICTORY if hypotheses.contradicts(verdicts) else first.confidence
+    return Decision(
+        sentence=sentence(verdicts, failed, name, first),
+        action=action,
+        path=tuple(path),
+        confidence=confidence,
+        **judged,
+    )
 
 
 def _telling(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
@@ -59,6 +71,12 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
         halves = [layers[n] for n in hung if n in layers]
         which = f", {halves[0]}" if len(halves) == 1 else ""
         return f"look at gradient checkpointing{which}: reentrant or not, boundaries, in-place writes in a checkpointed region"
+    if hypotheses.contradicts(verdicts):
+        pair = " and ".join(f"{n} ({verdicts[n].outcome})" for n in ALL_TOGETHER)
+        path.append(
+            f"does one step on one backend end the same way twice? no: {pair}, both on {verdicts[ALL_TOGETHER[0]].backend}"
+        )
+        return "contradictory: repeat the run; the same step fails and passes by turns, so nothing follows from what passes"
     baseline = [n for n in ALL_TOGETHER if n in verdicts and verdicts[n].failed]
     static = verdicts.get("ddp_static_graph")
     path.append(f"does a static graph pass where plain DDP fails? {_passes(static)}")
@@ -82,6 +100,9 @@ def _tree(verdicts: Mapping[str, Verdict], path: list[str]) -> str:
         owner = sorted(common)[0].rpartition(".")[0]
         return f"look for in-place operations in the module that owns them ({owner})"
     gloo = verdicts.get("ddp_gloo_sanity")
+    if gloo is not None and hypotheses.same_backend(verdicts):
+        path.append(f"does gloo fail too? it cannot tell: both ran on {gloo.backend}")
+        return ""
     path.append(
         f"does gloo fail too? {'yes' if gloo is not None and gloo.failed else 'no' if gloo is not None else 'not run'}"
     )

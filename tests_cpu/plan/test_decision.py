@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_nsa.diagnosis import decision as without_a_plan
@@ -17,13 +19,17 @@ BRANCHES = PLAN[2:5]
 
 
 def plan(*failing: str, cause: str = "lock_deadlock", **fields: object) -> dict[str, Verdict]:
-    """Return the verdicts of the whole plan: the named scenarios hang, the others pass."""
-    return {
-        name: Verdict(scenario=name, nodeid=name, outcome="HANG", cause=cause, ranks=(1,), confidence=0.9, **fields)  # type: ignore[arg-type]
-        if name in failing
-        else Verdict(scenario=name, nodeid=name, outcome="PASS")
-        for name in PLAN
-    }
+    """Return the verdicts of the whole plan, as on GPUs: the named scenarios hang, the others pass."""
+    return {name: a_verdict(name, hangs=name in failing, cause=cause, **fields) for name in PLAN}
+
+
+def a_verdict(name: str, *, hangs: bool, cause: str = "lock_deadlock", backend: str = "", **fields: object) -> Verdict:
+    backend = backend or ("gloo" if name == "ddp_gloo_sanity" else "nccl")
+    if not hangs:
+        return Verdict(scenario=name, nodeid=name, outcome="PASS", backend=backend)
+    return Verdict(
+        scenario=name, nodeid=name, outcome="HANG", cause=cause, ranks=(1,), confidence=0.9, backend=backend, **fields,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -80,3 +86,69 @@ def test_tests_that_are_no_scenarios_take_no_tree() -> None:
     decision = without_a_plan.decide({"t": verdict})
     assert decision.path == ("do the verdicts name one cause? yes: rank_exited",)
     assert decision.action.startswith("stay")
+
+
+@pytest.mark.parametrize(
+    ("failing", "confirmed", "refuted"),
+    [
+        ((*TOGETHER, *BRANCHES), "the graph changes from step to step", "NCCL's transport stalls"),
+        (
+            (*TOGETHER, "ddp_static_graph", "branch_sel_only"),
+            "one branch's own backward",
+            "the branches depend on each other",
+        ),
+        ((*TOGETHER, "ddp_static_graph"), "the branches depend on each other", "one branch's own backward"),
+        ((*TOGETHER, "ddp_static_graph", *BRANCHES), "", "one branch's own backward"),
+        (("gc_baseline_full", "gc_bisect_layers_6_11"), "checkpointing and the custom backward", "the graph changes"),
+        (("ddp_onestep_trace", "ddp_static_graph", *BRANCHES), "NCCL's transport stalls", "the graph changes"),
+        (("branch_cmp_only",), "one branch's own backward", "checkpointing"),
+        (("branch_cmp_only", "branch_win_only"), "one branch's own backward", "NCCL's transport stalls"),
+    ],
+)
+def test_hypotheses_are_confirmed_or_refuted(failing: tuple[str, ...], confirmed: str, refuted: str) -> None:
+    rows = decide(plan(*failing)).hypotheses
+    assert len(rows) == 6
+    by_state = {state: [text for text, s, _ in rows if s == state] for state in ("confirmed", "refuted")}
+    assert not confirmed or any(text.startswith(confirmed) for text in by_state["confirmed"]), rows
+    assert any(text.startswith(refuted) for text in by_state["refuted"]), rows
+
+
+@pytest.mark.parametrize("absent", PLAN)
+def test_what_did_not_run_confirms_nothing(absent: str) -> None:
+    verdicts = {name: v for name, v in plan(*TOGETHER, *BRANCHES).items() if name != absent}
+    decision = decide(verdicts)
+    silent = [why for _, state, why in decision.hypotheses if state == "not tested"]
+    assert silent
+    assert all(absent in why for why in silent)
+    assert "1 of the 9 of phases 1 to 5 did not run" in decision.readiness
+
+
+@pytest.mark.parametrize("first_fails", [True, False])
+@pytest.mark.parametrize("others", [(), ("ddp_static_graph",), BRANCHES, ("branch_sel_only",)])
+def test_a_step_that_fails_and_passes_on_one_backend_is_contradictory(
+    first_fails: bool, others: tuple[str, ...]
+) -> None:
+    """On CPU both phases are gloo: a flake once gave 'enable static_graph in production'."""
+    verdicts = {name: a_verdict(name, hangs=name in others, backend="gloo") for name in PLAN}
+    one = TOGETHER[0] if first_fails else TOGETHER[1]
+    verdicts[one] = a_verdict(one, hangs=True, backend="gloo")
+    decision = decide(verdicts)
+    assert decision.action.startswith("contradictory: repeat")
+    assert decision.confidence < 0.5
+    assert {text: state for text, state, _ in decision.hypotheses}["NCCL's transport stalls"] == "not tested"
+
+
+def test_two_runs_of_gloo_say_nothing_of_the_transport() -> None:
+    failing = (*TOGETHER, *BRANCHES, "ddp_static_graph")
+    decision = decide({name: a_verdict(name, hangs=name in failing, backend="gloo") for name in PLAN})
+    assert decision.path[-2] == "does gloo fail too? it cannot tell: both ran on gloo"
+
+
+def test_ready_for_production_by_its_criteria() -> None:
+    passing = plan()
+    assert "were not measured (no GPU)" in decide(passing).readiness
+    measured = {n: replace(v, figures={"peak_gpu_mib": 9000.0}) for n, v in passing.items()}
+    assert decide(measured).readiness.startswith("Ready for production: every scenario passes")
+    measured["branch_sel_only"] = a_verdict("branch_sel_only", hangs=True, parameters_missing=("a",))
+    readiness = decide(measured).readiness
+    assert readiness == "Not ready for production: branch_sel_only fails; gradients are missing in 1 of them."
