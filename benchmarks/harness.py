@@ -111,6 +111,11 @@ def ours_reused(folder: Path, count: int) -> list[float]:
     return _pytest(folder, OURS.format(count=count + 1).replace("class Test", "@reuse\nclass Test"))
 
 
+def ours_fresh(folder: Path, count: int) -> list[float]:
+    """Measure the mark ``reuse(group='fresh')``: one worker group for the class, a process group for each test."""
+    return _pytest(folder, OURS.format(count=count + 1).replace("class Test", "@reuse(group='fresh')\nclass Test"))
+
+
 def _script(name: str, *arguments: str) -> list[float]:
     """Run a peer's script, and return the JSON list of seconds that it prints as its last line."""
     done = subprocess.run(
@@ -160,6 +165,7 @@ WAYS: tuple[tuple[str, Way, int], ...] = (
     ("pytest-nsa", ours, 20),
     ("pytest-nsa, ranks_ahead=false", ours_not_ahead, 20),
     ("pytest-nsa, reuse", ours_reused, 20),
+    ("pytest-nsa, reuse, fresh group", ours_fresh, 20),
     ("MultiProcContinuousTest", multi_proc_continuous_test, 3),
     ("MultiProcessTestCase", multi_process_test_case, 1),
     ("torch.multiprocessing.spawn", spawn, 2),
