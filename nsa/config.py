@@ -6,6 +6,7 @@ Nothing here imports torch, so that a bad value is refused before anything expen
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -239,6 +240,20 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     _merge_environment(values, os.environ)
     _merge_overrides(values, overrides)
     return _build(values, str(path))
+
+
+def value_of(text: str, where: str) -> Any:
+    """Return what YAML reads ``text`` as; numbers such as 3e-4, which YAML 1.1 takes for text, too. Raises ConfigError."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())[:80]}") from None
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def environment_help() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from nsa.config import (
     environment_help,
     load_config,
     unknown_variables,
+    value_of,
 )
 
 if TYPE_CHECKING:
@@ -88,7 +90,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", default="none", metavar="auto|none|PATH", help="go on from a checkpoint (default: none)"
     )
+    parser.add_argument(
+        "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], dest="settings",
+        help="any field of the configuration, as in --set train.lr=3e-4; the value as in YAML; may be repeated",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
+    for setting in arguments.settings:
+        if not re.fullmatch(r"\w+\.\w+=.*", setting, re.S):
+            parser.error(f"--set {setting}: must be SECTION.KEY=VALUE, as in --set train.lr=3e-4")
     if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: must be at least 1")
     if arguments.save_every is not None and arguments.save_every < 0:
@@ -112,6 +121,11 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides["train.device"] = arguments.device
     if arguments.parallel or arguments.ddp:
         overrides["parallel.mode"] = arguments.parallel or ("ddp" if arguments.ddp == "1" else "none")
+    for setting in arguments.settings:
+        field, _, text = setting.partition("=")
+        if field in overrides:
+            raise ConfigError(f"--set {setting}: another option, or another --set, sets {field} too; give one")
+        overrides[field] = value_of(text, f"--set {setting}")
     return overrides
 
 

@@ -6,7 +6,9 @@ import html
 import re
 
 # Colours stay; what moves a cursor, sets a title, or ends a line elsewhere does not.
-_CONTROL = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 

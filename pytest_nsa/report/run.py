@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import html, summary
 from pytest_nsa.settings import outer_environment, step_summary
+from pytest_nsa.system.gpu import driver_version, gpu_names
 from pytest_nsa.wire.files import parse, read_bytes, read_text, write_atomically
 from pytest_nsa.wire.messages import SCHEMA
 
 DECISION = "decision.json"
-_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow")
+GIT_LIMIT_S = 5.0
+_PACKAGES = (
+    "pytest", "pytest-timeout", "pytest-xdist", "pytest-nsa", "torch", "numpy", "triton", "pyarrow", "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime",
+)  # fmt: skip
 
 
 def environment(gpus: int) -> dict[str, Any]:
@@ -33,9 +39,21 @@ def environment(gpus: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "gpus": gpus,
+        **({"gpu": ", ".join(names), "driver": driver_version()} if (names := gpu_names()) else {}),
+        **({"revision": found} if (found := _revision()) else {}),
         **versions,
         "variables": outer_environment(),
     }
+
+
+def _revision() -> str:
+    """Return the commit of the repository that the tests run in, with '+' where files of it are changed; '' outside of one."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, check=False, timeout=GIT_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def write_environment(run: Path, gpus: int) -> None:

@@ -37,7 +37,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
     if keep or verdict.failed:
         with where_there_is_room():
             write_verdict(folder, verdict)
-            _merge_logs(folder, evidence)
+            _merge_logs(folder, evidence, verdict)
     return verdict, evidence
 
 
@@ -53,8 +53,11 @@ def _figures(evidence: Evidence) -> dict[str, float]:
         return {}
 
 
-def _merge_logs(folder: Path, evidence: Evidence) -> None:
-    """output.log and traces.log of the whole test, from the ranks' own; a stack dump a rank where there is one."""
+def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
+    """output.log and traces.log of the whole test, from the ranks' own; a stack dump a rank where there is one.
+
+    A backward that did not end printed no list of what is missing: traces.log has it from the board, in the tracer's form.
+    """
     several = len(evidence.ranks) > 1
     with (
         (folder / "output.log").open("w", encoding="utf-8") as output,
@@ -69,6 +72,8 @@ def _merge_logs(folder: Path, evidence: Evidence) -> None:
             if dump.is_file() and dump.stat().st_size:
                 text = dump.read_text(encoding="utf-8", errors="replace")
                 (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
+        if verdict.failed:
+            traces.writelines(f"  - MISSING: {name}\n" for name in verdict.parameters_missing)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 LIMIT_S = 5.0
+_DRIVER = Path("/proc/driver/nvidia")
 _FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "pstate")
 
 
@@ -27,6 +30,26 @@ def nvml() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver; '' without one."""
+    try:
+        text = (_DRIVER / "version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", text)
+    return found[1] if found else ""
+
+
+def gpu_names() -> list[str]:
+    """Return the model of each GPU as the driver names it; [] without one."""
+    names = []
+    for path in sorted((_DRIVER / "gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Model:\s*(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.M)
+            names += [found[1].strip()] if found else []
+    return names
 
 
 def look_at_gpus() -> list[dict[str, Any]]:

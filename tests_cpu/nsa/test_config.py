@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from nsa.config import ConfigError, load_config
+from nsa.config import ConfigError, load_config, value_of
+from nsa.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -116,3 +118,33 @@ def test_a_value_of_any_size_is_cut_in_the_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.dim: must be a whole number, got \[") as refused:
         load_config(path)
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3e-4", 3e-4), ("7", 7), ("true", True), ("[0, 6]", [0, 6]), ("null", None), ("a b", "a b")]
+)
+def test_a_value_of_the_command_line_is_read_as_yaml(text: str, value: object) -> None:
+    assert value_of(text, "--set") == value
+
+
+def test_what_is_no_yaml_is_refused_in_a_line() -> None:
+    with pytest.raises(ConfigError, match=r"--set train\.lr=: not valid YAML"):
+        value_of("{", "--set train.lr=")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--set", "train.lr"), "--set train.lr: must be SECTION.KEY=VALUE"),
+        (("--set", "train.stepz=3"), "unknown key 'train.stepz'; did you mean 'steps'?"),
+        (
+            ("--steps", "3", "--set", "train.steps=4"),
+            "another option, or another --set, sets train.steps too; give one",
+        ),
+        (("--set", "train.steps=four"), "train.steps"),
+    ],
+)
+def test_set_is_refused_with_a_sentence(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(["--config", str(TINY), *words]) == 2
+    assert says in capsys.readouterr().err

@@ -312,6 +312,15 @@ def test_missing_parameters_are_those_of_the_interrupted_backward(faults: tuple[
     assert faults[0].verdicts["test_raises"].parameters_missing == ()
 
 
+def test_traces_log_of_a_stall_has_what_the_tracer_could_not_print(faults: tuple[ExampleResult, Path]) -> None:
+    """`grep MISSING artifacts/*/traces.log`, as the plan's readers do."""
+    text = (faults[0].folder("test_lock_in_backward") / "traces.log").read_text()
+    assert [line for line in text.splitlines() if "- MISSING: " in line] == [
+        "  - MISSING: 0.weight",
+        "  - MISSING: 0.bias",
+    ]
+
+
 def test_diagnose_gives_the_same_from_the_folder(faults: tuple[ExampleResult, Path]) -> None:
     assert faults[0].run is not None
     done = subprocess.run(
