@@ -38,6 +38,7 @@ from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
 # Taken from a test's time for dumping and killing, so that the report comes within the time that was given.
 RESERVE_S = 2.0
+FRESH_GROUPS = 50
 
 
 class RankRunner:
@@ -50,6 +51,7 @@ class RankRunner:
         self.extensions = Extensions(config, folder.tell)
         self.resources = Resources(config, settings)
         self.next_item: pytest.Item | None = None
+        self._groups = 0  # that the ranks which stay have formed, one for each test
         self.attachment: Attachment | None = None
         self._terminal = Terminal(config)
         self._debugger: DebuggerServer | None = None
@@ -102,6 +104,7 @@ class RankRunner:
         )
         if self.attachment is not None:
             job = replace(self.attachment.local(job), reuse="", stay=False)
+        job = self._without_too_many_groups(job)
         keep = bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
         try:
             verdict, evidence = self._run(item.session, job, keep=keep, record=tried is None)
@@ -122,6 +125,14 @@ class RankRunner:
         if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)
         return verdict, evidence
+
+    def _without_too_many_groups(self, job: Job) -> Job:
+        """Let ranks go once they have had `FRESH_GROUPS`: a group that was left keeps its connections while they live."""
+        self._groups = self._groups + 1 if job.fresh_group else 0
+        if self._groups < FRESH_GROUPS:
+            return job
+        self._groups = 0
+        return replace(job, stay=False)
 
     def run_function(self, session: pytest.Session, job: Job) -> Verdict:
         """Run a function for the fixture `launch`; its folder has been made."""

@@ -131,7 +131,8 @@ class WorkerGroup:
 
     def assign(self, number: int, job: Job) -> None:
         """Tell every rank its job."""
-        self.number, self.reuse, self.pending = number, job.reuse, None
+        # Ranks that will not stay serve no other test, though they are there until they have ended.
+        self.number, self.reuse, self.pending = number, job.reuse if job.stay else "", None
         for member in self.members.values():
             member.state = "running"
             member.control.send(op="job", job=job.to_json())

@@ -245,7 +245,7 @@ class Zygote:
 
     def _start_fresh(self, host: Host, number: int, job: Job) -> None:
         group = self._fork(host, job.group_spec, Path(job.folder).parent, job)
-        group.number, group.reuse = number, job.reuse
+        group.number, group.reuse = number, job.reuse if job.stay else ""
         host.current = group
         host.channel.send(op="started", number=number, pids=group.pids)
 

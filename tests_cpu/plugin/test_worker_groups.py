@@ -120,7 +120,7 @@ def test_shared_ranks_may_have_a_fresh_group_for_each_test(pytester: pytest.Pyte
 class TestShared:
     kept = []
 
-    @pytest.mark.parametrize("n", range(4))
+    @pytest.mark.parametrize("n", range(55))
     @world_size(2)
     def test_it(self, group, n, artifacts):
         leave(artifacts, group)
@@ -141,8 +141,9 @@ class TestWrong:
 """
     )
     result = run_example(pytester, source, "--ranks-keep=all")
-    assert result.outcomes == {"passed": 4, "errors": 1}
-    assert len(set(pids(result, *(f"TestShared::test_it[{n}]" for n in range(4))))) == 1
+    assert result.outcomes == {"passed": 55, "errors": 1}
+    found = pids(result, *(f"TestShared::test_it[{n}]" for n in range(55)))
+    assert [found.count(ranks) for ranks in dict.fromkeys(found)] == [50, 5], "ranks go once they have had 50 groups"
     assert "reuse(group='new'): takes group='kept' or group='fresh'" in result.stdout
 
 
