@@ -141,6 +141,7 @@ class ColdLauncher:
 
     def start(self, job: Job) -> list[int]:
         self._ranks, self._reported = {}, set()
+        self._let_go()
         self._held = hold_ports()
         parent = os.getpid()
 
@@ -189,3 +190,10 @@ class ColdLauncher:
     def close(self) -> None:
         self.kill()
         self.exits(CLOSE_S)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the ports that were held for the last job's ranks."""
+        for holder in self._held:
+            holder.close()
+        self._held = []

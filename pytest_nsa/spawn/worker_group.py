@@ -154,5 +154,7 @@ class WorkerGroup:
         """Close sockets and remove the store's file, once no rank is left."""
         for member in self.members.values():
             member.control.shut_down()
+        for holder in self.held:
+            holder.close()
         with contextlib.suppress(OSError):
             shutil.rmtree(self.store.parent)
