@@ -55,7 +55,7 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
         tag(
             "main",
             *_failures(run, failed, evidence),
-            _decision(decision),
+            _decision(decision) if failed else None,
             _announcements(run),
             _all(run, entries, evidence),
         ),

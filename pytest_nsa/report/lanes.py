@@ -16,6 +16,7 @@ WIDTH, LEFT, RIGHT = 860, 76, 44
 FOLDED = 46  # the width of a start that is folded
 TICKS = 60  # collectives that are drawn
 SPANS = 400  # phases of a rank that are drawn, the last
+FEW_SPANS = 80  # of a test that passed
 ARROWS = 12
 HEAT = 24  # from so many ranks on a lane is a stripe without text
 
@@ -101,7 +102,9 @@ _DEFINITIONS = tag(
 def _lane(
     rank: RankEvidence, evidence: Evidence, axis: Axis, y: float, height: float, *, is_culprit: bool
 ) -> Iterator[Markup]:
-    for start, stop, phase, step in _spans(rank, evidence, axis.end)[-SPANS:]:
+    for start, stop, phase, step in _spans(rank, evidence, axis.end)[
+        -(SPANS if evidence.stop or not rank.passed else FEW_SPANS) :
+    ]:
         x = axis.x(start)
         title = f"rank {rank.rank}: {phase}, step {step}, {stop - start:.3f} s"
         yield tag(

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa import export, train
+from nsa import export, generate, train
 from nsa.config import Config, ConfigError, ModelConfig, load_config
 from nsa.data import Position, batches, open_source
+from nsa.model.transformer import build_model
 from nsa.training import checkpoint
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import Trainer
@@ -373,3 +374,36 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
+
+
+def test_a_checkpoint_continues_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path)
+    trainer, position = trained(config, RankInfo(), tmp_path, 1)
+    ((saved,), _) = save(config, RankInfo(), tmp_path, trainer, position)
+    words = [str(saved), "--prompt", "In the ", "--tokens", "12"]
+    said = []
+    for more in ((), (), ("--seed", "1"), ("--temperature", "0"), ("--temperature", "0")):
+        assert generate.main([*words, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert all(text.startswith("In the ") for text in said)
+    assert said[0] == said[1]
+    assert said[0] != said[2]
+    assert said[3] == said[4]
+    (saved / "checkpoint.json").write_text("{}")
+    assert generate.main(words) == 2
+    assert "is not a checkpoint of this program" in capsys.readouterr().err
+
+
+def test_the_cache_changes_no_token() -> None:
+    """The likeliest tokens, one by one with the cache, are those of the whole text read again each time."""
+    torch.manual_seed(3)
+    model = build_model(
+        Config(model=ModelConfig(n_layers=2, vocab_size=50, dim=32, n_heads=4, n_kv_heads=2, d_k=8, d_v=8))
+    ).eval()
+    prompt = torch.randint(0, 50, (21,))
+    found = list(generate.continuations(model, prompt, 30, temperature=0))
+    whole = prompt
+    for token in found:
+        with torch.no_grad():
+            assert int(model(whole[None])[0, -1].argmax()) == token
+        whole = torch.cat((whole, torch.tensor([token])))
