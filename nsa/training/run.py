@@ -16,6 +16,7 @@ from nsa.trace.training import trace_training
 from nsa.trace.watchdog import Watchdog
 from nsa.training.checkpoint import Checkpointer, describe, load
 from nsa.training.metrics import Metrics
+from nsa.training.pace import Pace, curve
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import Trainer
 
@@ -66,6 +67,7 @@ class Run:
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
+        self._pace = Pace(self.trainer.steps_done, train.steps)
         if train.compile != "none" or self.ranks.device.type == "cuda":
             self.say("the first steps compile their kernels: they take longer than those that follow")
         while self.trainer.steps_done < train.steps:
@@ -88,6 +90,9 @@ class Run:
                 self.say(f"stopped after step {step}, as SIGTERM asked: go on with --resume auto --out {self.folder}")
                 return PREEMPTED
         self.checkpoints.finish()
+        drawn = curve(self._pace.losses)
+        if drawn:
+            self.say(drawn)
         self.say(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
         return DONE
 
@@ -96,7 +101,9 @@ class Run:
         results = self.trainer.read()
         if self.metrics is not None:
             for result in results:
-                self.say(self.metrics.add(result))
+                line = self.metrics.add(result)
+                if self._pace.says(result.step, result.loss):
+                    self.say(f"{line}{self._pace.left(result.step)}")
         stop, written = results[-1].votes
         return max(stop, *(result.votes[0] for result in results)), written
 

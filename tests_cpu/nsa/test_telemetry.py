@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nsa.model.transformer import build_model
 from nsa.trace.environment import variables
 from nsa.trace.watchdog import Watchdog
 from nsa.training.flops import flops_per_token, keys_seen
+from nsa.training.pace import Pace, curve
 from nsa.training.statistics import SelectionStatistics
 from pytest_nsa.report.curves import curves
 from tests_cpu.warm import WarmPython
@@ -258,3 +260,22 @@ def test_a_line_that_was_torn_costs_no_other(tmp_path: Path) -> None:
     metrics.close()
     first, torn, again = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert (json.loads(first)["step"], torn, json.loads(again)["loss"]) == (1, '{"step": 2, "lo', 4.0)
+
+
+def test_a_long_run_prints_a_line_every_few_seconds() -> None:
+    """10,000 steps of 1/128 s: the first twenty, one every 5 s, and the last; the time left by the clock."""
+    pace = Pace(done=100, steps=10_100)
+    said = [step for step in range(101, 10_101) if pace.says(step, 1.0, now=step / 128)]
+    assert said[:20] == list(range(101, 121))
+    assert len(said) == 20 + 15 + 1
+    assert {b - a for a, b in pairwise(said[20:-1])} == {640}
+    assert said[-1] == 10_100
+    assert pace.left(5_100, now=5_100 / 128) == ", 0:00:39 left"
+    assert pace.left(10_100, now=101.0) == ""
+    assert Pace(0, 10**6).left(30) == ""
+
+
+def test_the_loss_curve_goes_down_with_the_loss() -> None:
+    assert curve([3.0] * 9) == ""
+    assert curve([float(n) for n in range(16, 0, -1)]) == "loss 16.000 ██▇▇▆▆▅▅▄▄▃▃▂▂▁▁ 1.000"
+    assert curve([2.0] * 20 + [float("nan")]) == f"loss 2.000 {'▁' * 20} 2.000"
