@@ -10,7 +10,7 @@ WORKERS ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
 
-.PHONY: plan quick test slow lint install clean docs matrix
+.PHONY: plan quick test slow lint install clean docs matrix compare
 
 install: $(STAMP)
 
@@ -24,6 +24,14 @@ $(STAMP): pyproject.toml
 
 plan: $(STAMP)
 	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(ARGS)
+
+# The plan under two versions of torch, and what differs; it fails where the second is worse.
+TORCH_A ?= torch==2.6.0
+TORCH_B ?= $(TORCH)
+compare:
+	-$(MAKE) plan VENV=$(VENV)-a TORCH='$(TORCH_A)' ARGS='--artifacts=artifacts/torch_a $(ARGS)'
+	-$(MAKE) plan VENV=$(VENV)-b TORCH='$(TORCH_B)' ARGS='--artifacts=artifacts/torch_b $(ARGS)'
+	$(VENV)-b/bin/pytest-nsa compare artifacts/torch_a/latest artifacts/torch_b/latest --html artifacts/compare.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
