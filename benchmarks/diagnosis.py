@@ -82,6 +82,23 @@ def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, d
         yield verdict["nodeid"].partition("::")[2], verdict, first and first["stood_still_s"]
 
 
+def kept(
+    work: Path | None, module: str, temporary: Path, workers: int
+) -> list[tuple[str, dict[str, Any], float | None]]:
+    """Return what `run_corpus` gives for a module, from ``work`` where it has run before; else run it, and keep it there."""
+    lines = work.read_text().splitlines() if work is not None and work.is_file() else []
+    known = {entry["module"]: entry["results"] for entry in map(json.loads, lines)}
+    if module not in known:
+        folder = temporary / module
+        folder.mkdir()
+        known[module] = list(run_corpus(module, folder, workers))
+        print(f"{module}: {len(known[module])} faults", file=sys.stderr, flush=True)
+        if work is not None:
+            with work.open("a") as log:
+                log.write(json.dumps({"module": module, "results": known[module]}) + "\n")
+    return [(test, verdict, told) for test, verdict, told in known[module]]
+
+
 def healthy(folder: Path) -> dict[str, Any]:
     """Run 1,000 healthy steps under load; return the outcomes, and the number of announcements."""
     (folder / "test_healthy.py").write_text(HEALTHY)
@@ -186,17 +203,18 @@ def main() -> None:
         help="also what others say without this plugin, of every Nth fault (default: of all)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--work", type=Path, help="a file that keeps each module's results: after an interrupt it goes on there"
+    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     matrix: Counter[tuple[str, str]] = Counter()
     wrong, announced, verdict_after, every = [], [], [], []
     with tempfile.TemporaryDirectory() as name:
         for module in MODULES:
-            folder = Path(name) / module
-            folder.mkdir()
             expected = faults(module)
             lines = {}
-            for test, verdict, told in run_corpus(module, folder, arguments.workers):
+            for test, verdict, told in kept(arguments.work, module, Path(name), arguments.workers):
                 planted = expected[test]
                 matrix[planted.cause, verdict["cause"] or verdict["outcome"]] += 1
                 if (planted.cause, list(planted.ranks)) != (verdict["cause"], verdict["ranks"]):
