@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,14 @@ def test_history_names_flaky_sick_and_slower_tests(tmp_path: Path) -> None:
     done = tell("history", tmp_path)
     assert done.returncode == 2
     assert "no finished run here" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_pairs_of_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
+    runs = []
+    for number in range(11):
+        (tmp_path / str(number)).mkdir()
+        runs.append(a_run(tmp_path / str(number)))
+    said = [tell("compare", a, b).stdout for a, b in pairwise(runs)]
+    assert [text for text in said if "Nothing is worse" not in text or "|" in text] == []
