@@ -64,6 +64,26 @@ def tell(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, text=True, capture_output=True, check=False)
 
 
+def test_a_lost_gradient_a_changed_cause_and_nothing_else(tmp_path: Path) -> None:
+    """What a busy machine changes, the time of a step, is left to the slow tier and to `test_what_counts_as_worse`."""
+    runs = {}
+    for name, variables in {"a": {}, "new": {"OTHER": "1", "LOST": "1"}}.items():
+        (tmp_path / name).mkdir()
+        runs[name] = a_run(tmp_path / name, **variables)
+    page = tmp_path / "page.html"
+    worse = tell("compare", runs["a"], runs["new"], "--html", page)
+    assert worse.returncode == 1
+    rows = [line for line in worse.stdout.splitlines() if line.startswith("| test_example") and "| step |" not in line]
+    assert len(rows) == 2, worse.stdout
+    assert any("test_fails | gradients missing" in row and "worse" in row for row in rows)
+    assert any("test_cause | cause" in row and "worse" in row for row in rows)
+    assert "test_cause" in page.read_text()
+    refused = tell("compare", tmp_path, runs["a"])
+    assert refused.returncode == 2
+    assert "no run here" in refused.stderr
+
+
+@pytest.mark.slow  # it measures time: not beside other tests
 def test_a_slow_down_a_changed_cause_and_nothing_else(tmp_path: Path) -> None:
     runs = {}
     for name, variables in {"a": {}, "b": {}, "new": {"SLOW": "1", "OTHER": "1", "LOST": "1"}}.items():
