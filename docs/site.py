@@ -1,4 +1,4 @@
-"""What mkdocs is told beside mkdocs.yml: pages that lie outside docs/, all pages of causes, and links between them."""
+"""What mkdocs reads beside mkdocs.yml: pages that lie outside docs/, all pages of causes, and links between them."""
 
 from __future__ import annotations
 

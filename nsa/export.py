@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa.config import Config, ConfigError, ModelConfig
+from nsa.config import ConfigError, ModelConfig
 
 
 def export(checkpoint: Path, target: Path) -> int:
@@ -19,19 +19,14 @@ def export(checkpoint: Path, target: Path) -> int:
     """
     import torch
 
-    from nsa.model.transformer import build_model
-    from nsa.training.checkpoint import describe, find, read
+    from nsa.training.checkpoint import load_model
 
     try:
         from safetensors.torch import save_file
     except ImportError:
         raise ConfigError("export needs safetensors; pip install 'pytest-nsa[export]'") from None
-    found = find(checkpoint.parent, str(checkpoint))
-    assert found is not None
-    described = describe(found)
-    state = {"model": build_model(Config(model=ModelConfig(**described.model))).state_dict()}
-    read(found, state)
-    weights: dict[str, torch.Tensor] = {name: tensor.contiguous() for name, tensor in state["model"].items()}
+    model, described = load_model(checkpoint)
+    weights: dict[str, torch.Tensor] = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     metadata = {"step": str(described.step), "model": json.dumps(dataclasses.asdict(ModelConfig(**described.model)))}
     partial = target.with_name(target.name + ".partial")
     save_file(weights, partial, metadata=metadata)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nsa.config import Config, ConfigError, ModelConfig
+from nsa.config import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -50,16 +50,9 @@ def load(checkpoint: Path) -> tuple[nn.Module, str]:
 
     Raises ConfigError for a damaged checkpoint.
     """
-    from nsa.model.transformer import build_model
-    from nsa.training.checkpoint import describe, find, read
+    from nsa.training.checkpoint import load_model
 
-    found = find(checkpoint.parent, str(checkpoint))
-    assert found is not None
-    described = describe(found)
-    model = build_model(Config(model=ModelConfig(**described.model)))
-    state = {"model": model.state_dict()}
-    read(found, state)
-    model.load_state_dict(state["model"])
+    model, described = load_model(checkpoint)
     return model.eval(), str(described.data.get("tokenizer", "byte"))
 
 

@@ -19,7 +19,6 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
-from pytest_nsa.session.extensions import extensions_key
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
@@ -75,7 +74,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[runner_key] = RankRunner(
         config, resolved, RunFolder(root, worker.get("nsa_run"), resolved.folder_mode)
     )
-    config.stash[extensions_key] = config.stash[runner_key].extensions
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession
 
@@ -111,7 +109,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
         make_ranked(i) if isinstance(i, pytest.Function) and type(i) in _PLAIN and marks.is_ranked(i) else i
         for i in items
     ]
-    extensions = session.config.stash[extensions_key]
+    extensions = session.config.stash[runner_key].extensions
     extensions.take()
     for item in items:
         foreign = () if isinstance(item, Ranked) else marks.of_another_plugin(item)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from nsa.config import Config, ConfigError
+from nsa.config import Config, ConfigError, ModelConfig
 from nsa.data.packing import Position
 from nsa.training.safe_reader import SafePlanner, SafeReader
 from nsa.training.writing import write_whole
@@ -216,6 +216,20 @@ def describe(path: Path) -> Description:
         raise ConfigError(
             f"checkpoint {str(path)!r}: is not a checkpoint of this program; give a step_* folder that --save-every wrote"
         ) from None
+
+
+def load_model(path: Path) -> tuple[nn.Module, Description]:
+    """Return the model of a checkpoint (a step_* folder) on the CPU, and what else is in it. ConfigError for a damaged one."""
+    from nsa.model.transformer import build_model
+
+    found = find(path.parent, str(path))
+    assert found is not None
+    described = describe(found)
+    model = build_model(Config(model=ModelConfig(**described.model)))
+    state = {"model": model.state_dict()}
+    read(found, state)
+    model.load_state_dict(state["model"])
+    return model, described
 
 
 def data_settings(config: Config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -106,18 +107,23 @@ class Verdict:
 
 
 def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
-    """Ranks in words: 'ranks 0-6 and 8'; more than three in a row are told by the first and the last."""
+    """Ranks in words: 'ranks 0-6 and 8'; more than three in a row are given as the first and the last."""
     if not ranks:
         return "no rank in particular"
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) == world_size and world_size > 2:
         return f"all {world_size} ranks"
+    said = [part for run in runs_of(ranks) for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
+    return "ranks " + (", ".join(said[:-1]) + f" and {said[-1]}" if len(said) > 1 else said[0])
+
+
+def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks in runs without a gap: [[0, 1, 2], [5]]."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    said = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
-    return "ranks " + (", ".join(said[:-1]) + f" and {said[-1]}" if len(said) > 1 else said[0])
+    return runs

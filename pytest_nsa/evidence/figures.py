@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from typing import Any
 
+from pytest_nsa.evidence.shapes import is_number
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.wire.files import read_lines
 
@@ -30,7 +30,7 @@ def figures_of(evidence: Evidence) -> dict[str, float]:
         peaks = [rank.peaks[name] for rank in evidence.ranks if rank.peaks.get(name)]
         if peaks:
             found[name] = max(peaks)
-    losses = [line["loss"] for line in read_lines(evidence.folder / METRICS) if _is_number(line.get("loss"))]
+    losses = [line["loss"] for line in read_lines(evidence.folder / METRICS) if is_number(line.get("loss"))]
     if losses:
         found["loss"] = losses[-1]
     for name, value in _properties(evidence.ranks[0]) if evidence.ranks else ():
@@ -53,9 +53,5 @@ def step_times(evidence: Evidence) -> list[float]:
 
 def _properties(rank: RankEvidence) -> list[tuple[str, float]]:
     pairs: list[Any] = [pair for entry in rank.reports for pair in entry["report"].get("user_properties") or ()]
-    pairs = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2 and _is_number(pair[1])]
+    pairs = [pair for pair in pairs if isinstance(pair, list | tuple) and len(pair) == 2 and is_number(pair[1])]
     return [(str(name)[:80], float(value)) for name, value in pairs]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

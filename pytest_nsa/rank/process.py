@@ -64,6 +64,7 @@ class RankProcess:
     ) -> None:
         self.ports = ports  # for groups that a test makes itself
         self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
+        self._config = next((item.config for item in items.values()), None)
         self.device = "cpu"
         self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
         self._has_joined = self._is_used = False
@@ -147,9 +148,8 @@ class RankProcess:
             session.board.text("line", run.place)
             self._join(again=job.fresh_group and self._is_used)
             self._is_used = True
-            config = next((item.config for item in self.items.values()), None)
             ctx = RankContext(
-                rank=self.number, job=job, device=self.device, session=session, notes=self.notes, config=config
+                rank=self.number, job=job, device=self.device, session=session, notes=self.notes, config=self._config
             )
             become(ctx)
             session.board.phase("body")
@@ -193,7 +193,7 @@ class RankProcess:
 
     def _add_environment(self) -> None:
         """A repository's own variables, by its hook; what is wrong with them is raised once the rank has a place for it."""
-        config = next((item.config for item in self.items.values()), None)
+        config = self._config
         if config is None:
             return
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -76,14 +76,14 @@ def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
         parts.append(drawn)
     if count < HEAT:
         parts += _ticks(evidence, axis, height, gap)
-    parts += _arrows(evidence, height, gap)
+    waits = waits_for(evidence)
+    parts += _arrows(evidence, waits, height, gap)
     parts += _scale(axis, whole - 6)
     label = f"{count} ranks over {axis.end - axis.begin:.1f} seconds"
     drawing = tag(
         "svg", _DEFINITIONS, *parts, viewBox=f"0 0 {LEFT + WIDTH + RIGHT} {whole}", role="img", aria_label=label, class_="lanes",
-        data_left=LEFT, data_width=WIDTH,
     )  # fmt: skip
-    return tag("div", drawing, *_in_words(evidence), class_="zoomable", tabindex=0)
+    return tag("div", drawing, *_in_words(waits), class_="zoomable", tabindex=0)
 
 
 _DEFINITIONS = tag(
@@ -102,9 +102,8 @@ _DEFINITIONS = tag(
 def _lane(
     rank: RankEvidence, evidence: Evidence, axis: Axis, y: float, height: float, *, is_culprit: bool
 ) -> Iterator[Markup]:
-    for start, stop, phase, step in _spans(rank, evidence, axis.end)[
-        -(SPANS if evidence.stop or not rank.passed else FEW_SPANS) :
-    ]:
+    most = SPANS if evidence.stop or not rank.passed else FEW_SPANS
+    for start, stop, phase, step in _spans(rank, evidence, axis.end)[-most:]:
         x = axis.x(start)
         title = f"rank {rank.rank}: {phase}, step {step}, {stop - start:.3f} s"
         yield tag(
@@ -164,10 +163,10 @@ def _latest(column: Column) -> float:
     return max(c.entered for c in column.values())
 
 
-def _arrows(evidence: Evidence, height: float, gap: float) -> Iterator[Markup]:
+def _arrows(evidence: Evidence, waits: Mapping[int, set[int]], height: float, gap: float) -> Iterator[Markup]:
     """Yield an arrow from each lane that waits to the one that it waits for; a cycle is seen as one."""
     index_of = {rank.rank: index for index, rank in enumerate(evidence.ranks)}
-    pairs = [(a, b) for a, waited in sorted(waits_for(evidence).items()) for b in sorted(waited) if b in index_of]
+    pairs = [(a, b) for a, waited in sorted(waits.items()) for b in sorted(waited) if b in index_of]
     for number, (a, b) in enumerate(pairs[:ARROWS]):
         y1, y2 = (index_of[r] * (height + gap) + 4 + height / 2 for r in (a, b))
         x = LEFT + WIDTH + 4
@@ -179,10 +178,10 @@ def _arrows(evidence: Evidence, height: float, gap: float) -> Iterator[Markup]:
         )  # fmt: skip
 
 
-def _in_words(evidence: Evidence) -> Iterator[Markup]:
+def _in_words(waits: Mapping[int, set[int]]) -> Iterator[Markup]:
     """Yield who waits for whom, equal ones together: for those who do not see the arrows, and for many ranks."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for rank, waited in waits_for(evidence).items():
+    for rank, waited in waits.items():
         found.setdefault(tuple(sorted(waited)), []).append(rank)
     for others, ranks in found.items():
         verb = "waits" if len(ranks) == 1 else "wait"

@@ -10,7 +10,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.terminal import number_ranks, short_place
 
-MOST_BRANCHES = 5  # of a frame; those of the fewest ranks beyond are told as one line
+MOST_BRANCHES = 5  # of a frame; those of the fewest ranks beyond share one line
 FOREIGN = 3  # frames of others in a row that are shown; more are folded
 
 

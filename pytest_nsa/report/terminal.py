@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import Verdict, runs_of
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.report.plain import visible
@@ -73,12 +73,7 @@ def failure(verdict: Verdict, evidence: Evidence) -> str:
 
 def number_ranks(ranks: list[int]) -> str:
     """'rank 3', 'ranks 0-3', 'ranks 0, 2-5'."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = runs_of(ranks)
     text = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}{', ' if len(r) == 2 else '-'}{r[-1]}" for r in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 

@@ -18,7 +18,6 @@ from pytest_nsa.report.summary import SCENARIOS
 from pytest_nsa.wire.files import write_atomically
 
 EVIDENCE_LIMIT_S = 5.0
-extensions_key = pytest.StashKey["Extensions"]()
 
 
 class Extensions:

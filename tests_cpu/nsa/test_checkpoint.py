@@ -18,7 +18,6 @@ import torch
 from nsa import export, generate, train
 from nsa.config import Config, ConfigError, ModelConfig, load_config
 from nsa.data import Position, batches, open_source
-from nsa.model.transformer import build_model
 from nsa.training import checkpoint
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import Trainer
@@ -392,18 +391,3 @@ def test_a_checkpoint_continues_a_text(tmp_path: Path, capsys: pytest.CaptureFix
     (saved / "checkpoint.json").write_text("{}")
     assert generate.main(words) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
-
-
-def test_the_cache_changes_no_token() -> None:
-    """The likeliest tokens, one by one with the cache, are those of the whole text read again each time."""
-    torch.manual_seed(3)
-    model = build_model(
-        Config(model=ModelConfig(n_layers=2, vocab_size=50, dim=32, n_heads=4, n_kv_heads=2, d_k=8, d_v=8))
-    ).eval()
-    prompt = torch.randint(0, 50, (21,))
-    found = list(generate.continuations(model, prompt, 30, temperature=0))
-    whole = prompt
-    for token in found:
-        with torch.no_grad():
-            assert int(model(whole[None])[0, -1].argmax()) == token
-        whole = torch.cat((whole, torch.tensor([token])))

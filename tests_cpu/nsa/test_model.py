@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa import build_model, load_config
+from nsa import build_model, generate, load_config
+from nsa.config import Config, ModelConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -62,3 +63,18 @@ def test_only_the_named_layers_recompute() -> None:
 def test_variants_train(mlp: str, attention: str) -> None:
     found = gradients(mlp=mlp, attention=attention)
     assert all(torch.isfinite(g).all() for g in found)
+
+
+def test_the_cache_changes_no_token() -> None:
+    """The likeliest tokens, one by one with the cache, are those of the whole text read again each time."""
+    torch.manual_seed(3)
+    model = build_model(
+        Config(model=ModelConfig(n_layers=2, vocab_size=50, dim=32, n_heads=4, n_kv_heads=2, d_k=8, d_v=8))
+    ).eval()
+    prompt = torch.randint(0, 50, (21,))
+    found = list(generate.continuations(model, prompt, 30, temperature=0))
+    whole = prompt
+    for token in found:
+        with torch.no_grad():
+            assert int(model(whole[None])[0, -1].argmax()) == token
+        whole = torch.cat((whole, torch.tensor([token])))

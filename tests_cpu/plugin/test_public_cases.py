@@ -61,7 +61,7 @@ class TestPool:
     def test_after(self, group): dist.barrier()
 """
 
-# gloo groups beside xdist: a port that is written down belongs to whoever came first; one per test, to no one else.
+# gloo groups beside xdist: a fixed port belongs to whoever came first; one per test, to no one else.
 PORTS = """
 @world_size(2, group=None)
 @pytest.mark.parametrize("again", range(4))
