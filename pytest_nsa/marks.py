@@ -16,6 +16,7 @@ import pytest
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.host_fixtures import made_in_ranks
+from pytest_nsa.wire.messages import FIXED_VARIABLES
 
 BRANCHES = ("cmp", "sel", "win")
 BACKENDS = ("gloo", "nccl")
@@ -87,6 +88,11 @@ def fails_as(cause: str) -> pytest.MarkDecorator:
     return pytest.mark.fails_as(cause)
 
 
+def rank_env(**variables: str) -> pytest.MarkDecorator:
+    """Set variables of the ranks' environment, before the group forms or a GPU is used: ``rank_env(NCCL_P2P_DISABLE='1')``."""
+    return pytest.mark.rank_env(**variables)
+
+
 def cores(n: int) -> pytest.MarkDecorator:
     """Pin the test's ranks to n cores that no other test with this mark has meanwhile."""
     return pytest.mark.cores(n)
@@ -130,6 +136,17 @@ def _check_cores(mark: pytest.Mark) -> str | None:
     if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
         return "takes one whole number of cores, as in cores(1)"
     return f"this machine lends {available} cores" if mark.args[0] > available else None
+
+
+def _check_rank_env(mark: pytest.Mark) -> str | None:
+    if mark.args or not mark.kwargs:
+        return "takes variables by name, as in rank_env(NCCL_P2P_DISABLE='1')"
+    for name, text in mark.kwargs.items():
+        if not isinstance(text, str):
+            return f"{name}={text!r}: must be text, as in rank_env({name}='{text}')"
+        if name in FIXED_VARIABLES:
+            return f"{name}: the plugin numbers the ranks and chooses their GPUs; leave it out"
+    return None
 
 
 def _check_gpu(mark: pytest.Mark) -> str | None:
@@ -238,6 +255,7 @@ _RULES = (
         check=_check_gpu,
     ),
     _taking_arguments(cores, _check_cores),
+    _taking_arguments(rank_env, _check_rank_env),
     MarkRule(
         name="reuse",
         form="(group='kept')",
@@ -336,6 +354,14 @@ def is_ranked(item: pytest.Item) -> bool:
     """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
     fixtures = getattr(item, "fixturenames", ())
     return item.get_closest_marker("world_size") is not None or any(name in fixtures for name in RANK_FIXTURES)
+
+
+def environment_of(item: pytest.Item) -> dict[str, str]:
+    """Return the variables of the test's ranks: a mark on the function wins over its class's and its module's."""
+    found: dict[str, str] = {}
+    for mark in item.iter_markers("rank_env"):
+        found = {**mark.kwargs, **found}
+    return found
 
 
 def reuse_scope(item: pytest.Item) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pytest_nsa.wire.messages import FIXED_VARIABLES
 
 FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that do not exist: for testing the leases where there is no GPU
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each
@@ -17,6 +19,11 @@ LAUNCHES = ("auto", "fork", "clean", "cold")
 ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
 LISTENER_FD = "PYTEST_NSA_LISTENER_FD"
 COLD_JOB = "PYTEST_NSA_COLD_JOB"
+# What --bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
+MITIGATIONS = (
+    "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", "NCCL_NVLS_ENABLE=0", "TORCH_NCCL_BLOCKING_WAIT=1",
+    "CUDA_LAUNCH_BLOCKING=1",
+)  # fmt: skip
 COVERAGE = "PYTEST_NSA_COVERAGE"  # what it is to measure, where pytest-cov does
 
 
@@ -57,6 +64,7 @@ class Settings:
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
     outer: OuterLauncher | None = None
+    bisect_env: dict[str, str] = field(default_factory=dict)  # what --bisect-env tries
 
     @property
     def gpus(self) -> int:
@@ -96,6 +104,11 @@ def add_options(parser: pytest.Parser) -> None:
         help="Run a failed test that takes the fixture branch again on each branch alone, and name the one that fails",
     )  # fmt: skip
     group.addoption(
+        "--bisect-env", nargs="?", const="", metavar="NAME=VALUE,...",
+        help="Run a failed test again with these variables set in its ranks, and name the fewest that make it pass "
+        "(default: ini ranks_bisect_env)",
+    )  # fmt: skip
+    group.addoption(
         "--pdb-rank",
         type=int,
         default=-1,
@@ -103,6 +116,10 @@ def add_options(parser: pytest.Parser) -> None:
         help="The rank that --pdb and breakpoint() attach to (default: the first that fails; 0)",
     )
     parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
+    parser.addini(
+        "ranks_bisect_env", "What --bisect-env tries: NAME=VALUE a line (default: what NCCL, CUDA and the compiler know)",
+        type="linelist", default=list(MITIGATIONS),
+    )  # fmt: skip
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
     parser.addini(
         "ranks_artifacts_keep",
@@ -156,6 +173,7 @@ def resolve(config: pytest.Config) -> Settings:
         ahead=config.getini("ranks_ahead"),
         output_limit=_bytes(config, "ranks_output_limit"),
         debug_rank=config.getoption("--pdb-rank"),
+        bisect_env=_bisect_env(config),
         keep_runs=_count(config, "ranks_artifacts_keep"),
         folder_mode=_mode(config, "ranks_artifacts_mode"),
         mask_output=config.getini("ranks_mask_output"),
@@ -204,6 +222,25 @@ def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
         port=int(values[2] or 0),
         serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _bisect_env(config: pytest.Config) -> dict[str, str]:
+    """Return the variables that ``--bisect-env`` tries; {} where it is not given. Raises UsageError."""
+    given = config.getoption("--bisect-env")
+    if given is None:
+        return {}
+    source = f"--bisect-env {given}" if given else "ini ranks_bisect_env"
+    found: dict[str, str] = {}
+    for pair in given.split(",") if given else config.getini("ranks_bisect_env"):
+        name, equals, value = pair.strip().partition("=")
+        if not equals or not name.isidentifier():
+            raise pytest.UsageError(f"{source}: {pair.strip()!r}: must be NAME=VALUE, as in NCCL_P2P_DISABLE=1")
+        if name in FIXED_VARIABLES:
+            raise pytest.UsageError(f"{source}: {name}: the plugin sets it itself; leave it out")
+        found[name] = value
+    if not found:
+        raise pytest.UsageError(f"{source}: names no variable; give NAME=VALUE,...")
+    return found
 
 
 def _count(config: pytest.Config, name: str) -> int:

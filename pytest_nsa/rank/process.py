@@ -26,7 +26,7 @@ from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_stor
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper
-from pytest_nsa.wire.messages import DUMP_SIGNAL, Channel, GroupSpec, Job
+from pytest_nsa.wire.messages import DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 # What DDP, FSDP and optimizers import on first use: a second, and 80 MB that every fork copies the page tables of.
 LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.device_mesh")
-NUMBERING = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
 SETTLE_S = 0.2  # before ranks that stay are taken for uneven
 # torch's own time limit must not come before ours: its message names no rank. The host bounds every wait.
 GROUP_TIMEOUT = timedelta(days=1)
@@ -185,6 +184,7 @@ class RankProcess:
             os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
         self.notes = []
         self._add_environment()
+        os.environ.update(self.spec.environment)
         lowered = lower_detail(self.spec.backend)
         if lowered:
             self.notes.append(f"{lowered}; the ranks use INFO instead")
@@ -199,7 +199,7 @@ class RankProcess:
         try:
             given = config.hook.pytest_nsa_environment(config=config, rank=self.number, world_size=self.spec.world_size)
             variables = {name: value for found in given for name, value in dict(found or {}).items()}
-            fixed = NUMBERING.intersection(variables)
+            fixed = FIXED_VARIABLES.intersection(variables)
             if fixed:
                 raise ValueError(f"{', '.join(sorted(fixed))}: the plugin numbers the ranks; leave it out")
             os.environ.update(variables)

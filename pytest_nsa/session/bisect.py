@@ -1,34 +1,48 @@
-"""``--bisect-gc`` and ``--bisect-branch``: run a failed test again on narrower ranges of layers, or on each branch alone.
+"""``--bisect-gc``, ``--bisect-branch``, ``--bisect-env``: run a failed test again with less in it, or with variables set.
 
-Only tests that use the fixture `gc_range` or `branch` are bisected; the fixture then returns the candidate value.
+The first two serve tests that use the fixture `gc_range` or `branch`, which then returns the candidate value; the third, all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import pytest
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import BRANCHES, LayerRange
+from pytest_nsa.settings import Settings
 
 MAX_RUNS = 16
-Run = Callable[[dict[str, str]], Verdict]  # runs the test with other values of its fixtures
 
 
-def bisect(item: pytest.Item, run: Run) -> str:
-    """Return what narrows a failure down, in a sentence; '' where the options do not request it, or the test uses neither
-    fixture.
-    """
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variation:
+    """A test as a bisection runs it: with other values of its fixtures, and variables in its ranks' environment."""
+
+    label: str  # for the name of its folder
+    fixtures: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+Run = Callable[[Variation], Verdict]
+
+
+def bisect(item: pytest.Item, settings: Settings, run: Run) -> str:
+    """Return what narrows a failure down, in a sentence for each option that is on and serves the test; '' where none does."""
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marks.value(item, "gc_range")
+    found = []
     if item.config.getoption("--bisect-gc") and "gc_range" in fixtures and layers:
-        return _layers(LayerRange(layers), run)
-    if item.config.getoption("--bisect-branch") and "branch" in fixtures:
-        return _branches(run)
-    return ""
+        found.append(_layers(LayerRange(layers), run))
+    elif item.config.getoption("--bisect-branch") and "branch" in fixtures:
+        found.append(_branches(run))
+    if settings.bisect_env:
+        found.append(_environment(settings.bisect_env, run))
+    return "; ".join(found)
 
 
 def _layers(whole: LayerRange, run: Run) -> str:
@@ -38,7 +52,7 @@ def _layers(whole: LayerRange, run: Run) -> str:
         middle = (start + end) // 2
         for first, last in ((start, middle), (middle, end)):
             runs += 1
-            if run({"gc_range": f"{first}:{last}"}).failed:
+            if run(Variation(label=f"{first}_{last}", fixtures={"gc_range": f"{first}:{last}"})).failed:
                 start, end = first, last
                 break
         else:
@@ -47,8 +61,69 @@ def _layers(whole: LayerRange, run: Run) -> str:
 
 
 def _branches(run: Run) -> str:
-    failing = [name for name in BRANCHES if run({"branch": name}).failed]
+    failing = [name for name in BRANCHES if run(Variation(label=name, fixtures={"branch": name})).failed]
     if not failing:
         return "bisect: each branch alone passes: look at the gates"
     alone = "fails alone" if len(failing) == 1 else "fail alone"
     return f"bisect: of the branches {', '.join(BRANCHES)}, {' and '.join(failing)} {alone}"
+
+
+class _Tries:
+    """Runs of one test with some of the variables set, numbered; `MAX_RUNS` at most."""
+
+    def __init__(self, variables: Mapping[str, str], run: Run) -> None:
+        self.variables, self.run, self.count = variables, run, 0
+
+    @property
+    def are_left(self) -> bool:
+        """Whether another run may be made."""
+        return self.count < MAX_RUNS
+
+    def passes(self, names: tuple[str, ...]) -> bool:
+        """Run the test with these variables, and return whether it passed."""
+        self.count += 1
+        environment = {name: self.variables[name] for name in names}
+        return self.run(Variation(label=f"env{self.count}", environment=environment)).outcome == "PASS"
+
+    def said(self, names: tuple[str, ...]) -> str:
+        """These variables as one would set them."""
+        return " and ".join(f"{name}={self.variables[name]}" for name in names)
+
+
+def _environment(variables: Mapping[str, str], run: Run) -> str:
+    """Find the smallest set of variables with which the test passes, by halving (delta debugging: Zeller and Hildebrandt, 2002)."""
+    tries = _Tries(variables, run)
+    if tries.passes(()):
+        return (
+            "bisect: it passes when it is run again as it is: the failure comes and goes, so no variable can be blamed"
+        )
+    names = tuple(variables)
+    if len(names) > 1 and not tries.passes(names):  # some may exclude each other
+        alone = [(name,) for name in names if tries.are_left and tries.passes((name,))]
+        if not alone:
+            return f"bisect: fails with each of {', '.join(names)}, and with all ({tries.count} runs)"
+        return f"bisect: passes with {', or with '.join(map(tries.said, alone))}; not with all at once ({tries.count} runs)"
+    names = _smallest(names, tries)
+    if len(variables) == 1 and not tries.passes(names):
+        return f"bisect: fails with {tries.said(names)}, too ({tries.count} runs)"
+    each = f"{tries.said(names)} alone" if len(names) == 1 else f"{tries.said(names)}, all of them"
+    budget = "" if tries.are_left else "; smaller sets were not tried"
+    return f"bisect: passes with {each} ({tries.count} runs{budget})"
+
+
+def _smallest(names: tuple[str, ...], tries: _Tries) -> tuple[str, ...]:
+    """Return a set with which the test passes, and without any one of which it does not, as far as runs are left."""
+    parts = 2
+    while len(names) > 1 and tries.are_left:
+        size = -(-len(names) // parts)
+        chunks = [names[i : i + size] for i in range(0, len(names), size)]
+        rests = [tuple(n for n in names if n not in chunk) for chunk in chunks] if len(chunks) > 2 else []
+        smaller = next((some for some in (*chunks, *rests) if tries.are_left and tries.passes(some)), None)
+        if smaller is not None:
+            parts = 2 if smaller in chunks else max(2, len(chunks) - 1)
+            names = smaller
+        elif len(chunks) == len(names):
+            break
+        else:
+            parts = min(len(names), 2 * parts)
+    return names

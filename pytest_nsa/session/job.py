@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa import marks
+from pytest_nsa.session.bisect import Variation
 from pytest_nsa.session.needs import Needs, tracing_of
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.leases import Lease
@@ -27,14 +28,14 @@ def job_of(
     *,
     timeout: float,
     values: dict[str, Any],
-    tried: dict[str, str] | None,
+    tried: Variation | None,
     readings: Mapping[str, str],
     next_needs: Needs | None,
     debugger: str,
 ) -> Job:
     """Build the job of a collected test, whose evidence goes to ``folder``.
 
-    ``values`` are those of host fixtures, ``tried`` those of fixtures that a bisection tries; ``readings`` has what a plan's table
+    ``values`` are those of host fixtures, ``tried`` is what a bisection changes; ``readings`` has what a plan's table
     reads failures of its scenarios as. Ranks that are reused stay where the
     next test needs the same (``next_needs``). ``debugger`` is the name of the socket that lends the terminal, '' for none.
     """
@@ -49,12 +50,13 @@ def job_of(
         created=time.time(),
         seed=random.SystemRandom().getrandbits(64),
         values=values,
-        overrides=tried or {},
+        overrides=dict(tried.fixtures) if tried is not None else {},
         tmp=_temporary_folder(item, folder.name),
         world_size=needs.world_size,
         backend=needs.backend,
         device=needs.device,
         reuse=needs.reuse,
+        environment=needs.environment,
         fresh_group=bool(needs.reuse) and marks.has_fresh_group(item),
         stay=bool(needs.reuse) and needs == next_needs,
         gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
@@ -73,9 +75,9 @@ def _file_of(item: pytest.Function) -> str:
     return code.co_filename if code is not None else ""
 
 
-def scenario_of(item: pytest.Function, tried: dict[str, str] | None) -> str:
+def scenario_of(item: pytest.Function, tried: Variation | None) -> str:
     """Return the scenario that a test is; '' for any other test, and for what a bisection runs of one."""
-    name: str = "" if tried else marks.value(item, "scenario", "")
+    name: str = "" if tried is not None else marks.value(item, "scenario", "")
     return name
 
 

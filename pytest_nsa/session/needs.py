@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -30,6 +30,7 @@ class Needs:
     gpu_memory: int = 0  # bytes on each; 0: all of it
     cores: int = 0
     reuse: str = ""
+    environment: dict[str, str] = field(default_factory=dict)  # of its ranks
 
     @property
     def may_be_forked_ahead(self) -> bool:
@@ -60,6 +61,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         gpu_memory=0 if gpu is None else marks.memory_of(gpu) or 0,
         cores=cores,
         reuse=marks.reuse_scope(item),
+        environment=marks.environment_of(item),
     )
 
 

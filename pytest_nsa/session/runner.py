@@ -20,7 +20,7 @@ from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
-from pytest_nsa.session.bisect import bisect
+from pytest_nsa.session.bisect import Variation, bisect
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
@@ -76,16 +76,18 @@ class RankRunner:
         self.resources.close()
 
     def run_item(
-        self, item: pytest.Function, timeout: float | None, values: dict[str, Any], tried: dict[str, str] | None = None
+        self, item: pytest.Function, timeout: float | None, values: dict[str, Any], tried: Variation | None = None
     ) -> tuple[Verdict, Evidence]:
         """Run a collected test on its ranks and write everything that is known of it.
 
-        ``values`` are those of host fixtures, ``tried`` those of fixtures that a bisection tries.
+        ``values`` are those of host fixtures; ``tried`` is what a bisection changes.
         """
         nodeid, scenario = plain_nodeid(item.nodeid), scenario_of(item, tried)
-        suffix = "".join(f"-{value.replace(':', '_')}" for value in (tried or {}).values())
         needs = needs_of(item, self.settings)
-        name = scenario or safe_name(self.extensions.name_of(item) or nodeid) + suffix
+        name = scenario or safe_name(self.extensions.name_of(item) or nodeid)
+        if tried is not None:
+            name = f"{name}-{safe_name(tried.label)}"
+            needs = replace(needs, environment={**needs.environment, **tried.environment})
         folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
             self.launcher.kill_ranks()  # that stayed for a test that did not come hold what this one is about to wait for
@@ -116,7 +118,7 @@ class RankRunner:
         if tried is not None:
             return verdict, evidence
         if verdict.failed and self.attachment is None:
-            found = bisect(item, lambda other: self.run_item(item, timeout, values, other)[0])
+            found = bisect(item, self.settings, lambda other: self.run_item(item, timeout, values, other)[0])
             if found:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {found}")
                 self.recorder.replace(folder, verdict)
@@ -220,4 +222,6 @@ class RankRunner:
             return None
         if not needs.may_be_forked_ahead:
             return None
-        return GroupSpec(world_size=needs.world_size, backend=needs.backend, device=needs.device)
+        return GroupSpec(
+            world_size=needs.world_size, backend=needs.backend, device=needs.device, environment=needs.environment
+        )

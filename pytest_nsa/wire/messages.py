@@ -14,6 +14,8 @@ from typing import Any
 
 SCHEMA = 1  # of a test's folder: job.json names it for all files beside it that have no number of their own
 MOST_RANKS = 1 << 17
+# What the plugin sets in each rank; nobody else can.
+FIXED_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
 DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 
 
@@ -46,7 +48,8 @@ class GroupSpec:
     """What the ranks of a group are before they know their test: ranks that fit one job fit every job of an equal spec.
 
     ``gpus`` is the value of CUDA_VISIBLE_DEVICES ('' leaves it alone), ``cores`` what they are pinned to ('': nothing).
-    Under an outer launcher ``only`` is the one rank that is started here, and ``rendezvous`` ('host:port/prefix') where all meet.
+    ``environment`` are variables that they set before anything reads them. Under an outer launcher ``only`` is the one rank
+    that is started here, and ``rendezvous`` ('host:port/prefix') where all meet.
     """
 
     world_size: int
@@ -54,6 +57,7 @@ class GroupSpec:
     device: str
     gpus: str = ""
     cores: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     only: int = -1
     rendezvous: str = ""
 
@@ -75,8 +79,9 @@ class Job:
     ``function`` is 'module:name' for the fixture `launch`, '' for a collected item; ``traces`` the trace kinds;
     ``check_divergence`` compares what must be equal on all ranks; ``root`` is the tests' root folder, ``tmp`` where their
     tmp_path lies; ``seed`` is for hypothesis; ``values`` are those of fixtures that the host made, ``overrides`` those that
-    a bisection tries; times are in seconds. ``reuse`` names the class or module whose tests share their ranks, '' for fresh
-    ones, which with ``fresh_group`` make a group for each test; with ``stay`` they wait for another test after this one.
+    a bisection tries, ``environment`` the variables of its ranks; times are in seconds. ``reuse`` names the class or module whose
+    tests share their ranks, '' for fresh ones, which with ``fresh_group`` make a group for each test; with ``stay`` they wait for
+    another test after this one.
     ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them; ``debugger``
     names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any); ``body`` is the file of the test's
     own code, the user's wherever it lies.
@@ -102,6 +107,7 @@ class Job:
     seed: int = 0
     values: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     tmp: str = ""
     gpus: str = ""
     cores: str = ""
@@ -120,7 +126,7 @@ class Job:
         """The ranks that this job needs."""
         return GroupSpec(
             world_size=self.world_size, backend=self.backend, device=self.device, gpus=self.gpus, cores=self.cores,
-            only=self.only, rendezvous=self.rendezvous,
+            environment=self.environment, only=self.only, rendezvous=self.rendezvous,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

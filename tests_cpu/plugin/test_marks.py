@@ -13,10 +13,11 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     for form in (
         "world_size(*n, group='made')", "backend(name)",
         "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
-        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "fails_as(cause)",
+        "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "rank_env(**variables)",
+        "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 12
+    assert len(RULES) == 13
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,13 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
             "gpu(memory='8GiB')",
         ),
         ("branch('sel')", "group", "branch('sel'): does nothing, as the test does not take the fixture 'branch'"),
+        ("rank_env()", "group", "rank_env(): takes variables by name, as in rank_env(NCCL_P2P_DISABLE='1')"),
+        ("rank_env(A=1)", "group", "rank_env(A=1): A=1: must be text, as in rank_env(A='1')"),
+        (
+            "rank_env(RANK='1')",
+            "group",
+            "rank_env(RANK='1'): RANK: the plugin numbers the ranks and chooses their GPUs",
+        ),
         ("static_graph", "group", "static_graph: does nothing, as the test does not take the fixture 'ddp'"),
     ],
 )

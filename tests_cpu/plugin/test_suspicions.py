@@ -87,6 +87,67 @@ def test_branches(group, branch):
     assert "bisect: of the branches cmp, sel, win, sel fails alone" in reasons["test_branches"]
 
 
+TRAPPED = """
+import os
+
+@world_size(2)
+@rank_env(KIND="b", SET_BY_MARK="1")
+def test_needs_two(group):
+    assert os.environ["SET_BY_MARK"] == "1"
+    assert os.environ.get("FIRST") == "1" and os.environ.get("THIRD") == "x"
+
+@world_size(2)
+def test_needs_one(group):
+    if os.environ.get("SECOND") != "1" and group.rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+
+@world_size(1)
+def test_helpless(group):
+    assert False
+
+@world_size(1)
+def test_comes_and_goes(group, pytestconfig):
+    flag = pytestconfig.rootpath / "ran"
+    was = flag.exists()
+    flag.touch()
+    assert was
+
+@world_size(1)
+def test_they_exclude_each_other(group):
+    assert [n for n in ("FIRST", "SECOND", "THIRD") if n in os.environ] == ["SECOND"]
+"""
+
+
+def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, TRAPPED, "--bisect-env", "FIRST=1,SECOND=1,THIRD=x,FOURTH=1")
+    assert result.outcomes == {"failed": 5}
+    reasons = {name: verdict.reason.rpartition("bisect: ")[2] for name, verdict in result.verdicts.items()}
+    assert reasons["test_needs_two"].startswith("passes with FIRST=1 and THIRD=x, all of them (")
+    assert reasons["test_needs_one"].startswith("passes with SECOND=1 alone (")
+    assert reasons["test_helpless"] == "fails with each of FIRST, SECOND, THIRD, FOURTH, and with all (6 runs)"
+    assert reasons["test_comes_and_goes"].startswith("it passes when it is run again as it is")
+    assert reasons["test_they_exclude_each_other"] == "passes with SECOND=1; not with all at once (6 runs)"
+    assert result.run is not None
+    assert (
+        len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
+    )  # what was tried is in no list
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("FIRST", "'FIRST': must be NAME=VALUE, as in NCCL_P2P_DISABLE=1"),
+        ("RANK=3", "RANK: the plugin sets it itself"),
+    ],
+)
+def test_what_cannot_be_set_is_refused(pytester: pytest.Pytester, given: str, complaint: str) -> None:
+    pytester.makepyfile("def test_nothing(): pass")
+    result = pytester.runpytest_subprocess("--bisect-env", given)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{complaint}*"])
+
+
 TRAINS = """
 @world_size(2)
 def test_skips(ddp):
