@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.fixtures import Group
-from tests_cpu.plan.scenarios import GPU, Scenario, rows, run
+from tests_cpu.plan.running import run
+from tests_cpu.plan.scenarios import GPU, Scenario, rows
 
 
 @pytest.mark.parametrize("row", rows(GPU))

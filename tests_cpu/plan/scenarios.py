@@ -1,24 +1,17 @@
-"""The plan's scenarios as one table that the CPU and the GPU suite share, and how one is run."""
+"""The plan's scenarios as one table that the CPU and the GPU suite share; `running` runs one."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_nsa import check_divergence, fails_as, gpu, scenario, world_size
 
-if TYPE_CHECKING:
-    from nsa.config import Config
-    from pytest_nsa.fixtures import Group
-
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLE = ROOT / "examples" / "data" / "kjv.parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,106 +208,3 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     if not size.on_gpu and (row.steps > 100 or (row.phase == 6 and row.id not in SAMPLED_CELLS)):
         marks.append(pytest.mark.slow)
     return [*marks, pytest.mark.phase(row.phase)]
-
-
-# Variables of what a row sets, or leaves as the configuration has it; a value exported for another run must not decide it.
-ROW_DECIDES = ("NSA_FORCE_BRANCH", "NSA_GC_RANGE", "NSA_DDP_STATIC_GRAPH")
-
-
-def forget_exported() -> None:
-    """Remove the variables of what a row decides from this rank's environment, and report that."""
-    for name in ROW_DECIDES:
-        value = os.environ.pop(name, "")
-        if value:
-            print(f"{name}={value} is set, and not used: a scenario decides it", flush=True)
-
-
-def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
-    """Train ``row.steps`` steps as the row defines; assert that every gradient arrived, the row's check, and that ranks agree."""
-    import torch
-
-    from nsa.config import load_config
-    from nsa.data import Position, batches, open_source
-    from nsa.model.transformer import build_model
-    from nsa.training.metrics import Metrics
-    from nsa.training.parallel import RankInfo
-    from nsa.training.trainer import Trainer
-    from tests_cpu.plan import faults, health
-
-    forget_exported()
-    os.environ.update(row.environment)
-    overrides = {
-        "parallel.mode": row.parallel, "parallel.bucket_cap_mb": 0.25, "train.steps": row.steps,
-        "train.batch_size": 1, "data.dataset": "synthetic", **row.overrides, **({} if size.on_gpu else row.on_cpu),
-    }  # fmt: skip
-    changed = faults.settings(fault, row.parallel, static_graph=bool(row.overrides.get("parallel.static_graph")))
-    config = load_config(ROOT / "configs" / size.config, **{**overrides, **changed})
-    config = with_shipped_sample(config, folder)
-    ranks = RankInfo(
-        rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device)
-    )
-    torch.manual_seed(config.train.seed)
-    model = build_model(config, ranks.device)
-    if row.uses > 1:
-        use_again(model, row.uses)
-    trainer = Trainer(config, ranks, folder, model)
-    faults.plant(fault, trainer)
-    data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
-    check = health.CHECKS[row.check](trainer, group.rank, row.uses)
-    trained = sum(p.requires_grad for p in trainer.module.parameters())
-    told = Metrics(folder, config, ranks, trainer.flops_per_token) if group.rank == 0 else None
-    with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
-        for _ in range(row.steps):
-            taken = [next(data) for _ in range(config.train.accumulation)]
-            check.before_step(taken)
-            trainer.step(taken)
-            (result,) = trainer.read()
-            check.after_step(result)
-            if metrics is not None:
-                metrics.add(result)
-            if row.steps <= 2 or result.step % 50 == 0:
-                print(f"step {result.step} loss {result.loss:.4f} {result.seconds:.2f} s", flush=True)
-            assert math.isfinite(result.loss)
-            if trainer.gradients is not None:
-                assert trainer.gradients.missing() == []
-                assert len(trainer.gradients.arrived) == trained
-                assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
-    check.at_the_end(folder)
-    if row.parallel != "fsdp" and row.fails_as != "silent_divergence":  # there, ranks differ
-        assert_ranks_agree(trainer.module, group)
-
-
-def with_shipped_sample(config: Config, folder: Path) -> Config:
-    """Return ``config``, with this repository's text where the data that it names is not here; log the choice in data.txt."""
-    path = config.data.path
-    if config.data.dataset != "fineweb_edu" or path is None:
-        return config
-    is_here = Path(path).exists()
-    said = path if is_here else f"{SAMPLE}: the shipped sample, as {path} is not here"
-    print(f"[plan] data: {said}", flush=True)
-    (folder / "data.txt").write_text(said + "\n", encoding="utf-8")
-    return config if is_here else replace(config, data=replace(config.data, path=str(SAMPLE)))
-
-
-def use_again(model: Any, uses: int) -> None:
-    """Put the first block in the place of all, ``uses`` times, and freeze the embedding.
-
-    A backward through one use then makes every parameter ready, and what the other uses add comes after DDP has reduced.
-    """
-    import torch
-
-    model.blocks = torch.nn.ModuleList([model.blocks[0]] * uses)
-    model.embed.requires_grad_(False)
-    model.embed.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
-
-
-def assert_ranks_agree(module: Any, group: Group) -> None:
-    """Assert that every rank holds the same parameters after the last step: by their sums, in float64."""
-    import torch
-    import torch.distributed as dist
-
-    sums = torch.stack([p.detach().double().sum().cpu() for p in module.parameters()])
-    everybody = [torch.empty_like(sums) for _ in range(group.world_size)]
-    dist.all_gather(everybody, sums.to(group.device) if group.backend == "nccl" else sums)
-    for rank, other in enumerate(everybody):
-        assert torch.equal(other, sums), f"parameters of rank {group.rank} and rank {rank} differ"

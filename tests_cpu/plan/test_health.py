@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa import load_config
-from tests_cpu.plan import health, scenarios
+from tests_cpu.plan import health, running, scenarios
 
 
 def dumps(folder: Path, size: Callable[[int], float]) -> None:
@@ -49,10 +49,10 @@ def test_gradients_of_bfloat16_are_off_by_roundings_of_each_use() -> None:
 
 def test_the_shipped_sample_is_read_where_no_data_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(scenarios.ROOT / "configs" / scenarios.GPU.config)
-    found = scenarios.with_shipped_sample(config, tmp_path)
-    assert found.data.path == str(scenarios.SAMPLE)
+    found = running.with_shipped_sample(config, tmp_path)
+    assert found.data.path == str(running.SAMPLE)
     said = (tmp_path / "data.txt").read_text()
     assert "the shipped sample, as" in said
     assert said.strip() in capsys.readouterr().out
     here = load_config(scenarios.ROOT / "configs" / "tiny_cpu.yaml", **{"data.dataset": "fineweb_edu"})
-    assert scenarios.with_shipped_sample(here, tmp_path) == here
+    assert running.with_shipped_sample(here, tmp_path) == here
