@@ -14,6 +14,7 @@ from pytest_nsa import testing
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from tests_cpu.plan.decision import decide, is_of_the_plan
+from tests_cpu.plan.scenarios import BY_VARIABLE
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
@@ -36,17 +37,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--phases", default="all", type=_phases, help="Phases of the plan to run: 3, 1-5 or all (default: all)"
     )
+    parser.addoption(
+        "--real-sizes",
+        action="store_true",
+        help="Run the plan on a CPU at production's size (a night; -m long for more)",
+    )
+    parser.addoption(
+        "--bisect-mitigations", action="store_true",
+        help="Run a failed scenario again with the plan's mitigations, and name the fewest that make it pass",
+    )  # fmt: skip
     parser.addoption("--record", action="store_true", help="Keep the evidence of the corpus, for tests_cpu/diagnosis")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the plugin's ``--bisect-env`` try the variables of the plan's mitigations."""
+    if config.getoption("--bisect-mitigations"):
+        config.option.bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked slow unless -m names slow (make slow), and scenarios of a phase that --phases leaves out."""
-    wants_slow, phases = "slow" in config.option.markexpr, config.getoption("--phases")
+    """Deselect tests marked slow or long unless -m names that mark, and scenarios of a phase that --phases leaves out."""
+    phases = config.getoption("--phases")
+    unasked = [mark for mark in ("slow", "long") if mark not in config.option.markexpr]
 
     def is_left_out(item: pytest.Item) -> bool:
         phase = item.get_closest_marker("phase")
-        is_slow = item.get_closest_marker("slow") is not None and not wants_slow
-        return is_slow or (phase is not None and phase.args[0] not in phases)
+        takes_long = any(item.get_closest_marker(mark) is not None for mark in unasked)
+        return takes_long or (phase is not None and phase.args[0] not in phases)
 
     left_out = [item for item in items if is_left_out(item)]
     if left_out:

@@ -292,7 +292,7 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
         if text == "":
             continue
         if name == "NSA_USE_FA2":
-            values["model"].update(_use_flash(text))
+            values["model"].update(_use_flash(text, values["model"].get("backend")))
             continue
         if not variable.target:
             continue
@@ -302,11 +302,12 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
             values["train"]["gradient_checkpointing"] = True
 
 
-def _use_flash(text: str) -> dict[str, Any]:
+def _use_flash(text: str, backend: str | None) -> dict[str, Any]:
+    """Return what NSA_USE_FA2 changes in the model's section: 1 requires flash-attn, 0 takes it out where the file names it."""
     if text not in {"0", "1"}:
         raise ConfigError(f"NSA_USE_FA2={text!r}: must be 0 or 1")
     if text == "0":
-        return {}
+        return {"backend": "auto"} if backend == "flash" else {}
     import importlib.util
 
     if importlib.util.find_spec("flash_attn") is None:

@@ -87,14 +87,26 @@ def root_and_reduction(values: Any) -> tuple[int, str]:
     return getattr(options, "rootRank", -1), kind
 
 
-def payload_of(values: Any) -> tuple[str, int]:
-    """dtype and total element count of the first tensors among a call's arguments."""
+def is_done_after_wait(group: Any, device: str) -> bool:
+    """Return whether ``wait`` of a collective on ``device`` returns when it is done, as gloo's does.
+
+    ``is_completed`` does not tell: gloo's reduce_scatter says False for ever (torch 2.6 to 2.13).
+    """
+    try:
+        name: str = group._get_backend(torch.device(device or "cpu")).name()
+    except (RuntimeError, AttributeError, TypeError):  # a backend that is written in Python has none in C++
+        return False
+    return name == "gloo"
+
+
+def payload_of(values: Any) -> tuple[str, int, str]:
+    """dtype, total element count and type of device of the first tensors among a call's arguments."""
     for value in values:
         flat = value
         while isinstance(flat, list | tuple) and flat and isinstance(flat[0], list | tuple):
             flat = flat[0]
         if isinstance(flat, torch.Tensor):
-            return str(flat.dtype).removeprefix("torch."), flat.numel()
+            return str(flat.dtype).removeprefix("torch."), flat.numel(), flat.device.type
         if isinstance(flat, list | tuple) and flat and isinstance(flat[0], torch.Tensor):
-            return str(flat[0].dtype).removeprefix("torch."), sum(t.numel() for t in flat)
-    return "", 0
+            return str(flat[0].dtype).removeprefix("torch."), sum(t.numel() for t in flat), flat[0].device.type
+    return "", 0, ""

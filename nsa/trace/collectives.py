@@ -22,6 +22,7 @@ from nsa.trace.board import Board
 from nsa.trace.calls import (
     global_rank,
     group_of,
+    is_done_after_wait,
     label_of,
     new_group_note,
     payload_of,
@@ -56,7 +57,9 @@ class CollectiveRecorder:
         self.board = board
         self._sequence: defaultdict[str, int] = defaultdict(int)
         self._inside = threading.local()
-        self._pending: dict[int, tuple[int, Any, float]] = {}  # id(work) -> (index on the board, work, its limit)
+        # id(work) -> (index on the board, work, its limit, whether it is done once it was waited for)
+        self._pending: dict[int, tuple[int, Any, float, bool]] = {}
+        self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
         self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
         self._blocked_in = 0
@@ -71,6 +74,7 @@ class CollectiveRecorder:
         self._sequence.clear()
         self._blocked_in, self._limit_time = 0, 0.0
         self._functional.clear()
+        self._ends_by_wait.clear()
         self.on_group = _ignore
         with self._lock:
             self._pending.clear()
@@ -108,7 +112,7 @@ class CollectiveRecorder:
             with self._blocked(entry[0], limit_of_call((*args, *kwargs.values())) or entry[2]):
                 result = wait(work, *args, **kwargs)
             # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
-            if work.is_completed():
+            if entry[3] or work.is_completed():
                 self._leave(id(work))
             else:
                 self.board.number("on_device", 1)
@@ -169,7 +173,7 @@ class CollectiveRecorder:
             group = next((g for v in (*args, *kwargs.values()) if (g := group_of(v)) is not None), dist.group.WORLD)
             if group is None:
                 return original(tensor, *args, **kwargs)
-            dtype, count = payload_of((tensor,))
+            dtype, count, _ = payload_of((tensor,))
             label = label_of(group)
             self._sequence[label] += 1
             index = self.board.enter(name, label, self._sequence[label], dtype, count, call_site(), size=group.size())
@@ -234,7 +238,7 @@ class CollectiveRecorder:
         """Mark collectives that have completed without a wait. Called by the heartbeat."""
         with self._lock:
             waiting = list(self._pending.items())
-        for key, (_, work, _) in waiting:
+        for key, (_, work, *_) in waiting:
             if work.is_completed() and succeeded(work):
                 self._leave(key)
 
@@ -251,7 +255,7 @@ class CollectiveRecorder:
             if getattr(self._inside, "depth", 0):  # one method may be built on another
                 return original(group, *args, **kwargs)
             # Of what goes from all to all, what this rank gives: what it takes comes first.
-            dtype, count = payload_of(
+            dtype, count, device = payload_of(
                 (*args, *kwargs.values())[1 if name.startswith(("alltoall", "all_to_all")) else 0 :]
             )
             label = label_of(group)
@@ -279,8 +283,10 @@ class CollectiveRecorder:
             else:
                 if "wait" in vars(type(work)) and type(work) not in self._waits:
                     self._wrap_wait(type(work))
+                if (ends := self._ends_by_wait.get((label, device))) is None:
+                    ends = self._ends_by_wait[label, device] = is_done_after_wait(group, device)
                 with self._lock:
-                    self._pending[id(work)] = (index, work, limit)
+                    self._pending[id(work)] = (index, work, limit, ends)
             return work
 
         return outside_graphs(recorded)

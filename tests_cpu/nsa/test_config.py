@@ -40,6 +40,15 @@ def test_bad_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: str
     assert "\n" not in str(error.value)
 
 
+def test_flash_attn_is_forbidden_where_the_file_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "flash.yaml"
+    path.write_text("model:\n  backend: flash\n")
+    monkeypatch.setenv("NSA_USE_FA2", "0")
+    assert load_config(path).model.backend == "auto"
+    monkeypatch.delenv("NSA_USE_FA2")
+    assert load_config(path).model.backend == "flash"
+
+
 def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NSA_GC_RANGE": "0:6", "NSA_FORCE_BRANCH": "sel", "NSA_DDP_STATIC_GRAPH": "1"}.items():
         monkeypatch.setenv(name, value)

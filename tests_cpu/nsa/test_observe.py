@@ -23,7 +23,9 @@ from nsa.trace.board import Board
 from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.names import plain_name
 from nsa.trace.session import TraceSession, installed
+from pytest_nsa import world_size
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.fixtures import Group
 
 
 @pytest.fixture
@@ -235,3 +237,18 @@ def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatc
         leave_early()
     heart.stop()
     assert ended_in == {threading.main_thread().name}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has another name for it
+@world_size(2)
+def test_what_was_waited_for_is_left(group: Group) -> None:
+    """gloo's reduce_scatter says for ever that it is not completed: each one was kept, with its tensors."""
+    recorder = installed().recorder
+    whole, part = torch.ones(4), torch.empty(2)
+    dist.reduce_scatter_tensor(part, whole)
+    work = dist.reduce_scatter_tensor(part, whole, async_op=True)
+    assert work is not None
+    assert recorder.is_waiting
+    work.wait()
+    assert not recorder.is_waiting
+    assert part.tolist() == [2.0, 2.0]

@@ -1,13 +1,18 @@
-"""What a scenario asserts beyond its losses: correct gradients, flat memory, gates that are alive."""
+"""What a scenario asserts beyond its losses: correct gradients, flat memory, gates that are alive, production's criteria."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+from nsa.model.activation_checkpoint import CheckpointRange
+from nsa.trace.ddp_buckets import ddp_numbers
+from nsa.trace.inplace import watched
 
 if TYPE_CHECKING:
     from nsa.data import Batch
@@ -17,20 +22,30 @@ TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
 MAX_GROWTH_MIB = 4.0  # per hundred steps
 ALIVE = 0.02  # the mean of a gate that is alive is above it
 PLANNED_STEPS = 50_000
+# Production's criteria, a rank: of memory with checkpointing, and of what it trains on.
+MAX_GPU_BYTES = 30e9
+MIN_TOKENS_PER_S = 50
+MAX_WAIT_FOR_DATA = 0.1  # of the time of a step
 
 
 def mean_gradients(trainer: Trainer, batches: list[Batch]) -> list[torch.Tensor]:
     """Return what this step's gradients must be: without activation checkpointing and DDP, averaged over all ranks, clipped."""
-    module = trainer.module
-    recompute, module.checkpoint = module.checkpoint, None
-    wrapped, trainer.model = trainer.model, module
-    loss = sum(trainer.loss(batch) for batch in batches) / len(batches)
-    gradients = list(torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad]))
-    module.checkpoint, trainer.model = recompute, wrapped
+    gradients = own_gradients(trainer, batches, None)
     for gradient in gradients:
         dist.all_reduce(gradient)
         gradient /= dist.get_world_size()
     return _clipped(trainer, gradients)
+
+
+def own_gradients(trainer: Trainer, batches: list[Batch], checkpoint: CheckpointRange | None) -> list[torch.Tensor]:
+    """Return this rank's gradients of ``batches``, without DDP, and checkpointed as named; the step does not see them."""
+    module = trainer.module
+    before, module.checkpoint = module.checkpoint, checkpoint
+    wrapped, trainer.model = trainer.model, module
+    loss = sum(trainer.loss(batch) for batch in batches) / len(batches)
+    gradients = list(torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad]))
+    module.checkpoint, trainer.model = before, wrapped
+    return gradients
 
 
 def _clipped(trainer: Trainer, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,8 +67,14 @@ def assert_gradients(module: torch.nn.Module, expected: list[torch.Tensor], tole
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     for (name, parameter), gradient in zip(trained, expected, strict=True):
         assert parameter.grad is not None
-        error = (parameter.grad - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)
-        assert error < tolerated or gradient.abs().max() < 1e-9, f"{name}: off by {error:.1e} of its largest gradient"
+        error = _off_by(parameter.grad, gradient)
+        assert error < tolerated, f"{name}: off by {error:.1e} of its largest gradient"
+
+
+def _off_by(gradient: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest of ``expected``; 0 where that is next to nothing."""
+    largest = expected.abs().max()
+    return float((gradient - expected).abs().max() / largest) if largest >= 1e-9 else 0.0
 
 
 def growth_mib(folder: Path, rank: int) -> float:
@@ -94,6 +115,7 @@ class Check:
 
     def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
         self.trainer, self.rank, self.uses = trainer, rank, uses
+        self.waits: list[float] = []  # seconds for each step's data, as `running.run` adds them
 
     def before_step(self, batches: list[Batch]) -> None:
         """No-op."""
@@ -117,8 +139,88 @@ class Gradients(Check):
         assert_gradients(self.trainer.module, self.expected, tolerance(self.trainer.config.train.dtype, self.uses))
 
 
-class Stability(Check):
-    """The assertion that many steps leave memory flat and gates alive."""
+class Boundaries(Check):
+    """The assertion that checkpointing any one layer leaves every gradient as it is without."""
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """Compute the gradients without checkpointing, and with each layer's."""
+        module, reentrant = self.trainer.module, self.trainer.config.train.gc_reentrant
+        expected = own_gradients(self.trainer, batches, None)
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        for layer in range(len(module.blocks)):
+            alone = CheckpointRange(start=layer, end=layer + 1, reentrant=reentrant)
+            for name, gradient, right in zip(names, own_gradients(self.trainer, batches, alone), expected, strict=True):
+                error = _off_by(gradient, right)
+                assert error < TOLERANCE, (
+                    f"layer {layer} checkpointed alone: {name} is off by {error:.1e} of its largest gradient"
+                )
+
+
+class InPlace(Check):
+    """The assertion that no block writes into what was there before it: its input, a parameter, a buffer."""
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """Run forward, and backward with what is recomputed, and name each write."""
+        module = self.trainer.module
+        with watched(module, list(module.blocks)) as found:
+            own_gradients(self.trainer, batches, module.checkpoint)
+        assert not found, "; ".join(dict.fromkeys(map(str, found)))
+
+
+class Buckets(Check):
+    """The assertion that DDP's buckets are as small as the row asks; DDP builds them anew after the first step."""
+
+    def at_the_end(self, folder: Path) -> None:
+        """Compare their sizes with the limit: a bucket is closed by the tensor that reaches it."""
+        sizes = ddp_numbers(self.trainer.model)["bucket_sizes"]
+        limit = self.trainer.config.parallel.bucket_cap_mb * (1 << 20)
+        largest = max(p.nbytes for p in self.trainer.module.parameters())
+        print(f"{len(sizes)} buckets, the largest of {max(sizes) / 1e6:.2f} MB", flush=True)
+        assert len(sizes) > 1
+        assert max(sizes) <= limit + largest, f"a bucket of {max(sizes)} bytes, where {limit:.0f} was asked for"
+
+
+class HeededByNccl(Check):
+    """The assertion that NCCL has read the variables that the row sets."""
+
+    def at_the_end(self, folder: Path) -> None:
+        """Look for its own line, which NCCL_DEBUG=INFO has made it print."""
+        assert_heeded((folder / f"rank{self.rank}" / "output.log").read_text(encoding="utf-8", errors="replace"))
+
+
+def assert_heeded(output: str) -> None:
+    """Assert that NCCL's own output tells that it heeds NCCL_P2P_DISABLE."""
+    assert "NCCL_P2P_DISABLE set by environment to 1" in output, "NCCL does not tell that it heeds NCCL_P2P_DISABLE"
+
+
+class Criteria(Check):
+    """Production's criteria: memory below 30 GB a rank with checkpointing, more than 50 tokens a second; asserted on a GPU."""
+
+    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
+        super().__init__(trainer, rank, uses)
+        self.rates: list[float] = []
+
+    def after_step(self, result: StepResult) -> None:
+        """Keep the figures for the end."""
+        self.rates.append(result.tokens / max(result.seconds, 1e-9))
+        self.latest = result
+
+    def at_the_end(self, folder: Path) -> None:
+        """Print both, and compare them where they are of production's size."""
+        rate, peak = statistics.median(self.rates[1:] or self.rates), self.latest.peak_mib * (1 << 20)
+        on_gpu = self.trainer.ranks.device.type == "cuda"
+        print(
+            f"peak {peak / 1e9:.2f} GB, {rate:,.0f} tokens/s; criteria{'' if on_gpu else ' on a GPU'}: below "
+            f"{MAX_GPU_BYTES / 1e9:.0f} GB, above {MIN_TOKENS_PER_S} tokens/s",
+            flush=True,
+        )
+        if on_gpu:
+            assert peak < MAX_GPU_BYTES
+            assert rate > MIN_TOKENS_PER_S
+
+
+class Stability(Criteria):
+    """The assertion that many steps leave memory flat and gates alive, within production's criteria."""
 
     def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
         super().__init__(trainer, rank, uses)
@@ -126,13 +228,35 @@ class Stability(Check):
 
     def after_step(self, result: StepResult) -> None:
         """Keep the figures for the end."""
+        super().after_step(result)
         self.seconds.append(result.seconds)
-        self.latest = result
 
     def at_the_end(self, folder: Path) -> None:
-        """Assert stability, and print the hours that production's steps would take."""
+        """Assert stability and the criteria, and print the hours that production's steps would take."""
+        super().at_the_end(folder)
         assert_stable(folder, self.rank, self.latest.gates)
         plan_ahead(self.seconds)
 
 
-CHECKS: dict[str, type[Check]] = {"": Check, "gradients": Gradients, "stability": Stability}
+class Data(Check):
+    """The assertion that the model does not wait for its data once the first batch is there."""
+
+    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
+        super().__init__(trainer, rank, uses)
+        self.seconds: list[float] = []
+
+    def after_step(self, result: StepResult) -> None:
+        """Keep the time of the step, which counts the wait."""
+        self.seconds.append(result.seconds)
+
+    def at_the_end(self, folder: Path) -> None:
+        """Compare what was waited with what the steps took: both of this run, so that a slow machine changes nothing."""
+        waited, took = statistics.median(self.waits[1:]), statistics.median(self.seconds[1:])
+        print(f"waits {1e3 * waited:.1f} ms of a step's {1e3 * took:.1f} ms for its data", flush=True)
+        assert waited < MAX_WAIT_FOR_DATA * took, f"{waited / took:.0%} of a step is spent waiting for data"
+
+
+CHECKS: dict[str, type[Check]] = {
+    "": Check, "gradients": Gradients, "boundaries": Boundaries, "inplace": InPlace, "buckets": Buckets, "nccl": HeededByNccl,
+    "criteria": Criteria, "stability": Stability, "data": Data,
+}  # fmt: skip

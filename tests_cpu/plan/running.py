@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests_cpu.plan.scenarios import ROOT, Scenario, Size
+import pytest
+
+from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, Scenario, Size
 
 if TYPE_CHECKING:
     from nsa.config import Config
@@ -19,6 +22,25 @@ SAMPLE = ROOT / "examples" / "data" / "kjv.parquet"
 
 # Variables of what a row sets, or leaves as the configuration has it; a value exported for another run must not decide it.
 ROW_DECIDES = ("NSA_FORCE_BRANCH", "NSA_GC_RANGE", "NSA_DDP_STATIC_GRAPH")
+
+
+def skip_where_it_tells_nothing(row: Scenario, group: Group) -> None:
+    """Skip a row that changes what nothing here heeds: its passing would say nothing."""
+    is_there = {"": True, "nccl": group.backend == "nccl", "cuda": group.device != "cpu"}
+    if not is_there[row.needs]:
+        names = " and ".join(name for name in row.environment if not name.endswith("_DEBUG"))
+        heeds = "NCCL" if row.needs == "nccl" else "CUDA"
+        pytest.skip(f"{heeds} alone heeds {names}; this run is on {group.backend} and {group.device}")
+
+
+def mitigations(row: Scenario) -> dict[str, Any]:
+    """Return the fields that ``NSA_WITH_NAME=1`` adds to a scenario: those of the mitigation NAME."""
+    found: dict[str, Any] = {}
+    for variable, other in BY_VARIABLE.items():
+        if os.environ.get(variable) == "1" and row.num_ranks > 1:
+            print(f"{variable}=1: {', '.join(other.overrides)}", flush=True)
+            found |= other.overrides | ({} if other.parallel == "ddp" else {"parallel.mode": other.parallel})
+    return found
 
 
 def forget_exported() -> None:
@@ -41,13 +63,15 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     from nsa.training.trainer import Trainer
     from tests_cpu.plan import faults, health
 
+    skip_where_it_tells_nothing(row, group)
     forget_exported()
-    os.environ.update(row.environment)
     overrides = {
-        "parallel.mode": row.parallel, "parallel.bucket_cap_mb": 0.25, "train.steps": row.steps,
-        "train.batch_size": 1, "data.dataset": "synthetic", **row.overrides, **({} if size.on_gpu else row.on_cpu),
+        "parallel.mode": row.parallel, "train.steps": row.steps, "train.batch_size": 1, "data.dataset": "synthetic",
+        **size.settings, **row.overrides, **({} if size.is_real else row.on_cpu), **mitigations(row),
     }  # fmt: skip
-    changed = faults.settings(fault, row.parallel, static_graph=bool(row.overrides.get("parallel.static_graph")))
+    changed = faults.settings(
+        fault, overrides["parallel.mode"], static_graph=bool(overrides.get("parallel.static_graph"))
+    )
     config = load_config(ROOT / "configs" / size.config, **{**overrides, **changed})
     config = with_shipped_sample(config, folder)
     ranks = RankInfo(
@@ -59,13 +83,18 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
         use_again(model, row.uses)
     trainer = Trainer(config, ranks, folder, model)
     faults.plant(fault, trainer)
+    asked = time.monotonic()
     data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
     check = health.CHECKS[row.check](trainer, group.rank, row.uses)
     trained = sum(p.requires_grad for p in trainer.module.parameters())
     told = Metrics(folder, config, ranks, trainer.flops_per_token) if group.rank == 0 else None
     with contextlib.closing(told) if told is not None else contextlib.nullcontext() as metrics:
-        for _ in range(row.steps):
+        for step in range(row.steps):
+            asked = asked if step == 0 else time.monotonic()
             taken = [next(data) for _ in range(config.train.accumulation)]
+            check.waits.append(time.monotonic() - asked)
+            if step == 0:
+                print(f"[data] first batch after {check.waits[0]:.2f} s", flush=True)
             check.before_step(taken)
             trainer.step(taken)
             (result,) = trainer.read()
@@ -80,7 +109,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
                 assert len(trainer.gradients.arrived) == trained
                 assert trained == 195 or row.uses > 1 or config.model.attention == "dense" or config.model.n_layers < 12
     check.at_the_end(folder)
-    if row.parallel != "fsdp" and row.fails_as != "silent_divergence":  # there, ranks differ
+    if config.parallel.mode != "fsdp" and row.fails_as != "silent_divergence":  # there, ranks differ
         assert_ranks_agree(trainer.module, group)
 
 

@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import check_divergence, fails_as, gpu, scenario, world_size
+from pytest_nsa import check_divergence, fails_as, gpu, rank_env, scenario, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+PRODUCTION = "m7c_125m_2xa100_production.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what its outcome means.
 
-    ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`).
+    ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`). ``on_cpu`` is what makes the row
+    affordable on a CPU; where that changes what the name says, ``name_on_cpu`` says what is run. ``needs`` is what alone heeds
+    what the row changes, "nccl" or "cuda": elsewhere it is skipped, as it could tell nothing. ``environment`` is its ranks' own.
     """
 
     phase: int
@@ -28,10 +33,12 @@ class Scenario:
     parallel: str = "ddp"
     steps: int = 2
     overrides: dict[str, Any] = field(default_factory=dict)
-    on_cpu: dict[str, Any] = field(default_factory=dict)  # what makes it affordable on a CPU
+    on_cpu: dict[str, Any] = field(default_factory=dict)
+    name_on_cpu: str = ""
     fails_as: str = ""
     check: str = ""
     uses: int = 1  # of each block in a forward
+    needs: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -42,15 +49,27 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The size at which a suite runs the table: its configuration, and a scenario's seconds per hundred steps begun."""
+    """The size at which a suite runs the table: its configuration, and a scenario's seconds per hundred steps begun.
+
+    ``is_real`` is production's size: each row as its name says. ``settings`` hold for every row that does not set them.
+    """
 
     config: str
     timeout: float
+    is_real: bool = False
     on_gpu: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def name_of(self, row: Scenario) -> str:
+        """Return the scenario's name: of what is run at this size."""
+        return row.name if self.is_real else row.name_on_cpu or row.name
 
 
-CPU = Size(config="tiny_cpu.yaml", timeout=30)
-GPU = Size(config="m7c_125m_2xa100_production.yaml", timeout=300, on_gpu=True)
+# The small model's gradients are 0.6 MB: its buckets are smaller, too, so that there are several.
+CPU = Size(config="tiny_cpu.yaml", timeout=30, settings={"parallel.bucket_cap_mb": 0.25})
+# --real-sizes: for a night, as a step of 2048 tokens takes a core minutes.
+REAL_ON_CPU = Size(config=PRODUCTION, timeout=12 * 3600, is_real=True, settings={"train.threads": 1})
+GPU = Size(config=PRODUCTION, timeout=300, is_real=True, on_gpu=True)
 
 GPU_MEMORY = "12GiB"  # two ranks of the 125M model with one sequence each, CUDA contexts included
 
@@ -129,15 +148,59 @@ def _mitigation(name: str, reads_as: str, parallel: str = "ddp", **rest: Any) ->
     return Scenario(phase=7, name=name, id=name, parallel=parallel, reads_as=reads_as, overrides=overrides, **rest)
 
 
+# Checkpointing's own questions, one by one, in one process: the tree asks them where backward fails there.
+ALONE = (
+    Scenario(
+        phase=6, name="gc_reentrant_one_process", id="reentrant-alone", parallel="none", overrides={**ONE, **REENTRANT},
+        check="gradients", reads_as="fails where gc_baseline_full passes: the reentrant form",
+    ),
+    Scenario(
+        phase=6, name="gc_boundaries", id="boundaries", parallel="none", overrides=ONE, check="boundaries", steps=1,
+        reads_as="fails: checkpointing one layer changes its gradients",
+    ),
+    Scenario(
+        phase=6, name="gc_inplace_writes", id="inplace", parallel="none", overrides=ONE, check="inplace", steps=1,
+        reads_as="fails: a checkpointed region writes into what it did not make",
+    ),
+)  # fmt: skip
+
+
+def _shaped(layers: int, seq_len: int, name: str) -> dict[str, Any]:
+    """Return a row's fields for a shape that its name tells: ``name`` with its {shape}, at a sixteenth of the length on a CPU."""
+    short = seq_len // 16
+    return {
+        "name": name.format(shape=f"{layers}x{seq_len}"), "id": name.format(shape=f"{layers}x{seq_len}"),
+        "name_on_cpu": name.format(shape=f"{layers}x{short}"), "on_cpu": {"train.seq_len": short},
+    }  # fmt: skip
+
+
+def _safe(layers: int, seq_len: int) -> Scenario:
+    sizes = {"model.n_layers": layers, "train.seq_len": seq_len, "parallel.safe": True}
+    return Scenario(
+        phase=7, overrides={**ONE, **sizes}, reads_as="passes: one of the mitigations, taken alone above",
+        environment={"NCCL_P2P_DISABLE": "1"}, **_shaped(layers, seq_len, "safe_mode_{shape}"),
+    )  # fmt: skip
+
+
 MITIGATIONS = (
     _mitigation("find_unused_parameters", "passes: some parameter gets no gradient", overrides=UNUSED),
-    _mitigation("nccl_p2p_disabled", "passes: the link between GPUs", environment={"NCCL_P2P_DISABLE": "1"}),
+    _mitigation(
+        "nccl_p2p_disabled", "passes: the link between GPUs", needs="nccl", check="nccl",
+        environment={"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"},  # which tells that it was heeded
+    ),
+    _mitigation(
+        "synchronous", "passes: launches that overtake each other", needs="cuda",
+        environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"},
+    ),
     _mitigation("conservative_kernels", "passes: a kernel", overrides={"model.backend": "sdpa"}),
     _mitigation("stop_gate_gradient", "passes: the gates' backward", overrides={"model.stop_gate_gradient": True}),
-    _mitigation("buckets_2mb", "passes: the size of a reduction", overrides={"parallel.bucket_cap_mb": 2.0}),
+    _mitigation(
+        "buckets_2mb", "passes: the size of a reduction", overrides={"parallel.bucket_cap_mb": 2.0}, check="buckets", steps=3,
+        on_cpu={"parallel.bucket_cap_mb": 0.05}, name_on_cpu="buckets_50kb",
+    ),
     _mitigation("no_buffer_broadcast", "passes: buffers", overrides={"parallel.broadcast_buffers": False}),
     _mitigation("no_bucket_view", "passes: gradients that live in buckets", overrides={"parallel.gradient_as_bucket_view": False}),
-    _mitigation("safe_mode", "passes: one of the mitigations, taken alone above", overrides={"parallel.safe": True}),
+    *(_safe(layers, seq_len) for layers, seq_len in ((12, 2048), (2, 512))),
     _mitigation("manual_averaging", "passes: DDP's reducer", parallel="average"),
     _mitigation("barrier_after_backward", "passes: ranks that drift", overrides={"parallel.barrier_after_backward": True}),
     _mitigation("vanilla_attention", "passes where NSA fails: NSA is at fault", overrides={"model.attention": "dense"}),
@@ -154,39 +217,67 @@ MITIGATIONS = (
 )  # fmt: skip
 
 
-def _alone(layers: int, seq_len: int, checkpointing: bool) -> Scenario:
-    name = f"one_process_{layers}x{seq_len}_{'gc' if checkpointing else 'no_gc'}"
+def _in_one_process(layers: int, seq_len: int, checkpointing: bool) -> Scenario:
     sizes = {"model.n_layers": layers, "train.seq_len": seq_len, "train.gradient_checkpointing": checkpointing}
     return Scenario(
-        phase=8, name=name, id=name, parallel="none", overrides={**TWO_TRACES, **sizes}, on_cpu={"train.seq_len": seq_len // 16},
-        reads_as="fails: backward, without any other rank",
+        phase=8, parallel="none", overrides={**TWO_TRACES, **sizes}, reads_as="fails: backward, without any other rank",
+        **_shaped(layers, seq_len, "one_process_{shape}_" + ("gc" if checkpointing else "no_gc")),
     )  # fmt: skip
 
 
 def _long(name: str, steps: int, parallel: str, reads_as: str, **overrides: Any) -> Scenario:
     return Scenario(
-        phase=9, name=name, id=name, steps=steps, check="stability", parallel=parallel, reads_as=reads_as, overrides=overrides,
-        on_cpu={"model.n_layers": 2, "train.seq_len": 64, "trace.mem_dump_every": 5},
+        phase=9, name=name, id=name, steps=steps, check="stability", parallel=parallel, reads_as=reads_as,
+        overrides={"trace.mem_dump_every": 10, **overrides},
+        on_cpu={"model.n_layers": 2, "train.seq_len": 64, "trace.mem_dump_every": 5 if steps == 100 else 10},
     )  # fmt: skip
 
 
 STABILITY = (
     _long("stability_100", 100, "ddp", "fails: what a hundred steps bring out", **{"trace.mem_dump_every": 5}),
-    _long("synthetic_200", 200, "none", "fails: memory grows, a loss is no number, a gate dies", **{"trace.mem_dump_every": 10}),
+    _long("fsdp_synthetic_200", 200, "fsdp", "fails: memory grows, a loss is no number, a gate dies"),
+    _long("fsdp_fineweb_300", 300, "fsdp", "fails where fsdp_synthetic_200 passes: the data", **{"data.dataset": "fineweb_edu"}),
     _long(
-        "fineweb_300", 300, "ddp", "fails: the data", **{"data.dataset": "fineweb_edu", "trace.mem_dump_every": 10},
+        "fsdp_diagnosed_500", 500, "fsdp", "fails: what five hundred steps bring out, all traces on",
+        **{**ALL_TRACES, "trace.mem_dump_every": 10},
+    ),
+    Scenario(
+        phase=9, name="sequence_4096", id="sequence_4096", check="criteria", overrides={**ONE, "train.seq_len": 4096},
+        on_cpu={"train.seq_len": 256}, name_on_cpu="sequence_256", reads_as="fails: the length of a sequence, or its memory",
+    ),
+    Scenario(
+        phase=9, name="batch_4", id="batch_4", check="criteria", overrides={**ONE, "train.batch_size": 4},
+        reads_as="fails: several sequences a rank, or their memory",
+    ),
+    Scenario(
+        phase=9, name="data_under_load", id="data_under_load", parallel="none", steps=20, check="data",
+        overrides={"data.dataset": "fineweb_edu"}, reads_as="fails: the model waits for its data",
     ),
 )  # fmt: skip
 
 TABLE = (
-    *SEEDS, *CHECKPOINTING, *MITIGATIONS,
-    *(_alone(layers, seq_len, gc) for layers, seq_len in ((2, 512), (12, 2048)) for gc in (True, False)),
+    *SEEDS, *CHECKPOINTING, *ALONE, *MITIGATIONS,
+    *(_in_one_process(layers, seq_len, gc) for layers, seq_len in ((2, 512), (12, 2048)) for gc in (True, False)),
     *STABILITY,
 )  # fmt: skip
 
 
 # Of the table DDP x checkpointing, what `make test` runs on a CPU: a cell per outcome; `make plan PHASES=all` runs them all.
-SAMPLED_CELLS = ("nonreentrant-plain-1", "nonreentrant-static-2", "reentrant-find_unused-1", "reentrant-plain-2")
+SAMPLED_CELLS = (
+    "nonreentrant-plain-1", "nonreentrant-static-2", "reentrant-find_unused-1", "reentrant-plain-2", "boundaries", "inplace",
+)  # fmt: skip
+
+
+# What one variable each adds to any scenario of several ranks (NSA_WITH_DDP_STATIC_GRAPH=1), for --bisect-mitigations: what a
+# production run could live with.
+BY_VARIABLE = {
+    f"NSA_WITH_{row.name.upper()}": row
+    for row in TABLE
+    if row.name in (
+        "ddp_static_graph", "find_unused_parameters", "conservative_kernels", "stop_gate_gradient", "no_buffer_broadcast",
+        "no_bucket_view", "barrier_after_backward", "manual_averaging",
+    )
+}  # fmt: skip
 
 
 def rows(size: Size) -> list[Any]:
@@ -196,15 +287,21 @@ def rows(size: Size) -> list[Any]:
 
 def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     limit = size.timeout * math.ceil(row.steps / 100)
-    marks = [scenario(row.name, reads_as=row.reads_as), world_size(row.num_ranks), pytest.mark.timeout(limit)]
+    marks = [
+        scenario(size.name_of(row), reads_as=row.reads_as), world_size(row.num_ranks), pytest.mark.timeout(limit),
+    ]  # fmt: skip
     if row.parallel == "ddp":
         marks.append(check_divergence)
     if row.fails_as:
         marks.append(fails_as(row.fails_as))
     if "parallel.backend" in row.overrides:
         marks.append(pytest.mark.backend(row.overrides["parallel.backend"]))
+    if row.environment:
+        marks.append(rank_env(**row.environment))
     if size.on_gpu:
         marks.append(gpu(memory=GPU_MEMORY))
-    if not size.on_gpu and (row.steps > 100 or (row.phase == 6 and row.id not in SAMPLED_CELLS)):
+    if size.is_real and row.steps > 100:
+        marks.append(pytest.mark.long)
+    if not size.is_real and (row.steps > 100 or (row.phase == 6 and row.id not in SAMPLED_CELLS)):
         marks.append(pytest.mark.slow)
     return [*marks, pytest.mark.phase(row.phase)]

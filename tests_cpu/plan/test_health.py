@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from nsa import load_config
+from nsa.data import Position, batches, open_source
+from nsa.training.parallel import RankInfo
+from nsa.training.trainer import StepResult, Trainer
+from pytest_nsa.fixtures import Group
 from tests_cpu.plan import health, running, scenarios
 
 
@@ -56,3 +64,116 @@ def test_the_shipped_sample_is_read_where_no_data_is(tmp_path: Path, capsys: pyt
     assert said.strip() in capsys.readouterr().out
     here = load_config(scenarios.ROOT / "configs" / "tiny_cpu.yaml", **{"data.dataset": "fineweb_edu"})
     assert running.with_shipped_sample(here, tmp_path) == here
+
+
+def trainer_on(device: str) -> Any:
+    return SimpleNamespace(ranks=SimpleNamespace(device=torch.device(device)))
+
+
+def result(tokens: int, seconds: float, peak_mib: float) -> StepResult:
+    return StepResult(step=1, loss=1.0, lr=1e-3, tokens=tokens, seconds=seconds, peak_mib=peak_mib)
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "peak_mib", "is_met"),
+    [
+        ("cuda", 2048, 20_000, True),
+        ("cuda", 2048, 29_000, False),  # 30.4 GB
+        ("cuda", 40, 20_000, False),  # a second each
+        ("cpu", 40, 60_000, True),  # only said
+    ],
+)
+def test_production_s_criteria(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, tokens: int, peak_mib: float, is_met: bool
+) -> None:
+    check = health.Criteria(trainer_on(device), 0, 1)
+    for _ in range(3):
+        check.after_step(result(tokens, 1.0, peak_mib))
+    with contextlib.nullcontext() if is_met else pytest.raises(AssertionError):
+        check.at_the_end(tmp_path)
+    said = capsys.readouterr().out
+    assert f"{tokens:,} tokens/s" in said
+    assert "below 30 GB, above 50 tokens/s" in said
+
+
+@pytest.mark.parametrize(("waited", "is_met"), [(0.01, True), (0.5, False)])
+def test_a_model_that_waits_for_its_data(tmp_path: Path, waited: float, is_met: bool) -> None:
+    check = health.Data(trainer_on("cpu"), 0, 1)
+    for step in range(5):
+        check.waits.append(9.0 if step == 0 else waited)  # the first batch is not counted
+        check.after_step(result(1, 1.0, 1))
+    with contextlib.nullcontext() if is_met else pytest.raises(AssertionError, match="50% of a step is spent waiting"):
+        check.at_the_end(tmp_path)
+
+
+def test_a_variable_that_nccl_does_not_heed() -> None:
+    health.assert_heeded("host:7 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1\n")
+    with pytest.raises(AssertionError, match="does not tell"):
+        health.assert_heeded("host:7 [0] NCCL INFO Bootstrap: using eth0\n")
+
+
+def small_trainer(folder: Path) -> Trainer:
+    config = load_config(
+        scenarios.ROOT / "configs" / "tiny_cpu.yaml",
+        **{"model.n_layers": 2, "train.seq_len": 64, "train.batch_size": 1, "parallel.mode": "none"},
+    )
+    return Trainer(config, RankInfo(), folder)
+
+
+def scales_under_autograd(block: torch.nn.Module) -> None:
+    """Let a block change its input where autograd does not look: what checkpointing recomputes then differs."""
+    forward = block.forward
+
+    def scaled(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        x.data.mul_(1.5)
+        return forward(x, *args)
+
+    block.forward = scaled
+
+
+@pytest.mark.parametrize("check", [health.Boundaries, health.InPlace])
+def test_a_block_that_changes_its_input_is_named(tmp_path: Path, check: type[health.Check]) -> None:
+    trainer = small_trainer(tmp_path)
+    batch = next(batches(open_source(trainer.config), Position(), 1, 0, 1))
+    check(trainer, 0, 1).before_step([batch])  # as it is, it passes
+    scales_under_autograd(trainer.module.blocks[1])
+    named = "layer 1 checkpointed alone" if check is health.Boundaries else r"mul_ writes into input 0 of blocks\.1 at "
+    with pytest.raises(AssertionError, match=named):
+        check(trainer, 0, 1).before_step([batch])
+    assert trainer.module.blocks[1].forward.__name__ == "scaled"  # as it was
+
+
+@pytest.mark.parametrize(("set_to", "expected"), [("1", "sdpa"), ("0", "auto"), ("", "auto")])
+def test_a_variable_adds_a_mitigation_to_a_scenario(
+    monkeypatch: pytest.MonkeyPatch, set_to: str, expected: str
+) -> None:
+    monkeypatch.setenv("NSA_WITH_CONSERVATIVE_KERNELS", set_to)
+    row = scenarios.SEEDS[0]
+    assert running.mitigations(row).get("model.backend", "auto") == expected
+    assert running.mitigations(replace(row, parallel="none")) == {}  # in one process there is nothing to mitigate
+
+
+def test_rows_that_nothing_here_heeds_are_skipped() -> None:
+    rows = {row.name: row for row in scenarios.TABLE}
+    cpu = Group(rank=0, world_size=2, device="cpu", backend="gloo")
+    for name in ("nccl_p2p_disabled", "synchronous"):
+        with pytest.raises(pytest.skip.Exception, match="this run is on gloo and cpu"):
+            running.skip_where_it_tells_nothing(rows[name], cpu)
+    running.skip_where_it_tells_nothing(rows["synchronous"], replace(cpu, device="cuda:0"))
+    running.skip_where_it_tells_nothing(rows["ddp_onestep_trace"], cpu)
+
+
+def test_a_name_says_what_is_run() -> None:
+    names = {
+        "cpu": [scenarios.CPU.name_of(row) for row in scenarios.TABLE],
+        "real": [scenarios.REAL_ON_CPU.name_of(row) for row in scenarios.TABLE],
+        "gpu": [scenarios.GPU.name_of(row) for row in scenarios.TABLE],
+    }
+    assert names["real"] == names["gpu"]
+    assert len(set(names["cpu"])) == len(names["cpu"])
+    assert {"one_process_12x2048_gc", "safe_mode_2x512", "sequence_4096", "buckets_2mb"} <= set(names["gpu"])
+    assert {"one_process_12x128_gc", "safe_mode_2x32", "sequence_256", "buckets_50kb"} <= set(names["cpu"])
+    for row in scenarios.TABLE:
+        length = row.on_cpu.get("train.seq_len")
+        if length is not None and row.steps <= 100 and row.phase != 9:
+            assert str(length) in scenarios.CPU.name_of(row)

@@ -1,4 +1,7 @@
-"""The plan on a CPU: a test per row of `scenarios.TABLE`. ``--phases 1-5`` runs only these phases."""
+"""The plan on a CPU: a test per row of `scenarios.TABLE`.
+
+``--phases 1-5`` runs only these phases, ``--real-sizes`` all at production's size.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,17 @@ import pytest
 
 from pytest_nsa.fixtures import Group
 from tests_cpu.plan.running import run
-from tests_cpu.plan.scenarios import CPU, Scenario, rows
+from tests_cpu.plan.scenarios import CPU, REAL_ON_CPU, Scenario, Size, rows
 
 
-@pytest.mark.parametrize("row", rows(CPU))
-def test_scenario(row: Scenario, group: Group, artifacts: Path, fault: str | None) -> None:
-    run(row, CPU, group, artifacts, fault)
+def size_of(config: pytest.Config) -> Size:
+    """Return the small model's size, or with ``--real-sizes`` production's."""
+    return REAL_ON_CPU if config.getoption("--real-sizes") else CPU
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("row", rows(size_of(metafunc.config)))
+
+
+def test_scenario(row: Scenario, group: Group, artifacts: Path, fault: str | None, pytestconfig: pytest.Config) -> None:
+    run(row, size_of(pytestconfig), group, artifacts, fault)
