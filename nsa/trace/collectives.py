@@ -98,6 +98,8 @@ class CollectiveRecorder:
         self._wrap_functional_wait()
         for name in ("wait", "get"):
             self._wrap_store(name)
+        for name in ("check", "add", "num_keys"):
+            self._wrap_look(name)
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 
@@ -218,6 +220,17 @@ class CollectiveRecorder:
                 return original(store, *args, **kwargs)
             finally:
                 self._set_limit(until)
+
+        setattr(dist.Store, name, recorded)
+
+    def _wrap_look(self, name: str) -> None:
+        """Wrap a call of stores that returns at once: who makes it in a loop waits for another rank by hand."""
+        original = getattr(dist.Store, name)
+
+        def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                self.board.number("polled_time", time.time())
+            return original(store, *args, **kwargs)
 
         setattr(dist.Store, name, recorded)
 

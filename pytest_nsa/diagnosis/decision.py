@@ -17,7 +17,8 @@ class Decision:
     """The decision over a run: one sentence on what is wrong, what to do, and the steps that led there.
 
     A plan may add how sure it is (0 to 1), its ``hypotheses`` as rows (hypothesis, state, what it rests on), and one line on
-    whether what was tested is ready, and by which criteria.
+    whether what was tested is ready, and by which criteria. ``tree`` is the plan's whole tree, (question, exits ...) in the order
+    in which they are asked, and ``taken`` the exit that was taken; each step of ``path`` begins with its question.
     """
 
     sentence: str
@@ -26,6 +27,8 @@ class Decision:
     confidence: float = 1.0
     hypotheses: tuple[tuple[str, ...], ...] = ()
     readiness: str = ""
+    tree: tuple[tuple[str, ...], ...] = ()
+    taken: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that decision.json holds."""
@@ -41,6 +44,8 @@ class Decision:
             confidence=float(data.get("confidence", 1.0)),
             hypotheses=tuple(tuple(map(str, row)) for row in data.get("hypotheses", ())),
             readiness=str(data.get("readiness", "")),
+            tree=tuple(tuple(map(str, row)) for row in data.get("tree", ())),
+            taken=str(data.get("taken", "")),
         )
 
 

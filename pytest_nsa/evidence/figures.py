@@ -16,8 +16,8 @@ MOST = 40  # figures of a test
 
 def figures_of(evidence: Evidence) -> dict[str, float]:
     """Return what is known of: ``steps``, ``step_ms`` (median over steps of the slowest rank; ``step_ms_low`` and ``step_ms_high``
-    are its quartiles), ``peak_mib`` and ``peak_gpu_mib`` (of the rank that took most), ``loss`` (the last), and numbers that the
-    test recorded (record_property), as ``property.NAME``.
+    are its quartiles), ``peak_mib`` and ``peak_gpu_mib`` (of the rank that took most), ``loss`` (the last), ``tokens_per_s`` (their
+    median), and numbers that the test recorded (record_property), as ``property.NAME``.
     """
     found: dict[str, float] = {}
     steps = step_times(evidence)
@@ -30,9 +30,12 @@ def figures_of(evidence: Evidence) -> dict[str, float]:
         peaks = [rank.peaks[name] for rank in evidence.ranks if rank.peaks.get(name)]
         if peaks:
             found[name] = max(peaks)
-    losses = [line["loss"] for line in read_lines(evidence.folder / METRICS) if is_number(line.get("loss"))]
+    metrics = list(read_lines(evidence.folder / METRICS))
+    losses, rates = ([line[name] for line in metrics if is_number(line.get(name))] for name in ("loss", "tokens_per_s"))
     if losses:
         found["loss"] = losses[-1]
+    if len(rates) > 1:
+        found["tokens_per_s"] = statistics.median(rates[1:])  # the first step builds and compiles
     for name, value in _properties(evidence.ranks[0]) if evidence.ranks else ():
         found[f"property.{name}"] = value
     return {name: round(float(value), 6) for name, value in itertools.islice(found.items(), MOST)}

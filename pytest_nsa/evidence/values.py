@@ -14,6 +14,7 @@ from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
+POLLED_S = 2.0  # a rank that looked into a store so long ago or less, while it is stalled, does so again and again
 STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 
 
@@ -137,9 +138,13 @@ class RankEvidence:
 
     @property
     def waits_for_a_key(self) -> bool:
-        """Whether the rank waits for a key of a store."""
+        """Whether the rank waits for a key of a store: in a call that waits for it, or by looking for it again and again."""
         stack = telling_thread(self.threads)
-        return stack is not None and waits_for_a_key(stack.frames, self._line(stack))  # a store of files is polled
+        if stack is not None and waits_for_a_key(stack.frames, self._line(stack)):  # a store of files is polled
+            return True
+        n = self.board.numbers if self.board is not None else {}
+        looked = n.get("polled_time", 0.0)
+        return bool(looked) and n.get("beat_time", 0.0) - looked < POLLED_S
 
     def _line(self, stack: ThreadStack) -> str:
         frame = stack.user_frame

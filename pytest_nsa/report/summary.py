@@ -12,6 +12,7 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.report.plain import code, markdown
 from pytest_nsa.report.terminal import short_place
+from pytest_nsa.report.way import mermaid
 from pytest_nsa.wire.files import parse, read_lines, read_text
 
 VERDICTS = "verdicts.jsonl"
@@ -84,6 +85,18 @@ def render(
     sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else ""
     out += ["", "## Decision", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]
     out += [f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1)]
+    drawn = mermaid(decision)
+    if drawn:
+        out += [
+            "",
+            "<details><summary>The tree, with the way taken</summary>",
+            "",
+            "```mermaid",
+            *drawn,
+            "```",
+            "",
+            "</details>",
+        ]
     if decision.readiness:
         out += ["", markdown(decision.readiness)]
     if decision.hypotheses:

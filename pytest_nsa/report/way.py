@@ -1,8 +1,11 @@
-"""The way that a decision took through its tree, drawn: a question per box, its answer on the way to the next."""
+"""The tree of a decision, drawn: a question per box, its exits below it, and the way that was taken; for SUMMARY.md in Mermaid."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import textwrap
+from collections.abc import Sequence
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.report.markup import Markup, tag
@@ -10,25 +13,64 @@ from pytest_nsa.report.markup import Markup, tag
 WIDTH, MARGIN, LINE = 560, 14, 17
 LETTERS = 70  # of a line in a box
 GAP = 34
+MOST = 30  # questions that are drawn
 
 
 def way(decision: Decision) -> Markup | None:
-    """Return the drawing; None where nothing was asked."""
+    """Return the drawing: the whole tree where the decision has one, else the questions that were asked; None without any."""
     if not decision.path:
         return None
-    parts: list[Markup] = []
-    y = 4
+    drawing = _Drawing()
+    for text, exits, answer, more in itertools.islice(_questions(decision), MOST):
+        drawing.box(text, "box" if answer is not None else "box unasked")
+        for exit_ in exits:
+            drawing.exit(exit_, is_taken=exit_ == decision.taken and answer is not None)
+        for step in more:
+            drawing.line(step, "answer")
+        if decision.taken in exits and answer is not None and decision.taken:
+            drawing.box(decision.action, "box end")
+            drawing.y += GAP // 2
+        else:
+            drawing.arrow(answer)
+    if not decision.taken:
+        drawing.box(decision.action, "box end")
+    return drawing.svg("; ".join(decision.path))
+
+
+def mermaid(decision: Decision) -> list[str]:
+    """Return the same tree as lines of a Mermaid flowchart, which forges draw; [] where the decision has no tree."""
+    if not decision.tree:
+        return []
+    lines = ["flowchart TD"]
+    asked: list[str] = []
+    for number, (text, exits, answer, _) in enumerate(itertools.islice(_questions(decision), MOST)):
+        lines.append(f"  q{number}{{{_quoted(text)}}}")
+        if number:
+            lines.append(f"  q{number - 1} --> q{number}")
+        if answer is not None:
+            asked.append(f"q{number}")
+        for index, exit_ in enumerate(exits):
+            lines.append(f"  q{number} --> e{number}_{index}[{_quoted(exit_)}]")
+            if exit_ == decision.taken and answer is not None:
+                asked.append(f"e{number}_{index}")
+    return [*lines, "  classDef taken stroke-width:3px", f"  class {','.join(asked)} taken"] if asked else lines
+
+
+def _questions(decision: Decision) -> list[tuple[str, tuple[str, ...], str | None, list[str]]]:
+    """Return (question, its exits, the answer or None where it was not asked, steps of the way that lie behind it)."""
     steps = [_split(step) for step in decision.path]
-    for question, answer in steps:
-        y = _box(parts, question, y, "box")
-        parts.append(tag("path", d=f"M{WIDTH // 2} {y} V{y + GAP - 6}", stroke="var(--ink)", marker_end="url(#way)"))
-        parts.append(tag("text", answer[:90], x=WIDTH // 2 + 10, y=y + GAP // 2 + 3, class_="answer"))
-        y += GAP
-    y = _box(parts, decision.action, y, "box end")
-    arrow = tag("path", d="M0 0 L7 3.5 L0 7 z", fill="var(--ink)")
-    marker = tag("defs", tag("marker", arrow, id="way", markerWidth=7, markerHeight=7, refX=6, refY=3.5, orient="auto"))
-    label = "; ".join(decision.path)
-    return tag("svg", marker, *parts, viewBox=f"0 0 {WIDTH} {y + 4}", role="img", aria_label=label, class_="way")
+    if not decision.tree:
+        return [(question, (), answer, []) for question, answer in steps]
+    found: list[tuple[str, tuple[str, ...], str | None, list[str]]] = []
+    known = {row[0] for row in decision.tree if row}
+    for row in decision.tree:
+        if not row:
+            continue
+        at = next((i for i, (question, _) in enumerate(steps) if question == row[0]), None)
+        behind = [] if at is None else itertools.takewhile(lambda step: step[0] not in known, steps[at + 1 :])
+        more = [f"{question} {answer}" for question, answer in behind]
+        found.append((row[0], tuple(row[1:]), None if at is None else steps[at][1], more))
+    return found
 
 
 def _split(step: str) -> tuple[str, str]:
@@ -37,11 +79,54 @@ def _split(step: str) -> tuple[str, str]:
     return (f"{question}?", answer) if mark else (step, "")
 
 
-def _box(parts: list[Markup], text: str, y: int, kind: str) -> int:
-    """Draw a box; return where it ends."""
-    lines = textwrap.wrap(text, LETTERS)[:4] or [""]
-    height = len(lines) * LINE + MARGIN
-    parts.append(tag("rect", x=2, y=y, width=WIDTH - 4, height=height, rx=6, class_=kind))
-    for number, line in enumerate(lines):
-        parts.append(tag("text", line, x=WIDTH // 2, y=y + 19 + number * LINE, text_anchor="middle"))
-    return y + height
+def _quoted(text: str) -> str:
+    """As Mermaid's quoted text: no mark-up of its own, nor HTML's."""
+    return '"' + re.sub(r'["<>`#&]', "'", " ".join(text.split())) + '"'
+
+
+class _Drawing:
+    """What is drawn so far, and where the next thing goes."""
+
+    def __init__(self) -> None:
+        self.parts: list[Markup] = []
+        self.y = 4
+
+    def box(self, text: str, kind: str) -> None:
+        """A box with text, over the whole width."""
+        lines = textwrap.wrap(text, LETTERS)[:4] or [""]
+        height = len(lines) * LINE + MARGIN
+        self.parts.append(tag("rect", x=2, y=self.y, width=WIDTH - 4, height=height, rx=6, class_=kind))
+        self._text(lines, WIDTH // 2, self.y + 19, kind, anchor="middle")
+        self.y += height
+
+    def exit(self, text: str, *, is_taken: bool) -> None:
+        """An exit of the question above: an elbow, and what it leads to."""
+        kind = "exit taken" if is_taken else "exit"
+        self.parts.append(tag("path", d=f"M18 {self.y} v13 h14", class_=kind))
+        self.line(text, kind, x=38)
+
+    def line(self, text: str, kind: str, x: int = 38) -> None:
+        """A line of text below what is there; long text takes several."""
+        lines = textwrap.wrap(text, LETTERS + 8)[:3] or [""]
+        self._text(lines, x, self.y + 17, kind)
+        self.y += len(lines) * LINE + 3
+
+    def arrow(self, answer: str | None) -> None:
+        """The way to the next question, with the answer that leads there; faint where nobody went."""
+        kind = "answer" if answer is not None else "answer unasked"
+        stroke = "var(--ink)" if answer is not None else "var(--line)"
+        x = WIDTH // 2
+        self.parts.append(tag("path", d=f"M{x} {self.y} V{self.y + GAP - 6}", stroke=stroke, marker_end="url(#way)"))
+        self.parts.append(tag("text", (answer or "")[:90], x=x + 10, y=self.y + GAP // 2 + 3, class_=kind))
+        self.y += GAP
+
+    def svg(self, label: str) -> Markup:
+        """All of it."""
+        arrow = tag("path", d="M0 0 L7 3.5 L0 7 z", fill="var(--ink)")
+        marker = tag("marker", arrow, id="way", markerWidth=7, markerHeight=7, refX=6, refY=3.5, orient="auto")
+        box = f"0 0 {WIDTH} {self.y + 4}"
+        return tag("svg", tag("defs", marker), *self.parts, viewBox=box, role="img", aria_label=label, class_="way")
+
+    def _text(self, lines: Sequence[str], x: int, y: int, kind: str, anchor: str = "start") -> None:
+        for number, line in enumerate(lines):
+            self.parts.append(tag("text", line, x=x, y=y + number * LINE, text_anchor=anchor, class_=kind))

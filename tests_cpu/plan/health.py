@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nsa.model.activation_checkpoint import CheckpointRange
 from nsa.trace.ddp_buckets import ddp_numbers
 from nsa.trace.inplace import watched
+from tests_cpu.plan.hypotheses import MAX_GPU_BYTES, MIN_TOKENS_PER_S
 
 if TYPE_CHECKING:
     from nsa.data import Batch
@@ -22,9 +23,6 @@ TOLERANCE = 1e-5  # of the largest gradient of a tensor: sums in another order
 MAX_GROWTH_MIB = 4.0  # per hundred steps
 ALIVE = 0.02  # the mean of a gate that is alive is above it
 PLANNED_STEPS = 50_000
-# Production's criteria, a rank: of memory with checkpointing, and of what it trains on.
-MAX_GPU_BYTES = 30e9
-MIN_TOKENS_PER_S = 50
 MAX_WAIT_FOR_DATA = 0.1  # of the time of a step
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pytest_nsa.diagnosis.verdict import Verdict
 
 BRANCHES = ("branch_cmp_only", "branch_sel_only", "branch_win_only")
 ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
 ONE_STEP, GLOO, STATIC = "ddp_onestep_trace", "ddp_gloo_sanity", "ddp_static_graph"
+LONG = ("stability_100", "fsdp_synthetic_200", "fsdp_fineweb_300", "fsdp_diagnosed_500")
+# Production's criteria, a rank: of memory with checkpointing, and of what it trains on.
+MAX_GPU_BYTES, MIN_TOKENS_PER_S = 30e9, 50
 CORE = (ONE_STEP, GLOO, *BRANCHES, STATIC, *ONE_PROCESS)
 
 Verdicts = Mapping[str, Verdict]
@@ -125,8 +129,33 @@ def readiness(verdicts: Verdicts) -> str:
         reasons.append(f"gradients are missing in {missing} of them")
     if absent:
         reasons.append(f"{len(absent)} of the {len(CORE)} of phases 1 to 5 did not run")
-    if not any("peak_gpu_mib" in v.figures for v in verdicts.values()):
+    measured = _measured(verdicts)
+    if measured is None:
         reasons.append("memory and throughput at production size were not measured (no GPU)")
+    else:
+        reasons += measured.unmet
     if reasons:
         return f"Not ready for production: {'; '.join(reasons)}."
-    return "Ready for production: every scenario passes, no gradient is missing, at production size on a GPU."
+    told = "" if measured is None else f"; {measured.said}"
+    return f"Ready for production: every scenario passes, no gradient is missing, at production size on a GPU{told}."
+
+
+class _Measured(NamedTuple):
+    said: str
+    unmet: list[str]
+
+
+def _measured(verdicts: Verdicts) -> _Measured | None:
+    """Return production's criteria as the long scenarios measured them on a GPU; None where none did."""
+    figures = [verdicts[name].figures for name in LONG if name in verdicts]
+    peaks = [f["peak_gpu_mib"] * (1 << 20) for f in figures if f.get("peak_gpu_mib")]
+    rates = [f["tokens_per_s"] for f in figures if f.get("peak_gpu_mib") and "tokens_per_s" in f]
+    if not peaks or not rates:
+        return None
+    peak, rate = max(peaks), min(rates)
+    unmet = []
+    if peak >= MAX_GPU_BYTES:
+        unmet.append(f"a rank takes {peak / 1e9:.1f} GB, where {MAX_GPU_BYTES / 1e9:.0f} are allowed")
+    if rate <= MIN_TOKENS_PER_S:
+        unmet.append(f"{rate:,.0f} tokens/s, where {MIN_TOKENS_PER_S} are needed")
+    return _Measured(f"at most {peak / 1e9:.1f} GB a rank, at least {rate:,.0f} tokens/s", unmet)

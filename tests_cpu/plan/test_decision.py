@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from html import escape
 
 import pytest
 
 from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
-from tests_cpu.plan.decision import decide
+from pytest_nsa.report.way import mermaid, way
+from tests_cpu.plan.decision import CHECKPOINTING, decide
 
 PLAN = (
     "ddp_onestep_trace", "ddp_gloo_sanity", "branch_cmp_only", "branch_sel_only", "branch_win_only", "ddp_static_graph",
@@ -147,8 +148,83 @@ def test_two_runs_of_gloo_say_nothing_of_the_transport() -> None:
 def test_ready_for_production_by_its_criteria() -> None:
     passing = plan()
     assert "were not measured (no GPU)" in decide(passing).readiness
-    measured = {n: replace(v, figures={"peak_gpu_mib": 9000.0}) for n, v in passing.items()}
-    assert decide(measured).readiness.startswith("Ready for production: every scenario passes")
-    measured["branch_sel_only"] = a_verdict("branch_sel_only", hangs=True, parameters_missing=("a",))
-    readiness = decide(measured).readiness
-    assert readiness == "Not ready for production: branch_sel_only fails; gradients are missing in 1 of them."
+
+    def measured(peak_mib: float, rate: float) -> dict[str, Verdict]:
+        long = Verdict(nodeid="s", outcome="PASS", figures={"peak_gpu_mib": peak_mib, "tokens_per_s": rate})
+        return {**passing, "stability_100": long}
+
+    assert decide(measured(9000, 5120)).readiness == (
+        "Ready for production: every scenario passes, no gradient is missing, at production size on a GPU; at most 9.4 GB a rank, "
+        "at least 5,120 tokens/s."
+    )
+    assert decide(measured(29000, 5120)).readiness.endswith("a rank takes 30.4 GB, where 30 are allowed.")
+    assert decide(measured(9000, 12)).readiness.endswith("12 tokens/s, where 50 are needed.")
+    sick = measured(9000, 5120)
+    sick["branch_sel_only"] = a_verdict("branch_sel_only", hangs=True, parameters_missing=("a",))
+    assert decide(sick).readiness == (
+        "Not ready for production: branch_sel_only fails; gradients are missing in 1 of them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("failing", "action"),
+    [
+        ((), "look at gradient checkpointing"),
+        (("gc_reentrant_one_process",), "look at gradient checkpointing: reentrant or not"),
+        (("gc_boundaries",), "look at gradient checkpointing: told by gc_boundaries"),
+        (
+            ("gc_boundaries", "gc_inplace_writes"),
+            "take the write out of the checkpointed region: told by gc_inplace_writes",
+        ),
+    ],
+)
+def test_checkpointing_is_asked_its_questions_one_by_one(failing: tuple[str, ...], action: str) -> None:
+    verdicts = plan("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
+    assert "is it a write in place, into what the region did not make? not run (--phases 6)" in decide(verdicts).path
+    for name in CHECKPOINTING:
+        verdicts[name] = a_verdict(name, hangs=name in failing, reason=f"told by {name}")
+    decision = decide(verdicts)
+    assert decision.action.startswith(action)
+    answers = [step.partition("? ")[2] for step in decision.path[1:]]
+    assert answers == [f"yes: told by {name}" if name in failing else "no" for name in CHECKPOINTING]
+
+
+def every_way() -> list[dict[str, Verdict]]:
+    """Return tables of verdicts that lead to every exit of the tree."""
+    missing = {"parameters_missing": ("blocks.4.attn.gate.fc1.weight",)}
+    on_gloo = {name: a_verdict(name, hangs=name == TOGETHER[0], backend="gloo") for name in PLAN}
+    return [
+        plan(*PLAN[:6], cause="rank_died"), plan("gc_baseline_full"), on_gloo, plan(*TOGETHER, *BRANCHES),
+        plan(*TOGETHER, "branch_sel_only", "ddp_static_graph"), plan(*TOGETHER, "ddp_static_graph"),
+        plan(*TOGETHER, *BRANCHES, "ddp_static_graph", **missing), plan(*TOGETHER, *BRANCHES, "ddp_static_graph"),
+        plan("ddp_onestep_trace", *BRANCHES, "ddp_static_graph"),
+        {n: v for n, v in plan("ddp_onestep_trace", *BRANCHES, "ddp_static_graph").items() if n != "ddp_gloo_sanity"},
+    ]  # fmt: skip
+
+
+def test_every_exit_of_the_tree_is_taken_by_some_run() -> None:
+    decisions = [decide(verdicts) for verdicts in every_way()]
+    exits = [exit_ for row in decisions[0].tree for exit_ in row[1:]]
+    assert [decision.taken for decision in decisions] == exits
+
+
+@pytest.mark.parametrize("verdicts", every_way())
+def test_the_tree_is_drawn_with_the_way_taken(verdicts: dict[str, Verdict]) -> None:
+    decision = decide(verdicts)
+    drawn = str(way(decision))
+    for row in decision.tree:
+        assert all(escape(text.split()[-1]) in drawn for text in row)
+    assert drawn.count('class="exit taken"') == 2  # an elbow, and its text
+    assert drawn.count('class="box end"') >= 2
+    lines = mermaid(decision)
+    assert lines[0] == "flowchart TD"
+    number = next(i for i, row in enumerate(decision.tree) if decision.taken in row)
+    assert f"e{number}_{decision.tree[number].index(decision.taken) - 1} taken" in lines[-1]
+
+
+def test_one_cause_has_the_headline_of_its_scenario_and_several_are_counted() -> None:
+    one = plan(*TOGETHER, "branch_sel_only")
+    assert decide(one).sentence.startswith("branch_sel_only ends in HANG (lock_deadlock) on rank 1")
+    assert decide(one).sentence.endswith("3 of 9 scenarios fail, all of them so.")
+    several = {**one, "branch_cmp_only": a_verdict("branch_cmp_only", hangs=True, cause="sleeping")}
+    assert decide(several).sentence.endswith("4 of 9 scenarios fail, of 2 causes: lock_deadlock 3, sleeping 1.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pytest_nsa.diagnosis.rules.locations import Parting, comes_first
-from pytest_nsa.diagnosis.rules.source import are_alternatives
+from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop
 from pytest_nsa.evidence.board import Collective, Shape
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
@@ -74,6 +74,17 @@ class Departure:
         return self.has_pattern and not self.usual_sites
 
     @property
+    def left_as_usual(self) -> bool:
+        """Whether ``mine`` has left a loop that each step goes through, after as many of its calls as in the step before."""
+        if not self.before or not have_a_common_loop(self.parted.sources, self.parted.here, self.parted.there):
+            return False
+        latest = self.before[-1].step
+        by_step = [
+            sum(is_same_line(c, self.other) and c.step == step for c in self.before) for step in (latest - 1, latest)
+        ]
+        return by_step[0] == by_step[1] > 1
+
+    @property
     def both_are_new(self) -> bool:
         """Whether the pattern has neither call."""
         return self.is_unknown and is_new_call(self.before, self.other)
@@ -105,6 +116,7 @@ class Departure:
 # (condition, cause, why): the first that holds. By the source first, then by what the rank did in earlier rounds.
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
+    (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
     (lambda d: d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
     (lambda d: d.parted.turned.has_left, "extra_collective", "makes another round of the loop that the others have left"),
     (lambda d: d.comes_first and not d.parted.goes_round and d.is_new, "extra_collective", "which the others have gone past"),

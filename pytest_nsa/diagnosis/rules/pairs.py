@@ -9,7 +9,7 @@ from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import can_complete
 from pytest_nsa.evidence.values import Evidence
 
@@ -36,6 +36,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
     outside = {end for found in ends.values() for end in found if end not in halves}
     culprits = tuple(sorted(outside)) or _of_the_circle(evidence, {r for found in ends.values() for r in found}, halves)
+    more = _sent_more(evidence, halves, outside)
+    if more is not None:
+        return more
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
@@ -55,6 +58,36 @@ def unpaired(evidence: Evidence) -> Finding | None:
     where = last_seen(first) if inside else last_seen(evidence.ranks[min(victims or halves)])
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
+        facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[int]) -> Finding | None:
+    """Find that a rank receives from any other, has received as often as there are senders, and one of these has sent more often
+    than each other: it took the place of the rank that still sends.
+    """
+    if len(outside) != 1 or any(c.peer not in outside for c in halves.values()):
+        return None
+    (receiver,) = outside
+    if any(c.peer != ANY for c in _calls(evidence, receiver) if c.op.startswith("recv")):
+        return None
+    sent = {
+        r.rank: [c for c in (r.board.collectives if r.board else ()) if c.op.startswith("send") and c.peer == receiver]
+        for r in evidence.ranks
+    }
+    most = max(len(calls) for calls in sent.values())
+    culprits = tuple(rank for rank, calls in sent.items() if len(calls) == most)
+    others = [len(calls) for rank, calls in sent.items() if calls and rank not in culprits]
+    if len(culprits) != 1 or not others or max(others) >= most or culprits[0] in halves:
+        return None
+    n, call = evidence.job.world_size, sent[culprits[0]][-1]
+    told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(halves.items()))
+    reason = (
+        f"{describe_ranks(culprits, n)} has sent {most} times to {describe_ranks((receiver,), n)}, which takes from any rank; the "
+        f"others have sent at most {max(others)} times: receives and sends do not pair: {told}"
+    )
+    return Finding(
+        cause="p2p_unmatched", ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.8,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
