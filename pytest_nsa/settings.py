@@ -325,6 +325,7 @@ def outer_environment() -> dict[str, Any]:
     prefixes = (
         "NSA_",
         "TORCH_",
+        "PYTORCH_",
         "NCCL_",
         "GLOO_",
         "OMP_",

@@ -84,7 +84,7 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
 def test_a_scenario_is_added_by_the_steps(copy: Path) -> None:
     row = code(steps("Add a scenario")[0])
     scenarios = copy / "tests_cpu" / "plan" / "scenarios.py"
-    edit(scenarios, '    _mitigation("buckets_2mb"', f'    {row.strip()},\n    _mitigation("buckets_2mb"')
+    edit(scenarios, '    _mitigation("no_bucket_view"', f'    {row.strip()},\n    _mitigation("no_bucket_view"')
     assert "1 passed" in run(copy, "tests_cpu/plan/test_plan.py", "-k", "buckets_50mb")
     summary = (copy / "artifacts" / "latest" / "SUMMARY.md").read_text()
     assert "buckets_50mb" in summary

@@ -17,7 +17,7 @@ from nsa.trace.events import SCHEMA
 from nsa.trace.secrets import masked_arguments, masked_variables
 
 _PACKAGES = ("pytest-nsa", "torch", "triton", "numpy", "pyarrow", "flash-attn")
-_PREFIXES = ("NSA_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "OMP_", "SLURM_", "TRITON_", "HF_")
+_PREFIXES = ("NSA_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "SLURM_", "TRITON_", "HF_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONFIG")
 
 

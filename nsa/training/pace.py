@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 FIRST = 20  # steps of a process that are all printed
 SAY_S = 5.0  # seconds between later ones
@@ -40,6 +45,14 @@ class Pace:
             return ""
         seconds = round((self.steps - step) * (now - self._from[1]) / (step - self._from[0]))
         return f", {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+
+def progress_bar(done: int, steps: int) -> tqdm[NoReturn]:
+    """Return a bar on stdout with the steps made, the pace and the time left; it starts no thread."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # its thread would look like one of the program's that hangs
+    return tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, file=sys.stdout)
 
 
 def curve(losses: Sequence[float]) -> str:

@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from nsa.config import Config, ConfigError
 from nsa.data import Loader
@@ -16,9 +18,12 @@ from nsa.trace.training import trace_training
 from nsa.trace.watchdog import Watchdog
 from nsa.training.checkpoint import Checkpointer, describe, load
 from nsa.training.metrics import Metrics
-from nsa.training.pace import Pace, curve
+from nsa.training.pace import Pace, curve, progress_bar
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 DONE, PREEMPTED = 0, 75  # EX_TEMPFAIL of sysexits.h: start it again, and it goes on
 
@@ -28,6 +33,7 @@ class Run:
 
     def __init__(self, config: Config, ranks: RankInfo, loader: Loader, folder: Path, resumed: Path | None) -> None:
         self.config, self.ranks, self.loader, self.folder = config, ranks, loader, folder
+        self._bar: tqdm[NoReturn] | None = None
         self._handlers = _listen_to_traces(folder, ranks.rank)
         if ranks.rank == 0:
             write_environment(folder / "env.json")
@@ -46,8 +52,12 @@ class Run:
         self._asked_to_stop = False
 
     def say(self, line: str) -> None:
-        """A line on the terminal, from rank 0."""
-        if self.ranks.rank == 0:
+        """A line on the terminal, from rank 0; above its progress bar, where it has one."""
+        if self.ranks.rank != 0:
+            return
+        if self._bar is not None:
+            self._bar.write(f"[train] {line}")
+        else:
             print(f"[train] {line}", flush=True)
 
     def steps(self) -> int:
@@ -56,6 +66,8 @@ class Run:
         try:
             return self._steps()
         finally:
+            if self._bar is not None:
+                self._bar.close()
             signal.signal(signal.SIGTERM, before)
             self.watchdog.close()
             self.traces.end(sys.exception())
@@ -68,15 +80,24 @@ class Run:
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every
         self._pace = Pace(self.trainer.steps_done, train.steps)
+        if self.ranks.rank == 0 and sys.stdout.isatty():
+            self._bar = progress_bar(self.trainer.steps_done, train.steps)
+        began = time.monotonic()
+        first = True
         if train.compile != "none" or self.ranks.device.type == "cuda":
             self.say("the first steps compile their kernels: they take longer than those that follow")
         while self.trainer.steps_done < train.steps:
             self.watchdog.feed()
             self.traces.board.phase("data")
             batches = [self.loader.take() for _ in range(train.accumulation)]
+            if first:
+                self.say(f"first batch after {time.monotonic() - began:.2f} s")
+                first = False
             self._note_bad_rows(batches[-1].position.bad_rows)
             self.trainer.step(batches, (self._asked_to_stop, self.checkpoints.is_written))
             step = self.trainer.steps_done
+            if self._bar is not None:
+                self._bar.update()
             due = bool(every) and step % every == 0
             reads = due or step % train.log_every == 0 or step == train.steps
             stop, written = self._report() if reads else (0, 0)
@@ -99,6 +120,8 @@ class Run:
     def _report(self) -> tuple[int, int]:
         """Read and report the figures of the last steps; returns how many ranks want to stop, and have written their checkpoint."""
         results = self.trainer.read()
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
         if self.metrics is not None:
             for result in results:
                 line = self.metrics.add(result)

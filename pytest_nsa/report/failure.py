@@ -14,6 +14,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.lanes import axis_of, lanes
+from pytest_nsa.report.last_green import Green, beside
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, trace_of
@@ -28,8 +29,8 @@ MANY = 16  # ranks, from which on it knows fewer
 OUTPUTS = 8  # ranks whose output is on the page: culprits first
 
 
-def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
-    """Return the section of a test that failed."""
+def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = None) -> Markup:
+    """Return the section of a test that failed; ``green`` is the last run in which it passed."""
     v, folder = entry.verdict, quote(entry.folder)
     return tag(
         "article",
@@ -42,6 +43,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence) -> Markup:
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
         curves(run / entry.folder),
+        _section("Beside the last green run", beside(green, v)) if green is not None else None,
         tag("details", tag("summary", "Evidence"), *_evidence(entry)),
         tag("details", tag("summary", "Output of the ranks"), *_outputs(evidence, v)),
         tag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.failure import failure, outcome_tag
 from pytest_nsa.report.lanes import PHASES, lanes
+from pytest_nsa.report.last_green import Green
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import write_trace
@@ -30,8 +31,12 @@ DETAILED = 20  # failures with all that is known; further ones are in the table 
 _FILES = resources.files("pytest_nsa.report")
 
 
-def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool) -> str:
-    """Return the whole page. Reads the folders of ``entries`` under ``run``, and writes a trace into each."""
+def render(
+    run: Path, entries: list[Entry], decision: Decision, *, interrupted: bool, greens: Mapping[str, Green] | None = None
+) -> str:
+    """Return the whole page; ``greens`` are the last runs that passed what fails. Reads the folders of ``entries`` under ``run``,
+    and writes a trace into each.
+    """
     failed = [e for e in entries if e.verdict.failed]
     evidence = {e.folder: found for e in entries if e.folder and (found := _read(run, e)) is not None}
     body = tag(
@@ -54,7 +59,7 @@ def render(run: Path, entries: list[Entry], decision: Decision, *, interrupted: 
         ),
         tag(
             "main",
-            *_failures(run, failed, evidence),
+            *_failures(run, failed, evidence, greens or {}),
             _decision(decision) if failed else None,
             _announcements(run),
             _all(run, entries, evidence),
@@ -85,16 +90,23 @@ def _counts(entries: list[Entry]) -> Iterator[Markup]:
         yield tag("span", tag("b", n), f" {outcome}{' as expected' if expected else ''}", class_=f"chip {outcome}")
 
 
-def _failures(run: Path, failed: list[Entry], evidence: dict[str, Evidence]) -> Iterator[Markup]:
+def _failures(
+    run: Path, failed: list[Entry], evidence: dict[str, Evidence], greens: Mapping[str, Green]
+) -> Iterator[Markup]:
     key = [tag("span", tag("i", style=f"background:var(--{p})"), p) for p in PHASES[:-1]]
     key += [
         tag("span", "ticks: collectives, joined between ranks, red where ranks differ"),
         tag("span", "striped: stalled"),
     ]
     key += [tag("span", "◀ and red line: the culprit, when it last moved"), tag("span", "arrows: who waits for whom")]
+    first: dict[tuple[object, ...], str] = {}  # of those that end alike, by what they have in common
     for entry in failed[:DETAILED]:
+        v = entry.verdict
+        like = first.setdefault((v.outcome, v.cause, v.ranks, v.where), entry.name)
         if entry.folder in evidence:
-            yield failure(run, entry, evidence[entry.folder])
+            whole = failure(run, entry, evidence[entry.folder], greens.get(entry.name))
+            alike = tag("summary", tag("b", entry.name), " ", outcome_tag(v), f" as {like}")
+            yield whole if like == entry.name else tag("details", alike, whole, class_="alike")
         else:
             told = "Its evidence cannot be read." if entry.folder else "Its folder was not kept."
             name = tag("h2", entry.name, " ", outcome_tag(entry.verdict))

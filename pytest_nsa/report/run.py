@@ -13,6 +13,7 @@ from typing import Any
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import html, summary
+from pytest_nsa.report.last_green import last_greens
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
 from pytest_nsa.wire.files import parse, read_bytes, read_text, write_atomically
@@ -81,19 +82,21 @@ def write_reports(
     write_environment(run, gpus)
     _write_lists(run, entries)
     env = parse(read_text(run / "env.json"))
+    greens = last_greens(run, {entry.name for entry in entries if entry.verdict.failed})
     text = summary.render(
         entries,
         decision,
         env if isinstance(env, dict) else {},
         interrupted=interrupted,
         left_out=summary.not_run(run, entries),
+        greens={name: green.describe() for name, green in greens.items()},
     )
     write_atomically(run / "SUMMARY.md", text)
     shown = step_summary()
     if shown is not None:
         with contextlib.suppress(OSError), shown.open("a", encoding="utf-8") as file:
             file.write(text)
-    write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted))
+    write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted, greens=greens))
     return entries, decision
 
 

@@ -69,9 +69,15 @@ def not_run(run: Path, entries: list[Entry]) -> list[str]:
 
 
 def render(
-    entries: list[Entry], decision: Decision, env: dict[str, Any], *, interrupted: bool, left_out: Sequence[str] = ()
+    entries: list[Entry],
+    decision: Decision,
+    env: dict[str, Any],
+    *,
+    interrupted: bool,
+    left_out: Sequence[str] = (),
+    greens: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of SUMMARY.md; ``left_out`` are scenarios that did not run."""
+    """Return the text of SUMMARY.md; ``left_out`` are scenarios that did not run, ``greens`` where what fails passed last."""
     out = [markdown(decision.sentence), ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
@@ -107,6 +113,9 @@ def render(
         out += ["", "## Verdicts"]
     for entry in failed:
         out += ["", *_verdict(entry)]
+        green = (greens or {}).get(entry.name)
+        if green:
+            out.append(f"- passed last: {markdown(green)}")
     out += ["", "## Environment", "", "| | |", "| --- | --- |"]
     out += [
         f"| {key} | {_cell(markdown(str(value)))} |"

@@ -6,12 +6,13 @@ import itertools
 import re
 import textwrap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.report.markup import Markup, tag
 
-WIDTH, MARGIN, LINE = 560, 14, 17
-LETTERS = 70  # of a line in a box
+WIDTH, MARGIN, LINE = 400, 14, 17  # as wide as a phone
+LETTERS = 52  # of a line in a box
 GAP = 34
 MOST = 30  # questions that are drawn
 
@@ -21,16 +22,19 @@ def way(decision: Decision) -> Markup | None:
     if not decision.path:
         return None
     drawing = _Drawing()
-    for text, exits, answer, more in itertools.islice(_questions(decision), MOST):
-        drawing.box(text, "box" if answer is not None else "box unasked")
+    questions = _questions(decision)[:MOST]
+    for text, exits, answer, more in questions:
+        faint = "" if answer is not None else " unasked"
+        drawing.box(text, f"box{faint}")
         for exit_ in exits:
-            drawing.exit(exit_, is_taken=exit_ == decision.taken and answer is not None)
+            drawing.exit(exit_, "exit taken" if exit_ == decision.taken and answer is not None else f"exit{faint}")
         for step in more:
             drawing.line(step, "answer")
         if decision.taken in exits and answer is not None and decision.taken:
+            drawing.y += 6
             drawing.box(decision.action, "box end")
             drawing.y += GAP // 2
-        else:
+        elif text != questions[-1].text or not decision.taken:
             drawing.arrow(answer)
     if not decision.taken:
         drawing.box(decision.action, "box end")
@@ -56,12 +60,20 @@ def mermaid(decision: Decision) -> list[str]:
     return [*lines, "  classDef taken stroke-width:3px", f"  class {','.join(asked)} taken"] if asked else lines
 
 
-def _questions(decision: Decision) -> list[tuple[str, tuple[str, ...], str | None, list[str]]]:
-    """Return (question, its exits, the answer or None where it was not asked, steps of the way that lie behind it)."""
+class _Asked(NamedTuple):
+    """A question, its exits, its answer (None where it was not asked), and the steps of the way that lie behind it."""
+
+    text: str
+    exits: tuple[str, ...]
+    answer: str | None
+    more: list[str]
+
+
+def _questions(decision: Decision) -> list[_Asked]:
     steps = [_split(step) for step in decision.path]
     if not decision.tree:
-        return [(question, (), answer, []) for question, answer in steps]
-    found: list[tuple[str, tuple[str, ...], str | None, list[str]]] = []
+        return [_Asked(question, (), answer, []) for question, answer in steps]
+    found: list[_Asked] = []
     known = {row[0] for row in decision.tree if row}
     for row in decision.tree:
         if not row:
@@ -69,7 +81,7 @@ def _questions(decision: Decision) -> list[tuple[str, tuple[str, ...], str | Non
         at = next((i for i, (question, _) in enumerate(steps) if question == row[0]), None)
         behind = [] if at is None else itertools.takewhile(lambda step: step[0] not in known, steps[at + 1 :])
         more = [f"{question} {answer}" for question, answer in behind]
-        found.append((row[0], tuple(row[1:]), None if at is None else steps[at][1], more))
+        found.append(_Asked(row[0], tuple(row[1:]), None if at is None else steps[at][1], more))
     return found
 
 
@@ -99,15 +111,14 @@ class _Drawing:
         self._text(lines, WIDTH // 2, self.y + 19, kind, anchor="middle")
         self.y += height
 
-    def exit(self, text: str, *, is_taken: bool) -> None:
+    def exit(self, text: str, kind: str) -> None:
         """An exit of the question above: an elbow, and what it leads to."""
-        kind = "exit taken" if is_taken else "exit"
         self.parts.append(tag("path", d=f"M18 {self.y} v13 h14", class_=kind))
         self.line(text, kind, x=38)
 
     def line(self, text: str, kind: str, x: int = 38) -> None:
         """A line of text below what is there; long text takes several."""
-        lines = textwrap.wrap(text, LETTERS + 8)[:3] or [""]
+        lines = textwrap.wrap(text, LETTERS)[:3] or [""]
         self._text(lines, x, self.y + 17, kind)
         self.y += len(lines) * LINE + 3
 
@@ -117,7 +128,7 @@ class _Drawing:
         stroke = "var(--ink)" if answer is not None else "var(--line)"
         x = WIDTH // 2
         self.parts.append(tag("path", d=f"M{x} {self.y} V{self.y + GAP - 6}", stroke=stroke, marker_end="url(#way)"))
-        self.parts.append(tag("text", (answer or "")[:90], x=x + 10, y=self.y + GAP // 2 + 3, class_=kind))
+        self.parts.append(tag("text", (answer or "")[:30], x=x + 10, y=self.y + GAP // 2 + 3, class_=kind))
         self.y += GAP
 
     def svg(self, label: str) -> Markup:

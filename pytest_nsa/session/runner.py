@@ -76,17 +76,23 @@ class RankRunner:
         self.resources.close()
 
     def run_item(
-        self, item: pytest.Function, timeout: float | None, values: dict[str, Any], tried: Variation | None = None
+        self,
+        item: pytest.Function,
+        timeout: float | None,
+        values: dict[str, Any],
+        tried: Variation | None = None,
+        within: str = "",
     ) -> tuple[Verdict, Evidence]:
         """Run a collected test on its ranks and write everything that is known of it.
 
-        ``values`` are those of host fixtures; ``tried`` is what a bisection changes.
+        ``values`` are those of host fixtures; ``tried`` is what a bisection changes, and ``within`` the folder
+        of the failure that it narrows down.
         """
         nodeid, scenario = plain_nodeid(item.nodeid), scenario_of(item, tried)
         needs = needs_of(item, self.settings)
         name = scenario or safe_name(self.extensions.name_of(item) or nodeid)
         if tried is not None:
-            name = f"{name}-{safe_name(tried.label)}"
+            name = f"{within}/bisect-{safe_name(tried.label)}"
             needs = replace(needs, environment={**needs.environment, **tried.environment})
         folder = self.folder.test_folder(name, self._ranks_here(needs.world_size))
         if self.resources.holds_for_others(needs):
@@ -118,7 +124,9 @@ class RankRunner:
         if tried is not None:
             return verdict, evidence
         if verdict.failed and self.attachment is None:
-            found = bisect(item, self.settings, lambda other: self.run_item(item, timeout, values, other)[0])
+            found = bisect(
+                item, self.settings, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
+            )
             if found:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {found}")
                 self.recorder.replace(folder, verdict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +56,8 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     )
     assert code == 0, errors
     lines = out.splitlines()
+    first_batch = lines.pop(6)
+    assert re.fullmatch(r"\[train\] first batch after \d+\.\d\d s", first_batch)
     assert lines[:7] == [
         f"[boot] loading config {TINY}",
         "[env-guard] ok",
@@ -246,3 +250,22 @@ def test_an_address_that_cannot_be_used_is_named_in_a_line(address: str, says: s
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("nsa.convert.ConfigError: ")
     assert says in last
+
+
+def test_a_terminal_shows_a_bar_above_which_lines_stand(tmp_path: Path) -> None:
+    host, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    command = [sys.executable, "-m", "nsa.train", "--config", TINY, "--steps", "6", "--out", str(tmp_path / "out")]
+    program = subprocess.Popen(command, cwd=ROOT, stdout=terminal, stderr=subprocess.STDOUT)
+    os.close(terminal)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the program has closed it
+        while more := os.read(host, 1 << 16):
+            seen += more
+    os.close(host)
+    text = seen.decode()
+    assert program.wait(100) == 0, text
+    assert "| 6/6 [" in text
+    assert "step/s, loss=" in text or "s/step, loss=" in text
+    assert "[train] first batch after " in text
+    assert text.count("[train] step ") == 6

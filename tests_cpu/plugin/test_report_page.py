@@ -181,3 +181,37 @@ def test_its_tools_work_in_a_browser(run: ExampleResult, page: str, tmp_path: Pa
     assert found["first"] != found["last"]
     assert found["wide"], "the page itself does not scroll sideways"
     assert len(set(re.findall(r'data-lane="(\d+)"', article(page, "test_one_of_many")))) == 12
+
+
+TURNS_SICK = """
+import os
+
+@world_size(2)
+def test_turns(group):
+    if os.environ.get("SICK") and group.rank == 1:
+        raise ValueError("sick")
+    dist.barrier()
+
+@world_size(1)
+def test_was_always_sick(group):
+    assert False
+"""
+
+
+def test_a_failure_stands_beside_the_last_run_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_example.py").write_text(HEADER + TURNS_SICK)
+    green = run_in(tmp_path).run
+    monkeypatch.setenv("SICK", "1")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    first = run_in(tmp_path).run
+    again = run_in(tmp_path).run
+    assert green is not None
+    for sick in (first, again):  # the one before the latest is sick, too
+        assert sick is not None
+        text = (sick / "report.html").read_text(encoding="utf-8")
+        assert text.count("Beside the last green run") == 1
+        table = text.partition("Beside the last green run")[2].partition("</table>")[0]
+        assert f'<th scope="col">{green.name}</th>' in table
+        assert '<th scope="row">result</th><td>PASS</td><td>FAIL (rank_exception)</td>' in table
+        assert '<th scope="row">NCCL_ALGO</th><td>-</td><td>Ring</td>' in table
+        assert (sick / "SUMMARY.md").read_text(encoding="utf-8").count(f"- passed last: {green.name}") == 1

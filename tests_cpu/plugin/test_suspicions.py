@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.cli.main import main
 from pytest_nsa.testing import HEADER, run_example
 from pytest_nsa.wire.files import read_lines
 
@@ -132,6 +133,11 @@ def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -
     assert (
         len({line["folder"] for line in read_lines(result.run / "verdicts.jsonl")}) == 5
     )  # what was tried is in no list
+    before = (result.run / "SUMMARY.md").read_text()
+    assert main(["report", str(result.run)]) == 1  # made anew, from the folders
+    summary = (result.run / "SUMMARY.md").read_text()
+    assert summary.splitlines()[0] == before.splitlines()[0]
+    assert list(result.folder("test_needs_two").glob("bisect-env*/rank0/output.log"))
 
 
 @pytest.mark.parametrize(
