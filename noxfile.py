@@ -23,6 +23,17 @@ TESTS = (
     "tests_cpu/diagnosis", "tests_cpu/plugin/test_ranks.py", "tests_cpu/plugin/test_faults.py", "tests_cpu/plugin/test_marks.py",
     "tests_cpu/plugin/test_hooks.py", "tests_cpu/plugin/test_cases.py", "tests_cpu/plugin/test_xdist.py",
 )  # fmt: skip
+USED = """import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks(group):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2
+"""
 RESULTS = Path("benchmarks/results/matrix.json")
 
 
@@ -51,12 +62,20 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the wheel and the source distribution, and check what an index would say of them."""
+    """Build the wheel and the source distribution, check what an index would say of them, and use each where nothing else is."""
     session.install("build", "hatchling", "twine")
     folder = session.create_tmp()
     session.run("python", "-m", "build", "--outdir", folder, silent=True)
     built = sorted(str(p) for p in Path(folder).iterdir())
     session.run("python", "-m", "twine", "check", "--strict", *built)
+    for number, file in enumerate(built):
+        place = Path(folder) / f"user{number}"
+        session.run("python", "-m", "venv", "--clear", str(place))
+        python = str(place / "bin" / "python")
+        session.run(python, "-m", "pip", "install", "-q", f"torch=={TORCHES[-1]}", "numpy", file, external=True)
+        (place / "test_ranks.py").write_text(USED, encoding="utf-8")
+        with session.chdir(place):
+            session.run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ranks.py", external=True)
 
 
 def _note(**run: object) -> None:

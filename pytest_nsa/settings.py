@@ -64,7 +64,7 @@ class Settings:
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
     outer: OuterLauncher | None = None
-    bisect_env: dict[str, str] = field(default_factory=dict)  # what --bisect-env tries
+    bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --bisect-env tries
 
     @property
     def gpus(self) -> int:

@@ -30,7 +30,7 @@ class Needs:
     gpu_memory: int = 0  # bytes on each; 0: all of it
     cores: int = 0
     reuse: str = ""
-    environment: dict[str, str] = field(default_factory=dict)  # of its ranks
+    environment: dict[str, str] = field(default_factory=dict, hash=False)  # of its ranks
 
     @property
     def may_be_forked_ahead(self) -> bool:

@@ -57,7 +57,7 @@ class GroupSpec:
     device: str
     gpus: str = ""
     cores: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict, hash=False)
     only: int = -1
     rendezvous: str = ""
 

@@ -23,7 +23,8 @@ AT = 3  # the step in which a fault happens
 class Planted:
     """The verdict that a planted fault must get. ``where`` is a part of its location; ``reason`` a part of its reason.
 
-    With ``marked``, its line is one that ends in ``# HERE`` in the fault's module, or one of the same statement.
+    ``needs`` is a library without which it cannot be run live. With ``marked``, its line is one that ends in
+    ``# HERE`` in the fault's module, or one of the same statement.
     """
 
     cause: str
@@ -31,6 +32,7 @@ class Planted:
     where: str
     reason: str
     marked: bool = False
+    needs: str = ""
 
     def allows(self, where: str, module: ModuleType) -> bool:
         """Return whether a verdict's location is right."""
@@ -50,12 +52,19 @@ class Planted:
 
 
 def planted(
-    cause: str, ranks: Sequence[int], *, n: int = 2, where: str = "", reason: str = "", marked: bool = False
+    cause: str,
+    ranks: Sequence[int],
+    *,
+    n: int = 2,
+    where: str = "",
+    reason: str = "",
+    marked: bool = False,
+    needs: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a test on ``n`` ranks with a fault, with the cause and ranks that its verdict must name."""
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
-        expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked)
+        expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked, needs=needs)
         function.planted = expected  # type: ignore[attr-defined]
         return pytest_nsa.world_size(n)(function)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 import pytest
@@ -214,7 +215,7 @@ def test_the_tree_is_drawn_with_the_way_taken(verdicts: dict[str, Verdict]) -> N
     drawn = str(way(decision))
     for row in decision.tree:
         assert all(escape(text.split()[-1]) in drawn for text in row)
-    assert drawn.count('class="exit taken"') == 2  # an elbow, and its text
+    assert len(re.findall(r'<path[^>]*class="exit taken"', drawn)) == 1
     assert drawn.count('class="box end"') >= 2
     lines = mermaid(decision)
     assert lines[0] == "flowchart TD"

@@ -44,7 +44,7 @@ def pytest_nsa_decide(verdicts):
     decision = json.loads((result.run / "decision.json").read_text())
     assert decision == {
         "schema": 1, "sentence": "Our plan: ['warm_up'].", "action": "call the network team", "path": ["is it the link? yes"],
-        "confidence": 1.0, "hypotheses": [], "readiness": "",
+        "confidence": 1.0, "hypotheses": [], "readiness": "", "tree": [], "taken": "",
     }  # fmt: skip
 
 
