@@ -75,13 +75,11 @@ def _is_inside_a_step() -> bool:
 
 
 def _parallel_kind(root: nn.Module) -> str:
-    if isinstance(root, DistributedDataParallel):
+    """A library may have put a module of its own around DDP's (Lightning's Fabric does)."""
+    if any(isinstance(m, DistributedDataParallel) for m in root.modules()):
         return "ddp"
-    return (
-        "fsdp"
-        if any(type(m).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for m in root.modules())
-        else "none"
-    )
+    is_sharded = any(type(m).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for m in root.modules())
+    return "fsdp" if is_sharded else "none"
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +124,7 @@ class Observer:
     on_ddp: Callable[[int, dict[str, Any]], None]
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
+    _shared: WeakSet[DistributedDataParallel]  # by DDP: roots, or inside of them
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
 
     def __init__(self, board: Board) -> None:
@@ -148,6 +147,7 @@ class Observer:
         self.parameter_names = []
         self._remove_hooks()
         self._roots = WeakSet()
+        self._shared = WeakSet()
         self._models = WeakSet()
         self._updating = 0  # optimizers' steps that run, one inside the other
 
@@ -164,8 +164,8 @@ class Observer:
             self._calls.append(_BACKWARD)
             self._forward, self._output = "backward", None
             self._note_loss(args[0] if args else kwargs.get("tensors"))
-            for root in self._roots:
-                note_kept_gradients(root)
+            for shared in self._shared:
+                note_kept_gradients(shared)
             self.board.begin_backward()
             self._phase("backward")
             try:
@@ -203,8 +203,7 @@ class Observer:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, for example
                 if not math.isfinite(loss.item()):
                     self.on_anomaly("not_finite", step, value=str(loss.item()))
-        shared = [root for root in self._models if isinstance(root, DistributedDataParallel)]
-        if shared and not any(root.require_backward_grad_sync for root in shared):
+        if self._shared and not any(model.require_backward_grad_sync for model in self._shared):
             self.on_anomaly("not_synchronised", step)
 
     def _end_step(self) -> None:
@@ -316,10 +315,12 @@ class Observer:
 
     def _ask_ddp(self, root: nn.Module) -> None:
         step = self.board.count("step")
-        if step & (step - 1) or step < 4 or not isinstance(root, DistributedDataParallel):  # at steps 4, 8, 16, ...
+        if step & (step - 1) or step < 4:  # at steps 4, 8, 16, ...
             return
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):
-            self.on_ddp(step, ddp_numbers(root))
+        shared = next((m for m in root.modules() if m in self._shared), None)
+        if isinstance(shared, DistributedDataParallel):
+            with contextlib.suppress(RuntimeError, TypeError, ValueError):
+                self.on_ddp(step, ddp_numbers(shared))
 
     def _failed(self, error: BaseException, name: str) -> None:
         if id(error) != self._failure[0]:
@@ -350,8 +351,10 @@ class Observer:
             # A part that is called by itself keeps the name that it has in the whole.
             if known is None or known.module() is not module or known.of <= len(modules):
                 self._learn(module, plain_name(name) or type(module).__name__, place, len(modules))
-        if isinstance(root, DistributedDataParallel):
-            ensure_hook(root)
+        for _, module in modules:
+            if isinstance(module, DistributedDataParallel):
+                ensure_hook(module)
+                self._shared.add(module)
         self.on_model(_parallel_kind(root))
         # Lazy parameters have no shape yet, and those of a functional call are not leaves.
         trained = [

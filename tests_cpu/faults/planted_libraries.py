@@ -10,6 +10,7 @@ import os
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests_cpu.faults.planting import planted
 
-RANK = int(os.environ.get("RANK", "0"))
+pytestmark = pytest.mark.timeout(40)  # on a busy machine the libraries alone take 12 s to import
 
 
 def loader(rows: int = 32) -> DataLoader[Any]:

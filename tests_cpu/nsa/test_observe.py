@@ -252,3 +252,23 @@ def test_what_was_waited_for_is_left(group: Group) -> None:
     work.wait()
     assert not recorder.is_waiting
     assert part.tolist() == [2.0, 2.0]
+
+
+@world_size(2)
+def test_a_ddp_model_inside_of_a_library_s_module_is_traced(group: Group, artifacts: Path) -> None:
+    """Lightning's Fabric puts a module of its own around DDP's: its reductions were not on the board."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = Outer(DistributedDataParallel(nn.Linear(3, 2)))
+    for _ in range(3):
+        step(model)
+    snapshot = board(artifacts / f"rank{group.rank}")
+    assert [c.op for c in snapshot.collectives].count("allreduce") == 3
+    assert snapshot.numbers["step"] == 3

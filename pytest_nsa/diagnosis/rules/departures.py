@@ -85,6 +85,12 @@ class Departure:
         return by_step[0] == by_step[1] > 1
 
     @property
+    def comes_between(self) -> bool:
+        """Whether a loop leads on to the others' call, which the pattern expects next, and no line has entered ``mine`` before."""
+        expects_other = expected_next([c.shape for c in self.before]) == self.other.shape
+        return self.is_new and expects_other and self.parted.in_loop
+
+    @property
     def both_are_new(self) -> bool:
         """Whether the pattern has neither call."""
         return self.is_unknown and is_new_call(self.before, self.other)
@@ -130,6 +136,7 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.is_unknown and not d.comes_later, "extra_collective", ""),
     (lambda d: d.is_unknown and d.mine.step < d.other.step, "skipped_collective", "made fewer steps"),
     (lambda d: d.is_unknown, "skipped_collective", "call skipped"),
+    (lambda d: d.comes_between, "extra_collective", ""),
     (lambda d: d.is_new and d.comes_first, "extra_collective", ""),
     (lambda d: True, "skipped_collective", "call skipped"),
 )  # fmt: skip

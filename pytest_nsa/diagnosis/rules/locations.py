@@ -48,6 +48,12 @@ def where_they_part(sources: Sources, one: RankEvidence, site: str, other: RankE
     """By their stacks, else by the sites of their calls."""
     mine, others = user_frames(one), user_frames(other)
     common, parted = _common(mine, others)
+    is_in_call = bool(mine and others) and (mine[-1].describe(), others[-1].describe()) == (site, other_site)
+    if not parted and is_in_call and common == min(len(mine), len(others)):
+        # One is in a callback: they part in the library that calls it.
+        mine, others = _all_frames(one), _all_frames(other)
+        common, parted = _common(mine, others)
+        common = common if parted else 0
     in_loop = _any_in_loop(sources, mine[:common])
     if parted:
         below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
@@ -67,6 +73,12 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
             )
         inner = frame.function
     return found[::-1]
+
+
+def _all_frames(rank: RankEvidence) -> list[Frame]:
+    """Return the frames of a rank's main thread, outermost first, without our own."""
+    frames = rank.stack.frames if rank.stack is not None else ()
+    return [frame for frame in frames if not frame.is_ours][::-1]
 
 
 def _place_in(rank: RankEvidence, site: str) -> str:
