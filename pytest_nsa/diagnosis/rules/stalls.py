@@ -61,7 +61,9 @@ def blocked(evidence: Evidence) -> Finding | None:
     absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
     if not absent:
         absent = [r for r in alive if r.waits_for_a_key]
-        if absent and 2 * len(absent) > len(alive) > len(absent) and len({last_seen(r) for r in absent}) == 1:
+        # A loop that looks for it has more lines than one.
+        functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in absent}
+        if 2 * len(absent) > len(alive) > len(absent) and len(functions) == 1:
             return _went_past_a_key(evidence, absent)
     if not absent:
         return _all_wait(evidence, alive)
