@@ -59,6 +59,11 @@ timeout 60 pytest-nsa watch --run run --on-verdict "kill $launcher" > watched; p
     "make plan     # the diagnostic plan": Run("make plan PHASES=2", "Nothing is wrong"),
     "pip install -e '.[test]' 'torch": Run("pytest tests_cpu/plan/test_plan.py --phases 2 -v", "Nothing is wrong"),
     "make plan FAULT=": Run("make plan FAULT=sel_backward_deadlock ARGS='-k sel'", "lock_deadlock", code=2),
+    "pytest tests_cpu/plan/test_plan.py --phases 1-5 --fault gc_reentrant": Run(
+        "pytest tests_cpu/plan/test_plan.py --phases 1 --fault gc_reentrant --bisect-mitigations",
+        "bisect: passes with NSA_WITH_DDP_STATIC_GRAPH=1 alone (5 runs)",
+        code=1,
+    ),
     "python -m nsa.train": Run("", "step 100"),
     "two() {": Run("", ""),
     "torchrun --nproc_per_node=2 -m pytest": Run("", "1 failed, 1 passed", code=1, folder="examples/downstream"),

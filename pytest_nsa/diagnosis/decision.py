@@ -113,7 +113,10 @@ def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple
         step += f"; the advice is for {first.cause}, {same} of {len(failed)}"
     if not first.advice:
         return "read the verdicts below", step
-    return f"{first.advice} (scenario {name}, {first.culprits()}, {first.where or 'no line known'})", step
+    return (
+        f"{first.advice} ({'scenario' if first.scenario else 'test'} {name}, {first.culprits()}, {first.where or 'no line known'})",
+        step,
+    )
 
 
 def count(n: int, noun: str) -> str:
