@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -64,12 +65,13 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 def package(session: nox.Session) -> None:
     """Build the wheel and the source distribution, check what an index would say of them, and use each where nothing else is."""
     session.install("build", "hatchling", "twine")
-    folder = session.create_tmp()
-    session.run("python", "-m", "build", "--outdir", folder, silent=True)
-    built = sorted(str(p) for p in Path(folder).iterdir())
+    folder = Path(session.create_tmp()).resolve()
+    shutil.rmtree(folder / "dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"), silent=True)
+    built = sorted(str(p) for p in (folder / "dist").iterdir())
     session.run("python", "-m", "twine", "check", "--strict", *built)
     for number, file in enumerate(built):
-        place = Path(folder) / f"user{number}"
+        place = folder / f"user{number}"
         session.run("python", "-m", "venv", "--clear", str(place))
         python = str(place / "bin" / "python")
         session.run(python, "-m", "pip", "install", "-q", f"torch=={TORCHES[-1]}", "numpy", file, external=True)

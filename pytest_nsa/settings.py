@@ -117,7 +117,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
     parser.addini(
-        "ranks_bisect_env", "What --bisect-env tries: NAME=VALUE a line (default: what NCCL, CUDA and the compiler know)",
+        "ranks_bisect_env", "What --bisect-env tries: NAME=VALUE a line (default: what NCCL and CUDA know)",
         type="linelist", default=list(MITIGATIONS),
     )  # fmt: skip
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")
@@ -234,7 +234,9 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
     for pair in given.split(",") if given else config.getini("ranks_bisect_env"):
         name, equals, value = pair.strip().partition("=")
         if not equals or not name.isidentifier():
-            raise pytest.UsageError(f"{source}: {pair.strip()!r}: must be NAME=VALUE, as in NCCL_P2P_DISABLE=1")
+            raise pytest.UsageError(
+                f"{source}: {pair.strip()!r}: must be NAME=VALUE, as in --bisect-env=NCCL_P2P_DISABLE=1"
+            )
         if name in FIXED_VARIABLES:
             raise pytest.UsageError(f"{source}: {name}: the plugin sets it itself; leave it out")
         found[name] = value

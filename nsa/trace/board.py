@@ -35,7 +35,7 @@ _NUMBERS = {
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
     "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
     "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no limit of its own
-    "polled_time": "d",  # when the main thread last looked for something in a store, without waiting for it
+    "polled_time": "d", "polled_from": "d",  # when the main thread last looked into a store, and began to, again and again
     "on_device": "q",  # 1: collectives were seen that outlast their wait
     "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that came to their end
 }  # fmt: skip

@@ -47,6 +47,7 @@ _FUNCTIONAL = (
 NEW_GROUP = "new_group"
 ANY = -2  # the peer of a receive that takes from anybody
 _SPLIT = ("alltoall_base", "all_to_all_single")
+LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
@@ -64,6 +65,7 @@ class CollectiveRecorder:
         self._lock = threading.Lock()
         self._blocked_in = 0
         self._limit_time = 0.0
+        self._looked = 0.0  # when the main thread last looked into a store
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
@@ -72,7 +74,7 @@ class CollectiveRecorder:
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
-        self._blocked_in, self._limit_time = 0, 0.0
+        self._blocked_in, self._limit_time, self._looked = 0, 0.0, 0.0
         self._functional.clear()
         self._ends_by_wait.clear()
         self.on_group = _ignore
@@ -229,7 +231,11 @@ class CollectiveRecorder:
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
-                self.board.number("polled_time", time.time())
+                now = time.time()
+                if now - self._looked > LOOKS_AGAIN_S:
+                    self.board.number("polled_from", now)
+                self._looked = now
+                self.board.number("polled_time", now)
             return original(store, *args, **kwargs)
 
         setattr(dist.Store, name, recorded)

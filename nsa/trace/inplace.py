@@ -36,7 +36,7 @@ class Write:
 class _Watch(TorchDispatchMode):
     """Every operation that writes into one of ``known`` (by storage) is added to ``found``."""
 
-    def __init__(self, known: dict[int, str], found: list[Write]) -> None:
+    def __init__(self, known: dict[int | None, str], found: list[Write]) -> None:
         super().__init__()
         self.known, self.found = known, found
 
@@ -44,23 +44,39 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for tensor in _written(func, args, kwargs or {}):
-            name = self.known.get(_storage(tensor))
-            if name is not None:
+            place = _storage(tensor)
+            name = self.known.get(place)
+            if place is not None and name is not None:
                 self.found.append(Write(func._schema.name.rpartition("::")[2], name, call_site()))
         return func(*args, **(kwargs or {}))
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Return the tensors that an operator writes into, by its schema."""
+    # Its schema does not tell that batch normalisation in training writes its running statistics.
+    normalises = "batch_norm" in func._schema.name and "backward" not in func._schema.name
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        is_statistic = normalises and argument.name in ("running_mean", "running_var")
+        if not is_statistic and (argument.alias_info is None or not argument.alias_info.is_write):
+            continue
+        if is_statistic and not _trains(func, args, kwargs):
             continue
         value = kwargs.get(argument.name, args[index] if index < len(args) else None)
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _trains(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a batch normalisation uses, and updates, the statistics of its batch."""
+    names = [argument.name for argument in func._schema.arguments]
+    place = next((names.index(name) for name in ("training", "train") if name in names), -1)
+    return place < 0 or bool(kwargs.get(names[place], args[place] if place < len(args) else True))
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a sparse tensor has none
+        return None
 
 
 @contextlib.contextmanager
@@ -70,6 +86,7 @@ def watched(root: nn.Module, regions: Sequence[nn.Module]) -> Iterator[list[Writ
     These are its inputs, and the parameters and buffers of ``root``. Calls must not be compiled.
     """
     names = {id(module): name for name, module in root.named_modules()}
+    regions = list(dict.fromkeys(regions))  # a block may stand in several places
     lasting = {_storage(t): name for name, t in itertools.chain(root.named_parameters(), root.named_buffers())}
     found: list[Write] = []
     own = {region: vars(region)["forward"] for region in regions if "forward" in vars(region)}
@@ -85,7 +102,7 @@ def watched(root: nn.Module, regions: Sequence[nn.Module]) -> Iterator[list[Writ
 
 
 def _watching(
-    forward: Callable[..., Any], name: str, lasting: dict[int, str], found: list[Write]
+    forward: Callable[..., Any], name: str, lasting: dict[int | None, str], found: list[Write]
 ) -> Callable[..., Any]:
     def watching(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -125,6 +125,7 @@ class Observer:
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
     _shared: WeakSet[DistributedDataParallel]  # by DDP: roots, or inside of them
+    _reducing: WeakSet[DistributedDataParallel]  # of these, the ones of the models
     _models: WeakSet[nn.Module]  # the roots with the most trained parameters: their calls are steps
 
     def __init__(self, board: Board) -> None:
@@ -148,6 +149,7 @@ class Observer:
         self._remove_hooks()
         self._roots = WeakSet()
         self._shared = WeakSet()
+        self._reducing = WeakSet()
         self._models = WeakSet()
         self._updating = 0  # optimizers' steps that run, one inside the other
 
@@ -203,7 +205,7 @@ class Observer:
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, for example
                 if not math.isfinite(loss.item()):
                     self.on_anomaly("not_finite", step, value=str(loss.item()))
-        if self._shared and not any(model.require_backward_grad_sync for model in self._shared):
+        if self._reducing and not any(model.require_backward_grad_sync for model in self._reducing):
             self.on_anomaly("not_synchronised", step)
 
     def _end_step(self) -> None:
@@ -365,8 +367,10 @@ class Observer:
         names = [n for n, _ in trained]
         if len(trained) > len(self.parameter_names):
             self._models.clear()
+            self._reducing.clear()
             self._remove_hooks()
         self._models.add(root)
+        self._reducing.update(module for _, module in modules if isinstance(module, DistributedDataParallel))
         # FSDP1 gathers gradients in a parameter of its own: those that have names get none that a hook would see.
         if any(getattr(m, "_use_orig_params", False) for _, m in modules):
             trained = []

@@ -143,8 +143,11 @@ class RankEvidence:
         if stack is not None and waits_for_a_key(stack.frames, self._line(stack)):  # a store of files is polled
             return True
         n = self.board.numbers if self.board is not None else {}
-        looked = n.get("polled_time", 0.0)
-        return bool(looked) and n.get("beat_time", 0.0) - looked < POLLED_S
+        looked, since = n.get("polled_time", 0.0), n.get("polled_from", 0.0)
+        # Of a rank whose heartbeat has stopped it is not known whether it looks still.
+        is_live = self.process.get("state") not in ("T", "t", "D") and (self.beat_age_s or 0.0) <= SILENT_S
+        looks = bool(looked) and n.get("beat_time", 0.0) - looked < POLLED_S and looked - since >= POLLED_S / 2
+        return looks and is_live and not self.is_waiting
 
     def _line(self, stack: ThreadStack) -> str:
         frame = stack.user_frame

@@ -25,7 +25,7 @@ from pytest_nsa.rank.linger import wait_for_others
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
-from pytest_nsa.system.prctl import become_subreaper
+from pytest_nsa.system.prctl import become_subreaper, write_lines_at_once
 from pytest_nsa.wire.messages import DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
 
 if TYPE_CHECKING:
@@ -287,6 +287,7 @@ def _redirect_output(folder: Path) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    write_lines_at_once()
     os.close(null)
     os.close(log)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.shapes import is_number
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.runs import runs_in
 from pytest_nsa.report.summary import read_entries
@@ -78,8 +79,11 @@ def _rows(green: Green, now: Verdict) -> Iterator[tuple[str, str, str]]:
         yield "versions, variables", "the same", "the same"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
+def _number(value: object) -> str:
+    """Return a figure; '-' for none, and for what an earlier run's file has in its place."""
+    if not is_number(value) or not isinstance(value, int | float):
+        return "-"
+    return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def _environment(run: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import BRANCHES, LayerRange
+from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import Settings
 
 MAX_RUNS = 16
@@ -30,7 +31,7 @@ class Variation:
 Run = Callable[[Variation], Verdict]
 
 
-def bisect(item: pytest.Item, settings: Settings, run: Run) -> str:
+def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str:
     """Return what narrows a failure down, in a sentence for each option that is on and serves the test; '' where none does."""
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
@@ -41,7 +42,7 @@ def bisect(item: pytest.Item, settings: Settings, run: Run) -> str:
     elif item.config.getoption("--bisect-branch") and "branch" in fixtures:
         found.append(_branches(run))
     if settings.bisect_env:
-        found.append(_environment(settings.bisect_env, run))
+        found.append(_environment(settings.bisect_env, needs, run))
     return "; ".join(found)
 
 
@@ -90,25 +91,46 @@ class _Tries:
         return " and ".join(f"{name}={self.variables[name]}" for name in names)
 
 
-def _environment(variables: Mapping[str, str], run: Run) -> str:
+def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
     """Find the smallest set of variables with which the test passes, by halving (delta debugging: Zeller and Hildebrandt, 2002)."""
+    names = tuple(name for name in variables if _is_heeded(name, needs))
+    if not names:
+        return f"bisect: none of {', '.join(variables)} is heeded on {needs.backend} and {needs.device}"
     tries = _Tries(variables, run)
+    comes_and_goes = "bisect: it passes when it is run again as it is: the failure comes and goes" + (
+        ", or needs what an earlier test left in its ranks" if needs.reuse else ", so no variable can be blamed"
+    )
     if tries.passes(()):
-        return (
-            "bisect: it passes when it is run again as it is: the failure comes and goes, so no variable can be blamed"
-        )
-    names = tuple(variables)
-    if len(names) > 1 and not tries.passes(names):  # some may exclude each other
-        alone = [(name,) for name in names if tries.are_left and tries.passes((name,))]
-        if not alone:
-            return f"bisect: fails with each of {', '.join(names)}, and with all ({tries.count} runs)"
-        return f"bisect: passes with {', or with '.join(map(tries.said, alone))}; not with all at once ({tries.count} runs)"
+        return comes_and_goes
+    if not tries.passes(names):
+        return _of_each_alone(names, tries)
     names = _smallest(names, tries)
-    if len(variables) == 1 and not tries.passes(names):
-        return f"bisect: fails with {tries.said(names)}, too ({tries.count} runs)"
+    budget = "" if tries.are_left else "; smaller sets may be left"
+    # Twice more: a failure that comes and goes passes with anything.
+    if not tries.passes(names) or tries.passes(()):
+        return comes_and_goes
     each = f"{tries.said(names)} alone" if len(names) == 1 else f"{tries.said(names)}, all of them"
-    budget = "" if tries.are_left else "; smaller sets were not tried"
     return f"bisect: passes with {each} ({tries.count} runs{budget})"
+
+
+def _of_each_alone(names: tuple[str, ...], tries: _Tries) -> str:
+    """Of variables that do not help all at once, try each alone: some may exclude each other."""
+    if len(names) == 1:
+        return f"bisect: fails with {tries.said(names)}, too ({tries.count} runs)"
+    alone = [name for name in names if tries.are_left and tries.passes((name,))]
+    tried = names[: tries.count - 2]  # after one run with none and one with all
+    left = f"; {len(names) - len(tried)} were not tried alone" if len(tried) < len(names) else ""
+    if not alone:
+        return f"bisect: fails with each of {', '.join(tried)}, and with all ({tries.count} runs{left})"
+    passing = ", or with ".join(tries.said((name,)) for name in alone)
+    return f"bisect: passes with {passing}; not with all at once ({tries.count} runs{left})"
+
+
+def _is_heeded(name: str, needs: Needs) -> bool:
+    """Return whether anything on these ranks reads a variable: what NCCL or CUDA alone read explains nothing elsewhere."""
+    if name.startswith(("NCCL_", "TORCH_NCCL_")):
+        return needs.backend in ("", "nccl")
+    return needs.device != "cpu" or not name.startswith("CUDA_")
 
 
 def _smallest(names: tuple[str, ...], tries: _Tries) -> tuple[str, ...]:

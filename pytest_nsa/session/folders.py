@@ -169,7 +169,7 @@ class RunFolder:
             path = self.path / (name if not count else f"{name}-{count + 1}")
             check_space(self.path)
             try:
-                path.mkdir()
+                path.mkdir(parents=path.parent != self.path)
             except FileExistsError:
                 continue
             if ranks:

@@ -20,7 +20,7 @@ from pytest_nsa.monitor.output import LiveOutput, OutputLimit
 from pytest_nsa.monitor.supervise import RanksRun
 from pytest_nsa.monitor.terminal import DebuggerServer, Terminal
 from pytest_nsa.report.plain import visible
-from pytest_nsa.session.bisect import Variation, bisect
+from pytest_nsa.session.bisect import Run, Variation, bisect
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
@@ -115,7 +115,9 @@ class RankRunner:
         job = self._without_too_many_groups(job)
         keep = bool(scenario) or "artifacts" in item.fixturenames or self.settings.keep_passed
         try:
-            verdict, evidence = self._run(item.session, job, keep=keep, record=tried is None)
+            verdict, evidence = self._run(
+                item.session, job, keep=keep, record=tried is None, is_tried=tried is not None
+            )
         finally:
             if not job.stay:
                 self.resources.release()
@@ -123,10 +125,8 @@ class RankRunner:
             verdict, evidence = self.attachment.agree(verdict, evidence)
         if tried is not None:
             return verdict, evidence
-        if verdict.failed and self.attachment is None:
-            found = bisect(
-                item, self.settings, lambda other: self.run_item(item, timeout, values, other, folder.name)[0]
-            )
+        if verdict.failed and self.attachment is None and not _is_expected(item, verdict):
+            found = self._bisect(item, needs, lambda other: self.run_item(item, timeout, values, other, folder.name)[0])
             if found:
                 verdict = replace(verdict, reason=f"{verdict.reason}; {found}")
                 self.recorder.replace(folder, verdict)
@@ -135,6 +135,12 @@ class RankRunner:
         if not keep and verdict.outcome in ("PASS", "SKIP"):
             discard(folder)
         return verdict, evidence
+
+    def _bisect(self, item: pytest.Function, needs: Needs, run: Run) -> str:
+        try:
+            return bisect(item, self.settings, needs, run)
+        except (OSError, LaunchError) as error:  # the failure itself has its verdict
+            return f"bisect: ended early: {error}"
 
     def _without_too_many_groups(self, job: Job) -> Job:
         """Let ranks go once they have had `FRESH_GROUPS`: a group that was left keeps its connections while they live."""
@@ -148,8 +154,13 @@ class RankRunner:
         """Run a function for the fixture `launch`; its folder has been made."""
         return self._run(session, job, keep=True, record=False)[0]
 
-    def _run(self, session: pytest.Session, job: Job, *, keep: bool, record: bool) -> tuple[Verdict, Evidence]:
-        """Run a job to its verdict; with ``record`` in the run's list at once, unless other processes have a say in it."""
+    def _run(
+        self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False
+    ) -> tuple[Verdict, Evidence]:
+        """Run a job to its verdict; with ``record`` in the run's list at once, unless other processes have a say in it.
+
+        ``is_tried``: for a bisection, whose interruption leaves the failure's own verdict as it is.
+        """
         limits = Limits(
             start=min(self.settings.start_timeout, job.timeout),
             run=job.timeout - min(RESERVE_S, 0.2 * job.timeout),
@@ -170,7 +181,8 @@ class RankRunner:
             if not any(read_lines(folder / "host.jsonl")):  # no rank had been started
                 stop = {"event": "stop", "time": time.time(), "reason": "interrupted", "moved": True}
                 append_line(folder / "host.jsonl", stop)
-            self.recorder.add(folder, self._conclude(folder, keep=True)[0])
+            if not is_tried:
+                self.recorder.add(folder, self._conclude(folder, keep=True)[0])
             raise
         with self.config.stash[signals_key].held():
             verdict, evidence = self._conclude(folder, keep=keep)
@@ -233,3 +245,8 @@ class RankRunner:
         return GroupSpec(
             world_size=needs.world_size, backend=needs.backend, device=needs.device, environment=needs.environment
         )
+
+
+def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:
+    """Return whether a test is marked to fail, in this way: there is nothing to narrow down."""
+    return item.get_closest_marker("xfail") is not None or marks.value(item, "fails_as") == verdict.cause

@@ -1,4 +1,4 @@
-"""What Python lacks of Linux: a child that does not outlive its parent, the end of a child's group, a hole in a file."""
+"""What Python lacks of Linux: a child that goes with its parent, the end of a child's group, a hole in a file, C's stdout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_IOLBF = 1  # stdio.h of glibc and musl
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -21,6 +22,12 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
 def become_subreaper() -> None:
     """Have the kernel give this process the orphans among its descendants, which would be init's otherwise."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def write_lines_at_once() -> None:
+    """Have C's own stdout written line by line, though it is a file: what NCCL prints is lost with a rank that is killed, else."""
+    with contextlib.suppress(ValueError):  # a C library that calls it otherwise
+        _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _IOLBF, ctypes.c_size_t(0))
 
 
 def kill_group(pid: int) -> None:

@@ -4,8 +4,11 @@ read the rules. HERE marks the line that a verdict may name.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -87,3 +90,26 @@ def test_a_worker_that_thinks_it_has_passed(group):
     for epoch in range(4):
         barrier.wait(f"epoch{epoch}")
         dist.all_reduce(torch.ones(32))
+
+
+@planted("rank_stopped", [1], n=2)
+def test_a_rank_that_looked_into_the_store_and_was_stopped(group):
+    store = dist.distributed_c10d._get_default_store()
+    if group.rank == 1:
+        store.add("arrived", 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    store.wait(["released"], timedelta(seconds=60))
+
+
+@planted("p2p_unmatched", [0], n=3)
+def test_a_server_that_takes_one_too_few(group):
+    """The faster worker has sent more: it is no culprit."""
+    row = torch.ones(65536)
+    if group.rank == 0:
+        for _ in range(4):
+            dist.recv(row)
+    else:
+        for _ in range(3 if group.rank == 1 else 2):
+            time.sleep(0.1 if group.rank == 1 else 0.4)
+            dist.send(row, 0)
+    dist.barrier()

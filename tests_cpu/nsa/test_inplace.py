@@ -77,6 +77,29 @@ def test_writes_into_tensors_of_its_own_are_none() -> None:
     assert found == []
 
 
+def test_statistics_of_a_batch_and_a_block_that_stands_twice() -> None:
+    region = Region(has_statistics)
+    model = nn.Sequential(region, region)
+    with watched(model, list(model)) as found:
+        model(torch.randn(3, 4))
+    assert {write.tensor for write in found} == {
+        "0.norm.num_batches_tracked",
+        "0.norm.running_mean",
+        "0.norm.running_var",
+    }
+    model.eval()
+    with watched(model, list(model)) as found:
+        model(torch.randn(3, 4).to_sparse().to_dense())
+    assert found == []
+
+
+def test_a_sparse_input_is_passed_over() -> None:
+    model = nn.Sequential(Region(lambda self, x: torch.sparse.mm(x, self.linear.weight)))
+    with watched(model, list(model)) as found:
+        model(torch.eye(4).to_sparse())
+    assert found == []
+
+
 def test_what_is_found_makes_gradients_wrong() -> None:
     """The premise: the same region gives other gradients with checkpointing, and nothing raises."""
     torch.manual_seed(0)

@@ -102,12 +102,12 @@ def _one_process(verdicts: Verdicts) -> Step:
     halves = [layers[n] for n in hung if n in layers]
     which = f", {halves[0]}" if len(halves) == 1 else ""
     action = f"look at gradient checkpointing{which}"
-    found = {name: verdicts[name].reason for name in CHECKPOINTING if name in verdicts and verdicts[name].failed}
+    found = {name: verdicts[name].reason for name in CHECKPOINTING if _says_so_itself(verdicts.get(name))}
     if "gc_inplace_writes" in found:
         action = f"take the write out of the checkpointed region: {found['gc_inplace_writes']}"
     elif "gc_boundaries" in found:
         action += f": {found['gc_boundaries']}"
-    elif len(found) < len(CHECKPOINTING):
+    else:
         action += ": reentrant or not, boundaries, in-place writes in a checkpointed region"
     asked = tuple(f"{question} {_own_answer(verdicts.get(name))}" for name, question in CHECKPOINTING.items())
     return Step(answer, action, more=asked)
@@ -116,7 +116,14 @@ def _one_process(verdicts: Verdicts) -> Step:
 def _own_answer(verdict: Verdict | None) -> str:
     if verdict is None or verdict.outcome in ("SKIP", "INTERRUPTED"):
         return "not run (--phases 6)"
-    return f"yes: {verdict.reason}" if verdict.failed else "no"
+    if not verdict.failed:
+        return "no"
+    # It runs the backward that fails anyhow: only what it asserts itself is an answer.
+    return f"yes: {verdict.reason}" if _says_so_itself(verdict) else f"it cannot tell: it ends in {verdict.cause}, too"
+
+
+def _says_so_itself(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.failed and verdict.cause == "assertion"
 
 
 def _contradicts(verdicts: Verdicts) -> Step | None:

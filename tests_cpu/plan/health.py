@@ -41,7 +41,19 @@ def own_gradients(trainer: Trainer, batches: list[Batch], checkpoint: Checkpoint
     before, module.checkpoint = module.checkpoint, checkpoint
     wrapped, trainer.model = trainer.model, module
     loss = sum(trainer.loss(batch) for batch in batches) / len(batches)
-    gradients = list(torch.autograd.grad(loss, [p for p in module.parameters() if p.requires_grad]))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if (
+        checkpoint is not None and checkpoint.reentrant
+    ):  # which torch.autograd.grad refuses; there is no DDP in one process
+        kept = [p.grad for p in trained]
+        for p in trained:
+            p.grad = None
+        loss.backward()
+        gradients = [p.grad for p in trained]
+        for p, gradient in zip(trained, kept, strict=True):
+            p.grad = gradient
+    else:
+        gradients = list(torch.autograd.grad(loss, trained))
     module.checkpoint, trainer.model = before, wrapped
     return gradients
 

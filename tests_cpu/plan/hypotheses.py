@@ -12,7 +12,7 @@ BRANCHES = ("branch_cmp_only", "branch_sel_only", "branch_win_only")
 ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
 ONE_STEP, GLOO, STATIC = "ddp_onestep_trace", "ddp_gloo_sanity", "ddp_static_graph"
 LONG = ("stability_100", "fsdp_synthetic_200", "fsdp_fineweb_300", "fsdp_diagnosed_500")
-# Production's criteria, a rank: of memory with checkpointing, and of what it trains on.
+# Production's criteria: a rank's memory with checkpointing, and the tokens that all ranks train on.
 MAX_GPU_BYTES, MIN_TOKENS_PER_S = 30e9, 50
 CORE = (ONE_STEP, GLOO, *BRANCHES, STATIC, *ONE_PROCESS)
 

@@ -183,11 +183,22 @@ def test_checkpointing_is_asked_its_questions_one_by_one(failing: tuple[str, ...
     verdicts = plan("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
     assert "is it a write in place, into what the region did not make? not run (--phases 6)" in decide(verdicts).path
     for name in CHECKPOINTING:
-        verdicts[name] = a_verdict(name, hangs=name in failing, reason=f"told by {name}")
+        verdicts[name] = a_verdict(name, hangs=name in failing, cause="assertion", reason=f"told by {name}")
     decision = decide(verdicts)
     assert decision.action.startswith(action)
     answers = [step.partition("? ")[2] for step in decision.path[1:]]
     assert answers == [f"yes: told by {name}" if name in failing else "no" for name in CHECKPOINTING]
+
+
+def test_what_fails_in_backward_as_all_others_answers_no_question_of_checkpointing() -> None:
+    """They run the same backward: a deadlock in it was once taken for an in-place write."""
+    verdicts = plan("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
+    verdicts |= {name: a_verdict(name, hangs=True, reason="it waits for a lock") for name in CHECKPOINTING}
+    decision = decide(verdicts)
+    assert decision.action.startswith("look at gradient checkpointing: reentrant or not")
+    assert [step.partition("? ")[2] for step in decision.path[1:]] == [
+        "it cannot tell: it ends in lock_deadlock, too"
+    ] * 3
 
 
 def every_way() -> list[dict[str, Verdict]]:

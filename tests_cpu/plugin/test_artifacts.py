@@ -176,3 +176,23 @@ def test_no_other_user_reads_a_run_unless_asked(pytester: pytest.Pytester) -> No
     assert (
         "ini ranks_artifacts_mode = '7': must be permissions in octal that let the owner in, as in 0750" in wrong.stderr
     )
+
+
+@pytest.mark.own_python
+def test_what_c_has_printed_is_kept_when_the_rank_is_killed(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL prints by C's stdio, which keeps 4 KiB to itself where its output is a file."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    source = """
+import ctypes
+
+@world_size(2)
+def test_killed(group):
+    if group.rank == 1:
+        ctypes.CDLL(None).printf(b"NCCL INFO from C\\n")
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+"""
+    result = run_example(pytester, source)
+    assert "NCCL INFO from C" in (result.folder("test_killed") / "rank1" / "output.log").read_text()

@@ -140,10 +140,27 @@ def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -
     assert list(result.folder("test_needs_two").glob("bisect-env*/rank0/output.log"))
 
 
+def test_nothing_is_tried_where_nothing_could_be_told(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(1)
+def test_fails(group): assert False
+
+@world_size(1)
+@fails_as("assertion")
+def test_expected(group): assert False
+"""
+    result = run_example(pytester, source, "--bisect-env", "NCCL_P2P_DISABLE=1,CUDA_LAUNCH_BLOCKING=1")
+    assert result.outcomes == {"failed": 1, "xfailed": 1}
+    assert result.verdicts["test_fails"].reason.endswith(
+        "bisect: none of NCCL_P2P_DISABLE, CUDA_LAUNCH_BLOCKING is heeded on gloo and cpu"
+    )
+    assert "bisect" not in result.verdicts["test_expected"].reason
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ("FIRST", "'FIRST': must be NAME=VALUE, as in NCCL_P2P_DISABLE=1"),
+        ("FIRST", "'FIRST': must be NAME=VALUE, as in --bisect-env=NCCL_P2P_DISABLE=1"),
         ("RANK=3", "RANK: the plugin sets it itself"),
     ],
 )

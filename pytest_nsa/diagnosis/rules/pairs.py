@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import can_complete
-from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def unpaired(evidence: Evidence) -> Finding | None:
@@ -63,33 +63,39 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 
 def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[int]) -> Finding | None:
-    """Find that a rank receives from any other, has received as often as there are senders, and one of these has sent more often
-    than each other: it took the place of the rank that still sends.
+    """Find that a rank has received from anybody once for each other rank, and one of these has sent twice: it took the turn of the
+    rank that still sends. None where a ring has forgotten calls: of many rounds it is not known who sent too often.
     """
     if len(outside) != 1 or any(c.peer not in outside for c in halves.values()):
         return None
     (receiver,) = outside
-    if any(c.peer != ANY for c in _calls(evidence, receiver) if c.op.startswith("recv")):
+    received = [c for c in _calls(evidence, receiver) if c.op.startswith("recv")]
+    if not received or any(c.peer != ANY for c in received) or any(_has_forgotten(r) for r in evidence.ranks):
         return None
     sent = {
         r.rank: [c for c in (r.board.collectives if r.board else ()) if c.op.startswith("send") and c.peer == receiver]
         for r in evidence.ranks
     }
-    most = max(len(calls) for calls in sent.values())
-    culprits = tuple(rank for rank, calls in sent.items() if len(calls) == most)
-    others = [len(calls) for rank, calls in sent.items() if calls and rank not in culprits]
-    if len(culprits) != 1 or not others or max(others) >= most or culprits[0] in halves:
+    sent = {rank: calls for rank, calls in sent.items() if calls}
+    culprits = tuple(rank for rank, calls in sent.items() if len(calls) == 2 and rank not in halves)
+    others = [len(calls) for rank, calls in sent.items() if rank not in culprits]
+    if len(received) != len(sent) or len(sent) != len(evidence.ranks) - 1 or len(culprits) != 1 or set(others) != {1}:
         return None
     n, call = evidence.job.world_size, sent[culprits[0]][-1]
     told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(halves.items()))
     reason = (
-        f"{describe_ranks(culprits, n)} has sent {most} times to {describe_ranks((receiver,), n)}, which takes from any rank; the "
-        f"others have sent at most {max(others)} times: receives and sends do not pair: {told}"
+        f"{describe_ranks(culprits, n)} has sent twice to {describe_ranks((receiver,), n)}, which takes from any rank, once for each; "
+        f"the others once: receives and sends do not pair: {told}"
     )
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.8,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _has_forgotten(rank: RankEvidence) -> bool:
+    calls = rank.board.collectives if rank.board is not None else ()
+    return bool(calls) and calls[0].index > 0
 
 
 def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> bool:
