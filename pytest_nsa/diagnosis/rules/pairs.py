@@ -63,8 +63,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 
 def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[int]) -> Finding | None:
-    """Find that a rank has received from anybody once for each other rank, and one of these has sent twice: it took the turn of the
-    rank that still sends. None where a ring has forgotten calls: of many rounds it is not known who sent too often.
+    """Find that a rank has received from anybody once for each other rank, and one of these has sent twice: it took the turn of
+    the rank that still sends. None where a ring has forgotten calls: of many rounds it is not known who sent too often.
     """
     if len(outside) != 1 or any(c.peer not in outside for c in halves.values()):
         return None
