@@ -84,8 +84,8 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     n, call = evidence.job.world_size, sent[culprits[0]][-1]
     told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(halves.items()))
     reason = (
-        f"{describe_ranks(culprits, n)} has sent twice to {describe_ranks((receiver,), n)}, which takes from any rank, once for each; "
-        f"the others once: receives and sends do not pair: {told}"
+        f"{describe_ranks(culprits, n)} has sent twice to {describe_ranks((receiver,), n)}, which takes from any rank, once "
+        f"for each; the others once: receives and sends do not pair: {told}"
     )
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.8,
