@@ -287,6 +287,8 @@ def rows(size: Size) -> list[Any]:
 
 def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     limit = size.timeout * math.ceil(row.steps / 100)
+    if not size.is_real and row.steps >= 100:
+        limit *= 3  # on a machine that is busy otherwise, too
     marks = [
         scenario(size.name_of(row), reads_as=row.reads_as), world_size(row.num_ranks), pytest.mark.timeout(limit),
     ]  # fmt: skip
