@@ -47,6 +47,11 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def ddp_models_in(root: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Return ``root`` where it is DDP's, and what is DDP's inside of it: a library may put a module of its own around one."""
+    return [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
+
+
 def ensure_hook(ddp: DistributedDataParallel) -> BucketHook | None:
     """Return the hook of ``ddp``, registered on first use; None where another hook is there already."""
     state = getattr(ddp, "_nsa_bucket_hook", None)

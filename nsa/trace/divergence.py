@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from nsa.trace.ddp_buckets import ddp_models_in
 from nsa.trace.events import where_there_is_room
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
@@ -48,7 +49,7 @@ class Checksums:
     def after_backward(self, step: int) -> None:
         """The gradients in what has been called since the last backward, where DDP has just reduced them."""
         for root in _alive(self._called):
-            for ddp in _wrappers_in(root):
+            for ddp in ddp_models_in(root):
                 if _keeps_equal(ddp):
                     if (
                         ddp in self._unchecked
@@ -64,7 +65,7 @@ class Checksums:
         """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
         self._has_updated = True
         for root in _alive(self._trained):
-            inside = _wrappers_in(root)
+            inside = ddp_models_in(root)
             for ddp in inside:
                 if _keeps_equal(ddp):
                     self._write("parameter", step, ddp, ddp)
@@ -132,10 +133,6 @@ def remember_wrappers() -> None:
         _wrappers[module] = weakref.ref(ddp)
 
     DistributedDataParallel.__init__ = remembering
-
-
-def _wrappers_in(root: torch.nn.Module) -> list[DistributedDataParallel]:
-    return [m for m in root.modules() if isinstance(m, DistributedDataParallel)]
 
 
 def _wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:

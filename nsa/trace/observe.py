@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.compiled import outside_graphs
-from nsa.trace.ddp_buckets import ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
+from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
 from nsa.trace.divergence import Checksums, remember_wrappers
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
@@ -75,8 +75,7 @@ def _is_inside_a_step() -> bool:
 
 
 def _parallel_kind(root: nn.Module) -> str:
-    """A library may have put a module of its own around DDP's (Lightning's Fabric does)."""
-    if any(isinstance(m, DistributedDataParallel) for m in root.modules()):
+    if ddp_models_in(root):
         return "ddp"
     is_sharded = any(type(m).__name__.startswith(("FSDP", "FullyShardedDataParallel")) for m in root.modules())
     return "fsdp" if is_sharded else "none"
@@ -319,8 +318,7 @@ class Observer:
         step = self.board.count("step")
         if step & (step - 1) or step < 4:  # at steps 4, 8, 16, ...
             return
-        shared = next((m for m in root.modules() if m in self._shared), None)
-        if isinstance(shared, DistributedDataParallel):
+        for shared in ddp_models_in(root)[:1]:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
                 self.on_ddp(step, ddp_numbers(shared))
 
@@ -353,10 +351,10 @@ class Observer:
             # A part that is called by itself keeps the name that it has in the whole.
             if known is None or known.module() is not module or known.of <= len(modules):
                 self._learn(module, plain_name(name) or type(module).__name__, place, len(modules))
-        for _, module in modules:
-            if isinstance(module, DistributedDataParallel):
-                ensure_hook(module)
-                self._shared.add(module)
+        shared = ddp_models_in(root)
+        for model in shared:
+            ensure_hook(model)
+        self._shared.update(shared)
         self.on_model(_parallel_kind(root))
         # Lazy parameters have no shape yet, and those of a functional call are not leaves.
         trained = [
@@ -370,7 +368,7 @@ class Observer:
             self._reducing.clear()
             self._remove_hooks()
         self._models.add(root)
-        self._reducing.update(module for _, module in modules if isinstance(module, DistributedDataParallel))
+        self._reducing.update(shared)
         # FSDP1 gathers gradients in a parameter of its own: those that have names get none that a hook would see.
         if any(getattr(m, "_use_orig_params", False) for _, m in modules):
             trained = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pytest_nsa.wire.files import read_lines
 
@@ -17,7 +17,7 @@ Check = Callable[[Any], bool]
 LARGEST = 1e18
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Finite, and no larger than what a clock or a counter gives."""
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < LARGEST

@@ -17,8 +17,7 @@ from pytest_nsa.wire.files import parse, read_text
 MOST = 30  # runs that are looked through, the newest first
 _FIGURES = {
     "steps": "steps", "step_ms": "ms a step", "tokens_per_s": "tokens/s", "peak_mib": "MiB at most",
-    "peak_gpu_mib": "GPU MiB at most",
-    "loss": "loss",
+    "peak_gpu_mib": "GPU MiB at most", "loss": "loss",
 }  # fmt: skip
 
 
@@ -40,18 +39,16 @@ class Green:
 def last_greens(run: Path, names: Collection[str]) -> dict[str, Green]:
     """Return by test, or scenario, the last run before ``run`` in the same folder that it passed in."""
     found: dict[str, Green] = {}
-    now = _environment(run)
     if not names:
         return found
+    now = _environment(run)
     earlier = [other for other in runs_in(run.parent) if other.path.name < run.name]  # named by the time of their start
     for other in earlier[:MOST]:
         env = None
         for entry in read_entries(other.path):
-            v = entry.verdict
-            name = v.scenario or v.nodeid
-            if name in names and name not in found and v.outcome == "PASS":
+            if entry.name in names and entry.name not in found and entry.verdict.outcome == "PASS":
                 env = env if env is not None else _environment(other.path)
-                found[name] = Green(run=other.path.name, verdict=v, env=env, env_now=now)
+                found[entry.name] = Green(run=other.path.name, verdict=entry.verdict, env=env, env_now=now)
         if len(found) == len(names):
             break
     return found
@@ -81,7 +78,7 @@ def _rows(green: Green, now: Verdict) -> Iterator[tuple[str, str, str]]:
 
 def _number(value: object) -> str:
     """Return a figure; '-' for none, and for what an earlier run's file has in its place."""
-    if not is_number(value) or not isinstance(value, int | float):
+    if not is_number(value):
         return "-"
     return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
 

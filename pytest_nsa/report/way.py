@@ -22,7 +22,7 @@ def way(decision: Decision) -> Markup | None:
     if not decision.path:
         return None
     drawing = _Drawing()
-    questions = _questions(decision)[:MOST]
+    questions = _questions(decision)
     for text, exits, answer, more in questions:
         faint = "" if answer is not None else " unasked"
         drawing.box(text, f"box{faint}")
@@ -47,7 +47,7 @@ def mermaid(decision: Decision) -> list[str]:
         return []
     lines = ["flowchart TD"]
     asked: list[str] = []
-    for number, (text, exits, answer, _) in enumerate(itertools.islice(_questions(decision), MOST)):
+    for number, (text, exits, answer, _) in enumerate(_questions(decision)):
         lines.append(f"  q{number}{{{_quoted(text)}}}")
         if number:
             lines.append(f"  q{number - 1} --> q{number}")
@@ -70,9 +70,10 @@ class _Asked(NamedTuple):
 
 
 def _questions(decision: Decision) -> list[_Asked]:
+    """Return the questions of the tree, else those of the way; at most `MOST`."""
     steps = [_split(step) for step in decision.path]
     if not decision.tree:
-        return [_Asked(question, (), answer, []) for question, answer in steps]
+        return [_Asked(question, (), answer, []) for question, answer in steps[:MOST]]
     found: list[_Asked] = []
     known = {row[0] for row in decision.tree if row}
     for row in decision.tree:
@@ -82,7 +83,7 @@ def _questions(decision: Decision) -> list[_Asked]:
         behind = [] if at is None else itertools.takewhile(lambda step: step[0] not in known, steps[at + 1 :])
         more = [f"{question} {answer}" for question, answer in behind]
         found.append(_Asked(row[0], tuple(row[1:]), None if at is None else steps[at][1], more))
-    return found
+    return found[:MOST]
 
 
 def _split(step: str) -> tuple[str, str]:
@@ -123,7 +124,7 @@ class _Drawing:
         self.y += len(lines) * LINE + 3
 
     def arrow(self, answer: str | None) -> None:
-        """The way to the next question, with the answer that leads there; faint where nobody went."""
+        """The way to the next question, with the answer that leads there; faint where it was not taken."""
         kind = "answer" if answer is not None else "answer unasked"
         stroke = "var(--ink)" if answer is not None else "var(--line)"
         x = WIDTH // 2

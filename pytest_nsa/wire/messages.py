@@ -14,7 +14,7 @@ from typing import Any
 
 SCHEMA = 1  # of a test's folder: job.json names it for all files beside it that have no number of their own
 MOST_RANKS = 1 << 17
-# What the plugin sets in each rank; nobody else can.
+# What the plugin sets in each rank: no mark, option or hook can.
 FIXED_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
 DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,18 +10,17 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.decision import Decision, advice_of, count, nothing_wrong, sentence, surest
 from pytest_nsa.diagnosis.verdict import Verdict
 from tests_cpu.plan import hypotheses
+from tests_cpu.plan.hypotheses import ONE_PROCESS, Verdicts
 
 CONTRADICTORY = 0.3
-BRANCHES = {"cmp": "branch_cmp_only", "sel": "branch_sel_only", "win": "branch_win_only"}
-ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
-ALL_TOGETHER = ("ddp_onestep_trace", "ddp_gloo_sanity")
+BRANCHES = dict(zip(("cmp", "sel", "win"), hypotheses.BRANCHES, strict=True))
+ALL_TOGETHER = (hypotheses.ONE_STEP, hypotheses.GLOO)
 # Where backward fails in one process, what is asked of checkpointing, and the scenario that answers.
 CHECKPOINTING = {
     "gc_reentrant_one_process": "is it the reentrant form?",
     "gc_boundaries": "is it a boundary, one layer checkpointed alone?",
     "gc_inplace_writes": "is it a write in place, into what the region did not make?",
 }
-Verdicts = Mapping[str, Verdict]
 
 # Causes that are an explanation by themselves: the tree below reasons about backward and would look in the wrong place.
 _OF_THE_RANK = frozenset(cause.name for cause in CAUSES.values() if cause.of_the_rank)

@@ -42,9 +42,8 @@ def own_gradients(trainer: Trainer, batches: list[Batch], checkpoint: Checkpoint
     wrapped, trainer.model = trainer.model, module
     loss = sum(trainer.loss(batch) for batch in batches) / len(batches)
     trained = [p for p in module.parameters() if p.requires_grad]
-    if (
-        checkpoint is not None and checkpoint.reentrant
-    ):  # which torch.autograd.grad refuses; there is no DDP in one process
+    if checkpoint is not None and checkpoint.reentrant:
+        # torch.autograd.grad refuses it; there is no DDP in one process.
         kept = [p.grad for p in trained]
         for p in trained:
             p.grad = None
@@ -77,8 +76,13 @@ def assert_gradients(module: torch.nn.Module, expected: list[torch.Tensor], tole
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     for (name, parameter), gradient in zip(trained, expected, strict=True):
         assert parameter.grad is not None
-        error = _off_by(parameter.grad, gradient)
-        assert error < tolerated, f"{name}: off by {error:.1e} of its largest gradient"
+        assert_close(name, parameter.grad, gradient, tolerated)
+
+
+def assert_close(name: str, gradient: torch.Tensor, expected: torch.Tensor, tolerated: float) -> None:
+    """Assert that one gradient is off by less than ``tolerated`` times the largest of ``expected``."""
+    error = _off_by(gradient, expected)
+    assert error < tolerated, f"{name}: off by {error:.1e} of its largest gradient"
 
 
 def _off_by(gradient: torch.Tensor, expected: torch.Tensor) -> float:
@@ -125,13 +129,15 @@ class Check:
 
     def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
         self.trainer, self.rank, self.uses = trainer, rank, uses
+        self.results: list[StepResult] = []
         self.waits: list[float] = []  # seconds for each step's data, as `running.run` adds them
 
     def before_step(self, batches: list[Batch]) -> None:
         """No-op."""
 
     def after_step(self, result: StepResult) -> None:
-        """No-op."""
+        """Keep it for the end."""
+        self.results.append(result)
 
     def at_the_end(self, folder: Path) -> None:
         """No-op."""
@@ -160,10 +166,7 @@ class Boundaries(Check):
         for layer in range(len(module.blocks)):
             alone = CheckpointRange(start=layer, end=layer + 1, reentrant=reentrant)
             for name, gradient, right in zip(names, own_gradients(self.trainer, batches, alone), expected, strict=True):
-                error = _off_by(gradient, right)
-                assert error < TOLERANCE, (
-                    f"layer {layer} checkpointed alone: {name} is off by {error:.1e} of its largest gradient"
-                )
+                assert_close(f"layer {layer} checkpointed alone: {name}", gradient, right, TOLERANCE)
 
 
 class InPlace(Check):
@@ -206,18 +209,10 @@ def assert_heeded(output: str) -> None:
 class Criteria(Check):
     """Production's criteria: memory below 30 GB a rank with checkpointing, more than 50 tokens a second; asserted on a GPU."""
 
-    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
-        super().__init__(trainer, rank, uses)
-        self.rates: list[float] = []
-
-    def after_step(self, result: StepResult) -> None:
-        """Keep the figures for the end."""
-        self.rates.append(result.tokens / max(result.seconds, 1e-9))
-        self.latest = result
-
     def at_the_end(self, folder: Path) -> None:
         """Print both, and compare them where they are of production's size."""
-        rate, peak = statistics.median(self.rates[1:] or self.rates), self.latest.peak_mib * (1 << 20)
+        rates = [result.tokens / max(result.seconds, 1e-9) for result in self.results]
+        rate, peak = statistics.median(rates[1:] or rates), self.results[-1].peak_mib * (1 << 20)
         on_gpu = self.trainer.ranks.device.type == "cuda"
         print(
             f"peak {peak / 1e9:.2f} GB, {rate:,.0f} tokens/s; criteria{'' if on_gpu else ' on a GPU'}: below "
@@ -232,36 +227,19 @@ class Criteria(Check):
 class Stability(Criteria):
     """The assertion that many steps leave memory flat and gates alive, within production's criteria."""
 
-    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
-        super().__init__(trainer, rank, uses)
-        self.seconds: list[float] = []
-
-    def after_step(self, result: StepResult) -> None:
-        """Keep the figures for the end."""
-        super().after_step(result)
-        self.seconds.append(result.seconds)
-
     def at_the_end(self, folder: Path) -> None:
         """Assert stability and the criteria, and print the hours that production's steps would take."""
         super().at_the_end(folder)
-        assert_stable(folder, self.rank, self.latest.gates)
-        plan_ahead(self.seconds)
+        assert_stable(folder, self.rank, self.results[-1].gates)
+        plan_ahead([result.seconds for result in self.results])
 
 
 class Data(Check):
     """The assertion that the model does not wait for its data once the first batch is there."""
 
-    def __init__(self, trainer: Trainer, rank: int, uses: int) -> None:
-        super().__init__(trainer, rank, uses)
-        self.seconds: list[float] = []
-
-    def after_step(self, result: StepResult) -> None:
-        """Keep the time of the step, which counts the wait."""
-        self.seconds.append(result.seconds)
-
     def at_the_end(self, folder: Path) -> None:
         """Compare what was waited with what the steps took: both of this run, so that a slow machine changes nothing."""
-        waited, took = statistics.median(self.waits[1:]), statistics.median(self.seconds[1:])
+        waited, took = statistics.median(self.waits[1:]), statistics.median(r.seconds for r in self.results[1:])
         print(f"waits {1e3 * waited:.1f} ms of a step's {1e3 * took:.1f} ms for its data", flush=True)
         assert waited < MAX_WAIT_FOR_DATA * took, f"{waited / took:.0%} of a step is spent waiting for data"
 

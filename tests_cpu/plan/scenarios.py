@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nsa.config import SAFE_ENVIRONMENT
 from pytest_nsa import check_divergence, fails_as, gpu, rank_env, scenario, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +179,7 @@ def _safe(layers: int, seq_len: int) -> Scenario:
     sizes = {"model.n_layers": layers, "train.seq_len": seq_len, "parallel.safe": True}
     return Scenario(
         phase=7, overrides={**ONE, **sizes}, reads_as="passes: one of the mitigations, taken alone above",
-        environment={"NCCL_P2P_DISABLE": "1"}, **_shaped(layers, seq_len, "safe_mode_{shape}"),
+        environment=SAFE_ENVIRONMENT, **_shaped(layers, seq_len, "safe_mode_{shape}"),
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class TestPool:
     def test_after(self, group): dist.barrier()
 """
 
-# gloo groups beside xdist: a fixed port belongs to whoever came first; one per test, to no one else.
+# gloo groups beside xdist: a fixed port is taken by the first process that binds it; each test needs one of its own.
 PORTS = """
 @world_size(2, group=None)
 @pytest.mark.parametrize("again", range(4))

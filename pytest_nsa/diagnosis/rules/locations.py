@@ -51,9 +51,10 @@ def where_they_part(sources: Sources, one: RankEvidence, site: str, other: RankE
     is_in_call = bool(mine and others) and (mine[-1].describe(), others[-1].describe()) == (site, other_site)
     if not parted and is_in_call and common == min(len(mine), len(others)):
         # One is in a callback: they part in the library that calls it.
-        depth, parted = _common(_all_frames(one), _all_frames(other))
+        whole, others_whole = _all_frames(one), _all_frames(other)
+        depth, parted = _common(whole, others_whole)
         if parted:
-            mine, others, common = _all_frames(one), _all_frames(other), depth
+            mine, others, common = whole, others_whole, depth
     in_loop = _any_in_loop(sources, mine[:common])
     if parted:
         below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
