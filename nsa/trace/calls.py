@@ -21,10 +21,20 @@ def group_of(value: Any) -> Any:
 
 
 def new_group_note(args: tuple[Any, ...]) -> str:
-    """'2: 0,1': the name of the group that torch is to make, and its ranks; the store of a default group in place of its ranks."""
+    """'2: 0,1': the name of the group that torch is to make, and its ranks. Of a default group, which names no ranks, what this
+    one calls itself, and the store: '0: rank 1 of 4, by port 29500 of localhost'.
+    """
     if len(args) <= 5 or not isinstance(args[2], list):
         return ""
-    return f"{args[5]}: {','.join(map(str, args[2])) or store_place(args[4])}"
+    place = store_place(args[4])
+    return (
+        f"{args[5]}: {','.join(map(str, args[2])) or numbered(args[1], args[0]) + (f', by {place}' if place else '')}"
+    )
+
+
+def numbered(rank: int, world_size: int) -> str:
+    """'rank 1 of 4': how a rank calls itself where a default group is made."""
+    return f"rank {rank} of {world_size}"
 
 
 def store_place(store: Any) -> str:
@@ -32,7 +42,7 @@ def store_place(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if isinstance(store, dist.FileStore):
-        return f"file ...{store.path[-60:]}"
+        return f"file ...{store.path[-48:]}"
     return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
 
 

@@ -8,6 +8,7 @@ The board's ``blocked_in`` is the index + 1 of the collective that the main thre
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from nsa.trace.calls import (
     is_done_after_wait,
     label_of,
     new_group_note,
+    numbered,
     payload_of,
     root_and_reduction,
     split_sizes,
@@ -94,6 +96,7 @@ class CollectiveRecorder:
         self._wrap_blocking(dist, "_broadcast_coalesced", "broadcast_coalesced")
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
         self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
+        self._wrap_meeting()
         # The functional ones go from Python to C++ past the ProcessGroup's methods, and wait by a function of their own.
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
@@ -165,6 +168,26 @@ class CollectiveRecorder:
             return result
 
         setattr(owner, name, outside_graphs(recorded))
+
+    def _wrap_meeting(self) -> None:
+        """Wrap how env:// and tcp:// come to their store: the first rank serves it, and waits there for the others."""
+        owner = sys.modules.get("torch.distributed.rendezvous")  # of this name dist has a function
+        original = getattr(owner, "_create_c10d_store", None)
+        if original is None:
+            return
+
+        def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
+            self._sequence[NEW_GROUP] += 1
+            note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
+            index = self.board.enter(
+                NEW_GROUP, NEW_GROUP, self._sequence[NEW_GROUP], "", 0, call_site(), size=world_size, note=note
+            )
+            with self._blocked(index):
+                store = original(hostname, port, rank, world_size, *args, **kwargs)
+            self.board.leave(index)
+            return store
+
+        setattr(owner, "_create_c10d_store", recorded)  # noqa: B010 - a name of torch's own
 
     def _wrap_functional(self, name: str) -> None:
         original = getattr(functional, name, None)

@@ -168,8 +168,9 @@ _REGISTRY = (
         name="init_timeout",
         chapter="The rank itself",
         summary="a process group never formed.",
-        advice="look at the rank that is missing: its output shows why it did not arrive",
+        advice="look at the rank that is named: why it does not come, or calls itself what it is not (RANK, WORLD_SIZE)",
         rules=(
+            "numbering.numbered_apart",
             "groups.groups_apart",
             "exits.init_timeout",
             "absence.left_alone",
@@ -347,9 +348,9 @@ _REGISTRY = (
     Cause(
         name="nan_loss",
         chapter="Numbers",
-        summary="a loss is not finite, and the test failed after it.",
+        summary="a loss is not finite, and the test failed after it or left NaN in its model.",
         advice="find the first step with a NaN; lower the learning rate, clip gradients, check the data",
-        rules=("numbers.nan_loss",),
+        rules=("numbers.nan_loss", "numbers.trained_away"),
         outcome="FAIL",
     ),
     Cause(

@@ -18,6 +18,7 @@ from pytest_nsa.diagnosis.rules import (
     exits,
     groups,
     network,
+    numbering,
     numbers,
     order,
     pairs,
@@ -63,6 +64,7 @@ RULES: tuple[Rule, ...] = (
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
+    numbering.numbered_apart,
     order.departed,
     groups.groups_apart,
     pairs.unpaired,
@@ -88,6 +90,7 @@ RULES: tuple[Rule, ...] = (
 
 # Of ranks that stall, or are waited for, while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
+    numbering.numbered_apart,
     order.departed,
     groups.groups_apart,
     pairs.unpaired,
@@ -99,7 +102,12 @@ SUSPICIONS: tuple[Rule, ...] = (
 )
 
 # Of ranks that all ended well: what is wrong all the same.
-OF_THE_PASSED: tuple[Rule, ...] = (payloads.splits_differ, payloads.wrong_numbers, numbers.silent_divergence)
+OF_THE_PASSED: tuple[Rule, ...] = (
+    payloads.splits_differ,
+    payloads.wrong_numbers,
+    numbers.silent_divergence,
+    numbers.trained_away,
+)
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

@@ -392,3 +392,21 @@ def test_pure_python_on_few_cores(group):
     dist.gather_object(total, gathered, dst=3)
     if group.rank == 3:
         assert len(gathered) == 4
+
+
+@world_size(2)
+@check_divergence
+def test_a_step_is_left_out_for_its_loss(ddp):
+    """A loss that is not finite on one rank: all ranks learn of it, and none of them takes that step, as mixed precision does."""
+    torch.manual_seed(0)
+    model = ddp.wrap(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.full((2, 4), float("inf") if ddp.rank == 1 and step == 3 else 0.5)
+        model(x).sum().backward()
+        fine = torch.tensor(float(all(bool(p.grad.isfinite().all()) for p in model.parameters())))
+        torch.distributed.all_reduce(fine, op=torch.distributed.ReduceOp.MIN)
+        if fine:
+            optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())

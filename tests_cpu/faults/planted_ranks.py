@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,3 +249,34 @@ def test_a_store_that_waits_for_a_rank_that_does_not_come(group: Group) -> None:
 def test_an_interface_that_is_not_there(group: Group) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "nsa77"
     dist.new_group([0, 1])
+
+
+def form_again(**arguments: object) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", **arguments)  # type: ignore[arg-type]
+    dist.all_reduce(torch.ones(1))
+
+
+@planted("init_timeout", [2], n=3, where="in form_again", reason="ranks 0 and 2 call themselves rank 0 of 3")
+def test_the_number_within_a_node(group: Group, tmp_path: Path) -> None:
+    place = f"file://{tmp_path.parent / 'again'}"
+    form_again(init_method=place, rank=group.rank % 2, world_size=3)
+
+
+@planted("init_timeout", [1, 2], n=3, where="in form_again", reason="all 3 ranks call themselves rank 0 of 3")
+def test_a_launcher_that_sets_no_rank(group: Group) -> None:
+    """Whichever rank comes first serves the store: the others find its port in use."""
+    os.environ["RANK"] = os.environ.get("SLURM_PROCID", "0")
+    form_again()
+
+
+@planted("init_timeout", [2], n=3, where="in form_again", reason="ranks 0 and 1 expect 3 ranks; rank 2 expects 4 ranks")
+def test_sizes_of_the_world_that_differ(group: Group) -> None:
+    os.environ["WORLD_SIZE"] = "4" if group.rank == 2 else "3"
+    form_again()
+
+
+@planted("init_timeout", [0, 1], where="in form_again", reason="the group is to have 3 ranks, and there are 2")
+def test_a_world_that_is_smaller(group: Group) -> None:
+    os.environ["WORLD_SIZE"] = "3"
+    form_again()

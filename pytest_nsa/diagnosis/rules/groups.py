@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited
@@ -9,6 +12,8 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import can_complete
 from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+_ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
 
 
 def groups_apart(evidence: Evidence) -> Finding | None:
@@ -132,7 +137,8 @@ def _all_members(calls: list[Collective], world_size: int) -> set[tuple[int, ...
 
 
 def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks whose group fewer ranks make; all where none is rarer."""
-    notes = [c.note for c in making.values()]
-    fewest, most = min(map(notes.count, notes)), max(map(notes.count, notes))
-    return tuple(sorted(r for r, c in making.items() if fewest == most or notes.count(c.note) == fewest))
+    """Return the ranks whose group fewer ranks make; all where none is rarer. What each calls itself is its own."""
+    notes = {r: _ITSELF.sub("", c.note) for r, c in making.items()}
+    numbers = Counter(notes.values())
+    fewest, most = min(numbers.values()), max(numbers.values())
+    return tuple(sorted(r for r, note in notes.items() if fewest == most or numbers[note] == fewest))

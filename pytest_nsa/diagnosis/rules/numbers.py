@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,18 +85,78 @@ def _asks_for_a_number(evidence: Evidence, error: RaisedException) -> bool:
     return bool(_FINITE.search(source)) and bool(_NAN.search(error.message))
 
 
+def trained_away(evidence: Evidence) -> Finding | None:
+    """Find a model that ends with parameters that are no finite numbers, in a test that passed. Reads the ranks' checksums.
+
+    Equal to each other they are not either: NaN is not equal to NaN. A loss that is not finite says nothing by itself: mixed
+    precision leaves such steps out, and then the parameters stay finite.
+    """
+    for by_rank in _streams(evidence).values():
+        for rank, records in by_rank.items():
+            last = next((r for r in reversed(records) if r["kind"] != "gradient"), None)
+            if last is not None and any(_is_lost(v) for v in last["norms"]):
+                return _lost(evidence, rank, records)
+    return None
+
+
+def _is_lost(norm: float | None) -> bool:
+    return norm is not None and not math.isfinite(norm)
+
+
+def _lost(evidence: Evidence, seen_by: int, records: list[dict[str, Any]]) -> Finding:
+    """Return the finding on a model's records, of which the last has a norm that is not finite."""
+    first = next(r for r in records if any(_is_lost(v) for v in r["norms"]))
+    names: list[str] = next((r["names"] for r in records if "names" in r), [])
+    lost = [name for name, v in zip(names, records[-1]["norms"], strict=False) if _is_lost(v)]
+    odd = [(r.rank, e) for r in evidence.ranks for e in r.anomalies if e["kind"] == "not_finite"]
+    step = min((e["step"] for _, e in odd), default=0)
+    ranks = tuple(sorted({rank for rank, e in odd if e["step"] == step}))
+    before = ""
+    if odd and step <= first["step"]:
+        value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
+        before = f"the loss of step {step} is {value} on {describe_ranks(ranks, evidence.job.world_size)}; "
+    else:
+        ranks = tuple(first["ranks"])
+    what = (
+        f"parameter {lost[0]} is"
+        if len(lost) == 1
+        else f"{len(lost)} parameters ({lost[0]}, ...) are"
+        if lost
+        else "parameters are"
+    )
+    return Finding(
+        cause="nan_loss",
+        ranks=ranks,
+        where=first.get("site", ""),
+        reason=f"{before}from step {first['step']} on {what} not finite: the test passed all the same",
+        certain=True,
+        confidence=0.9,
+        facts=(
+            Fact(
+                rank=seen_by, kind="checksum", file=f"rank{seen_by}/checksums.jsonl",
+                says=f"the first {first['kind']} that is not finite is of step {first['step']}",
+            ),
+        ),
+    )  # fmt: skip
+
+
 def silent_divergence(evidence: Evidence) -> Finding | None:
     """Find the first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
-    if not evidence.job.check_divergence:
-        return None
-    streams: dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]] = {}
-    for rank in evidence.ranks:
-        for key, records in _by_model(rank, evidence.job.world_size).items():
-            streams.setdefault(key, {})[rank.rank] = records
     found = (
-        _diverging(evidence, by_rank) for (members, _), by_rank in streams.items() if len(by_rank) == len(members) > 1
+        _diverging(evidence, by_rank)
+        for (members, _), by_rank in _streams(evidence).items()
+        if len(by_rank) == len(members) > 1
     )
     return next((finding for finding in found if finding is not None), None)
+
+
+def _streams(evidence: Evidence) -> dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]]:
+    """Return the checksums of each model, by rank; none where the test does not ask for them."""
+    streams: dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]] = {}
+    for rank in evidence.ranks if evidence.job.check_divergence else ():
+        for key, records in _by_model(rank, evidence.job.world_size).items():
+            streams.setdefault(key, {})[rank.rank] = records
+    return streams
 
 
 def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...], int], list[dict[str, Any]]]:
