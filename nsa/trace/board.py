@@ -46,7 +46,7 @@ _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("root", "q"),
     ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
-    ("note", "96s"), ("site", "256s"),
+    ("note", "96s"), ("site", "256s"), ("callers", "192s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
@@ -236,12 +236,12 @@ class Board:
 
     def enter(
         self, op: str, group: str, sequence: int, dtype: str, count: int, site: str, *, size: int, peer: int = -1,
-        root: int = -1, reduction: str = "", note: str = "",
+        root: int = -1, reduction: str = "", note: str = "", callers: str = "",
     ) -> int:  # fmt: skip
         """Enter a collective of a group of ``size`` ranks; returns the index to `leave` with.
 
         ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...;
-        ``note``: a new group's name and ranks, a tag, split sizes.
+        ``note``: a new group's name and ranks, a tag, split sizes; ``site`` and ``callers`` as `frames.call_path` has them.
         """
         index = self.count("collectives_entered")
         offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
@@ -249,7 +249,7 @@ class Board:
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
             root, time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
-            note.encode()[:96], site.encode()[-256:],
+            note.encode()[:96], site.encode()[-256:], callers.encode()[:192],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

@@ -33,7 +33,7 @@ from nsa.trace.calls import (
     succeeded,
 )
 from nsa.trace.compiled import outside_graphs
-from nsa.trace.frames import call_site
+from nsa.trace.frames import call_path
 from nsa.trace.limits import limit_of_call, limit_of_group
 
 _METHODS = (
@@ -153,7 +153,10 @@ class CollectiveRecorder:
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
             note = new_group_note(args) if op == NEW_GROUP else ""
-            index = self.board.enter(op, label, self._sequence[label], "", 0, call_site(), size=size, note=note)
+            site, callers = call_path()
+            index = self.board.enter(
+                op, label, self._sequence[label], "", 0, site, size=size, note=note, callers=callers
+            )
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
@@ -179,8 +182,17 @@ class CollectiveRecorder:
         def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
             self._sequence[NEW_GROUP] += 1
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
+            site, callers = call_path()
             index = self.board.enter(
-                NEW_GROUP, NEW_GROUP, self._sequence[NEW_GROUP], "", 0, call_site(), size=world_size, note=note
+                NEW_GROUP,
+                NEW_GROUP,
+                self._sequence[NEW_GROUP],
+                "",
+                0,
+                site,
+                size=world_size,
+                note=note,
+                callers=callers,
             )
             with self._blocked(index):
                 store = original(hostname, port, rank, world_size, *args, **kwargs)
@@ -203,7 +215,10 @@ class CollectiveRecorder:
             dtype, count, _ = payload_of((tensor,))
             label = label_of(group)
             self._sequence[label] += 1
-            index = self.board.enter(name, label, self._sequence[label], dtype, count, call_site(), size=group.size())
+            site, callers = call_path()
+            index = self.board.enter(
+                name, label, self._sequence[label], dtype, count, site, size=group.size(), callers=callers
+            )
             self._inside.depth = 1
             try:
                 with self._blocked(index):
@@ -309,9 +324,10 @@ class CollectiveRecorder:
                 peer = ANY if name == "recv_anysource" else global_rank(group, given)
             root, reduction = root_and_reduction((*args, *kwargs.values()))
             root = global_rank(group, root) if root >= 0 else root
+            site, callers = call_path()
             index = self.board.enter(
-                name.strip("_"), label, self._sequence[label], dtype, count, call_site(), size=group.size(), peer=peer,
-                root=root, reduction=reduction, note=note,
+                name.strip("_"), label, self._sequence[label], dtype, count, site, size=group.size(), peer=peer,
+                root=root, reduction=reduction, note=note, callers=callers,
             )  # fmt: skip
             limit = limit_of_call((*args, *kwargs.values())) or self._limits.get(label, 0.0)
             self._inside.depth = 1

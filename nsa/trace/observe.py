@@ -203,7 +203,7 @@ class Observer:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.device.type == "cpu":
             with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, for example
                 if not math.isfinite(loss.item()):
-                    self.on_anomaly("not_finite", step, value=str(loss.item()))
+                    self.on_anomaly("not_finite", step, value=str(loss.item()), site=call_site())
         if self._reducing and not any(model.require_backward_grad_sync for model in self._reducing):
             self.on_anomaly("not_synchronised", step)
 

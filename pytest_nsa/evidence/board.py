@@ -31,7 +31,8 @@ class Collective:
 
     ``peer`` is -1 but for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
     the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2: 0,1'), a tag
-    ('tag 3'), or split sizes ('gives 1,2 takes 2,1').
+    ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` the user's lines that led to ``site``, innermost first
+    ('train.py:30 in step < main.py:12 in main').
     """
 
     index: int
@@ -50,6 +51,7 @@ class Collective:
     root: int = -1
     reduction: str = ""
     note: str = ""
+    callers: str = ""
 
     @property
     def is_inside(self) -> bool:

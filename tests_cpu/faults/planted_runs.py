@@ -255,7 +255,7 @@ class ReplicaReporter:
         return summed.item()
 
 
-@planted("group_order_deadlock", [3], n=4, marked=True)
+@planted("skipped_collective", [3], n=4, marked=True)
 def test_replicas_report(group):
     reporter = ReplicaReporter(group.rank)
     gradient = torch.ones(8)

@@ -162,7 +162,7 @@ class Sampler:
                 self.model(torch.randn(1, 16))  # HERE
 
 
-@planted("collective_mismatch", [0], n=3, marked=True)
+@planted("extra_collective", [0], n=3, marked=True)
 def test_fsdp_sample_on_main():
     """Rank 0 alone samples from the sharded model, whose forward gathers the parameters; the others are in the reduction of the loss."""
     rank, _ = where()

@@ -64,13 +64,17 @@ def _why(kind: str, event: dict[str, object]) -> str:
 def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
     """Return how the culprits' way through the model differs from the others', as 'entered b where the others entered a'; or ''.
 
-    A rank that has only come less far has taken no other path.
+    A rank that has only come less far has taken no other path, nor one whose latest forward is of another module: of what DDP
+    wraps, called to evaluate, where the others train.
     """
-    mine = next((r.modules for r in evidence.ranks if r.rank in culprits and r.modules), ())
-    others = [r.modules for r in evidence.ranks if r.rank not in culprits and r.modules]
-    if not mine or not others or any(o != others[0] for o in others if len(o) == len(others[0])):
+    paths = {r.rank: (r.board.path, r.modules) for r in evidence.ranks if r.board is not None and r.modules}
+    mine = next((paths[rank] for rank in paths if rank in culprits), None)
+    others = [path for rank, path in paths.items() if rank not in culprits]
+    if mine is None or not others or any(o != others[0] for o in others if len(o[0]) == len(others[0][0])):
         return ""
-    for a, b in zip(mine, others[0], strict=False):
+    if mine[0][:1] != others[0][0][:1]:
+        return ""
+    for a, b in zip(mine[1], others[0][1], strict=False):
         if a != b:
             return f"entered {a} where the others entered {b}"
     return ""

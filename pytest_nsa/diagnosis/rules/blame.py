@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of
+from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, rounds_since
 from pytest_nsa.diagnosis.rules.locations import lines_where_paths_part, recomputes, where_they_part
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, share_a_loop
 from pytest_nsa.diagnosis.verdict import describe_ranks
@@ -125,6 +125,16 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
             return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"
     if {mine.shape, other.shape} <= followers:
+        now, last = rounds_since(before, mine, other)
+        if now == last:
+            who = describe_ranks(tuple(ahead), evidence.job.world_size)
+            return (
+                tuple(ahead),
+                "skipped_collective",
+                f"{who} went on without {mine.describe()}, which the others make after as many steps as last time (call skipped)",
+            )
+        if now < last:
+            return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"
         return (
             tuple(sorted(entered)),
             "collective_mismatch",

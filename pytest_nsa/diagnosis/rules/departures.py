@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from pytest_nsa.diagnosis.rules.locations import Parting, comes_first
-from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop
+from pytest_nsa.diagnosis.rules.locations import Parting, comes_first, file_name, parts_of
+from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop, share_a_loop
 from pytest_nsa.evidence.board import Collective, Shape
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
@@ -26,12 +26,17 @@ def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
 
 
 def is_new_call(before: list[Collective], collective: Collective) -> bool:
-    """Return whether a line has entered nothing like this before."""
-    return all(c.shape != collective.shape or not is_same_line(c, collective) for c in before)
+    """Return whether a line has entered nothing like this before, or was not reached by these callers."""
+    return all(c.shape != collective.shape or way(c) != way(collective) for c in before)
 
 
 def is_same_line(a: Collective, b: Collective) -> bool:
     return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
+
+
+def way(call: Collective) -> tuple[str, str]:
+    """Return the line of a call and the lines that led there: a helper that is called from two places has two ways."""
+    return call.site, call.callers
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,14 @@ class Departure:
         )
 
     @cached_property
-    def usual_sites(self) -> set[str]:
+    def usual_ways(self) -> set[tuple[str, str]]:
         """Where calls like ``mine`` were made before."""
-        return {c.site for c in self.before if c.shape == self.mine.shape}
+        return {way(c) for c in self.before if c.shape == self.mine.shape}
 
     @property
     def is_unknown(self) -> bool:
         """Whether there is a pattern, and ``mine`` is not in it."""
-        return self.has_pattern and not self.usual_sites
+        return self.has_pattern and not self.usual_ways
 
     @property
     def left_as_usual(self) -> bool:
@@ -89,6 +94,40 @@ class Departure:
         """Whether a loop leads on to the others' call, which the pattern expects next, and no line has entered ``mine`` before."""
         expects_other = expected_next([c.shape for c in self.before]) == self.other.shape
         return self.is_new and expects_other and self.parted.in_loop
+
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether the loop that both ranks are in leads from the latest call past ``mine`` to ``other``, yet to come."""
+        return self.rounds_ahead != ()
+
+    @property
+    def in_another_order(self) -> bool:
+        """Whether ``mine`` follows ``other`` by the pattern, here from another line, as the first call of a round."""
+        return self.mine_follows and way(self.mine) not in self.usual_ways and self.rounds_ahead[:1] != (0,)
+
+    @cached_property
+    def rounds_ahead(self) -> tuple[int, ...]:
+        return rounds_between(self.parted, self.before[-1]) if self.before else ()
+
+    @property
+    def is_past_as_usual(self) -> bool:
+        """Whether a rank in a loop that the others have left went round it as often as last time before it made their call: it
+        has come back to it by a loop around both.
+        """
+        now, last = rounds_since(self.before, self.other, self.mine)
+        return now == last and have_a_common_loop(self.parted.sources, self.parted.here, self.parted.there)
+
+    @property
+    def is_another_round_below(self) -> bool:
+        """Whether the latest call and ``mine`` come from one loop below a statement that the others have left: an attempt more."""
+        if not self.before or not self.parted.below or self.parted.other_below or self.is_new:
+            return False
+        latest = [parts_of(place) for place in (self.before[-1].site, *self.before[-1].callers.split(" < "))]
+        file, line, function = parts_of(self.parted.here)
+        same_line = self.parted.here == self.parted.there
+        return not same_line and any(
+            (file_name(f), n, name) == (file_name(file), line, function) for f, n, name in latest
+        )
 
     @property
     def both_are_new(self) -> bool:
@@ -124,10 +163,14 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
     (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
     (lambda d: d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
+    (lambda d: d.parted.turned.has_left and d.is_past_as_usual, "skipped_collective", "call skipped"),
     (lambda d: d.parted.turned.has_left, "extra_collective", "makes another round of the loop that the others have left"),
     (lambda d: d.comes_first and not d.parted.goes_round and d.is_new, "extra_collective", "which the others have gone past"),
     (lambda d: d.comes_first and not d.parted.goes_round, "extra_collective", "once more than the others"),
-    (lambda d: d.mine_follows and d.mine.site not in d.usual_sites, "collective_mismatch", ", in another order"),
+    (lambda d: d.is_another_round_below, "extra_collective", "makes another round of the loop that the others have left"),
+    (lambda d: d.in_another_order, "collective_mismatch", ", in another order"),
+    (lambda d: d.is_on_the_way and d.is_new, "extra_collective", ""),
+    (lambda d: d.is_on_the_way, "extra_collective", "which comes before the others' call in its rounds"),
     (lambda d: d.mine_follows, "skipped_collective", "call skipped"),
     # The pattern expects neither: the one that comes first in the program is left out.
     (lambda d: d.both_are_new and d.comes_first, "extra_collective", ""),
@@ -140,6 +183,46 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.is_new and d.comes_first, "extra_collective", ""),
     (lambda d: True, "skipped_collective", "call skipped"),
 )  # fmt: skip
+
+
+def rounds_since(before: list[Collective], mark: Collective, counted: Collective) -> tuple[int, int]:
+    """Return how many calls of ``counted``'s line were made since the latest call of ``mark``'s, and in the round before that; -1 of
+    one that the ring does not hold from its beginning.
+    """
+    counts, count = [], 0
+    for call in before:
+        if is_same_line(call, mark):
+            if count:
+                counts.append(count)
+            count = 0
+        elif is_same_line(call, counted):
+            count += 1
+    if before and before[0].sequence > 1:
+        counts = counts[1:]
+    return count, counts[-1] if counts else -1
+
+
+def rounds_between(parted: Parting, latest: Collective) -> tuple[int, ...]:
+    """Return how many rounds after ``latest`` the one rank and the other are, 0 or 1 each, where one loop has all three lines and
+    leads from the latest call to the first rank's line before the other's; else ().
+
+    Nothing is known where the latest call is of one of the two statements: that may be under way, or come round again.
+    """
+    (file, line, function), (_, other_line, _) = parts_of(parted.here), parts_of(parted.there)
+    for place in (latest.site, *latest.callers.split(" < ")):
+        at_file, at, at_function = parts_of(place)
+        if (file_name(at_file), at_function) != (file_name(file), function) or at in (line, other_line):
+            continue
+        whole = f"{file}:{at} in {function}"
+        pairs = ((whole, parted.here), (whole, parted.there), (parted.here, parted.there))
+        if not all(share_a_loop(parted.sources, a, b) for a, b in pairs):
+            return ()
+        one, other = (
+            (int(line < at), line),
+            (int(other_line < at), other_line),
+        )  # an earlier line comes in the next round
+        return (one[0], other[0]) if one < other else ()
+    return ()
 
 
 def kind_of(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:

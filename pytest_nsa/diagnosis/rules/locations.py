@@ -113,11 +113,16 @@ def _any_in_loop(sources: Sources, frames: list[Frame]) -> bool:
 
 def comes_first(place: str, other: str) -> bool:
     """Return whether ``place`` is an earlier line of the function that ``other`` is in."""
-    (file, line, function), (other_file, other_line, other_function) = _parts(place), _parts(other)
+    (file, line, function), (other_file, other_line, other_function) = parts_of(place), parts_of(other)
     return (file, function) == (other_file, other_function) and 0 < line < other_line
 
 
-def _parts(place: str) -> tuple[str, int, str]:
+def file_name(file: str) -> str:
+    return file.rpartition("/")[2]
+
+
+def parts_of(place: str) -> tuple[str, int, str]:
+    """Return file, line and function of a location; the line is 0 where it names none."""
     at, _, function = place.rpartition(" in ")
     file, _, line = at.rpartition(":")
     return file, int(line) if line.isdigit() else 0, function

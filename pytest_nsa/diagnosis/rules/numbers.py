@@ -34,6 +34,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     step = min(e["step"] for _, e in odd)
     ranks = tuple(sorted({r.rank for r, e in odd if e["step"] == step}))
     value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
+    site = next((e["site"] for _, e in odd if e["step"] == step and e.get("site")), "")
     rank, error = next(((r, e) for r, e in errors if r.rank in ranks), errors[0])
     # A step without backward is noted when it is over: what the test raised in it comes before.
     first = min((e["time"] for _, e in odd if e["kind"] == "not_finite"), default=0.0)
@@ -43,7 +44,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="nan_loss",
         ranks=ranks,
-        where=error.where,
+        where=site or error.where,
         reason=f"the loss of step {step} is {value} on {describe_ranks(ranks, evidence.job.world_size)}; then {error.type}: {text}",
         certain=True,
         confidence=0.9,

@@ -7,7 +7,8 @@ from collections import Counter
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, of_rounds
+from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import can_complete
@@ -33,16 +34,26 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
+    n = evidence.job.world_size
+    by_rounds = of_rounds(
+        evidence, waits, "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
+    )
+    if by_rounds is not None:
+        return by_rounds
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
     outside = {end for found in ends.values() for end in found if end not in halves}
-    culprits = tuple(sorted(outside)) or _of_the_circle(evidence, {r for found in ends.values() for r in found}, halves)
+    apart = out_of_their_round(evidence, waits) if len(waits) == len(alive) else None
+    if apart is not None:
+        outside &= set(apart.ranks)
+    culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(
+        evidence, {r for found in ends.values() for r in found}, halves
+    )
     more = _sent_more(evidence, halves, outside)
     if more is not None:
         return more
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
-    n = evidence.job.world_size
     if first.finished:
         does = "ended its test without the other half"
     elif mine is not None:

@@ -1,0 +1,153 @@
+"""Rounds over all groups, sends and receives: what each rank's own calls so far expect, and which ranks depart from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.rules.departures import is_new_call, rounds_between, way
+from pytest_nsa.diagnosis.rules.locations import file_name, parts_of, where_they_part
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.values import Evidence
+
+LATEST = 64  # calls of a rank that are looked at
+AHEAD = 16  # calls that a rank may have left out at once
+
+Token = tuple[str, str, int, tuple[str, str]]  # group, operation, peer, and the way to the call
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A rank's latest round: the call ``expected`` that it did not make, None where it made all of them, and what it made instead.
+
+    ``before`` has its calls up to there; its rounds have ``length`` calls.
+    """
+
+    expected: Token | None
+    made: Collective
+    before: tuple[Collective, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Ranks that left the round: they went on without ``missed``, in which others wait, or made ``extra`` in between; or it is
+    not known which.
+    """
+
+    ranks: tuple[int, ...]
+    missed: Collective | None = None
+    extra: Collective | None = None
+
+
+def out_of_their_round(evidence: Evidence, waits: Mapping[int, Collective]) -> Apart | None:
+    """Return the ranks whose calls are not what their own rounds expect, while all others' are, and what they did otherwise.
+
+    A rank that goes past a call that the others wait in blocks where its partners of another group, of a send or receive, do
+    not come: by what each waits for, the two sides are alike. None where rounds are not regular, or most ranks depart.
+    """
+    departed: dict[int, Round] = {}
+    for rank, call in waits.items():
+        found = _latest_round(evidence, rank, call)
+        if found is None:
+            return None
+        if found.expected is not None:
+            departed[rank] = found
+    others = [rank for rank in waits if rank not in departed]
+    if not departed or not others or len(departed) > len(others) or len({_line(d) for d in departed.values()}) > 1:
+        return None
+    ranks = tuple(sorted(departed))
+    missed = next((waits[r] for r in others if any(_is_at(waits[r], d.expected) for d in departed.values())), None)
+    if missed is not None and all(_leads_to(d) for d in departed.values()):
+        return Apart(ranks, missed=missed)
+    if all(_is_extra(evidence, rank, d, others[0], waits) for rank, d in departed.items()):
+        return Apart(ranks, extra=departed[ranks[0]].made)
+    return Apart(ranks)
+
+
+def _token(call: Collective) -> Token:
+    return call.group, call.op, call.peer, way(call)
+
+
+def _line(found: Round) -> tuple[object, ...]:
+    """Return what is left out, or made instead, whatever the group and peer."""
+    assert found.expected is not None
+    return found.expected[1], found.expected[3], found.made.op, way(found.made)
+
+
+def _latest_round(evidence: Evidence, rank: int, at: Collective) -> Round | None:
+    """Return a rank's round up to the call that it waits in; None where its calls do not repeat."""
+    board = evidence.ranks[rank].board
+    ring = [c for c in (board.collectives if board is not None else ()) if c.op != NEW_GROUP and c.index <= at.index]
+    calls = ring[-LATEST:]
+    tokens = [_token(c) for c in calls]
+    found = _period(tokens)
+    if found is None:
+        return None
+    length, end = found
+    for place in range(end, len(tokens)):
+        if tokens[place] != tokens[place - length]:
+            return Round(tokens[place - length], calls[place], tuple(calls[:place]), length)
+    return Round(None, at, tuple(calls[:-1]), length)
+
+
+def _period(tokens: list[Token]) -> tuple[int, int] | None:
+    """Return the length of the rounds that explains most of the latest calls, and where the regular ones end; None where no two
+    rounds are alike. What is not regular is less than a round, and comes last.
+    """
+    best: tuple[int, int, int] | None = None
+    for length in range(1, len(tokens) // 2 + 1):
+        run = 0  # of calls that repeat the one a round before
+        for place in range(length, len(tokens)):
+            run = run + 1 if tokens[place] == tokens[place - length] else 0
+            end = place + 1
+            if run >= length and end >= len(tokens) - length and (best is None or run + length > best[0]):
+                best = (run + length, length, end)
+    return None if best is None else best[1:]
+
+
+def _is_at(call: Collective, token: Token | None) -> bool:
+    return call.peer == -1 and _token(call) == token
+
+
+def _leads_to(found: Round) -> bool:
+    """Return whether the call that a rank made comes in its rounds soon after the one that it left out, at another line.
+
+    Calls that one line makes, of several groups in turn, may as well have been made in another order.
+    """
+    assert found.expected is not None
+    made = _token(found.made)
+    if made[0] != found.expected[0] and _are_of_one_line(made[3], found.expected[3]):
+        return False
+    following = [_token(c) for c in found.before[-found.length :]]
+    return made in following[1:AHEAD]
+
+
+def _are_of_one_line(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Return whether two ways to a call part below one line, not at two lines of a function."""
+    for (file, line, function), (other_file, other_line, other_function) in zip(
+        _lines(one), _lines(other), strict=False
+    ):
+        if (file, function) != (other_file, other_function):
+            return True
+        if line != other_line:
+            return False
+    return True
+
+
+def _lines(way_there: tuple[str, str]) -> list[tuple[str, int, str]]:
+    """Return file name, line and function of a way, outermost first."""
+    site, callers = way_there
+    found = [parts_of(place) for place in (site, *callers.split(" < ")) if place]
+    return [(file_name(file), line, function) for file, line, function in reversed(found)]
+
+
+def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Mapping[int, Collective]) -> bool:
+    """Return whether a rank waits in a call that no round before had, and that lies before what another one waits in."""
+    made = found.made
+    if made != waits[rank] or made.peer != -1 or not is_new_call(list(found.before), made):
+        return False
+    parted = where_they_part(
+        evidence.sources, evidence.ranks[rank], made.site, evidence.ranks[other], waits[other].site
+    )
+    return rounds_between(parted, found.before[-1]) != ()
