@@ -6,10 +6,16 @@ import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, rounds_since
-from pytest_nsa.diagnosis.rules.locations import lines_where_paths_part, recomputes, where_they_part
-from pytest_nsa.diagnosis.rules.source import have_a_common_loop, share_a_loop
+from pytest_nsa.diagnosis.rules.locations import (
+    file_name,
+    frames_where_paths_part,
+    parts_of,
+    recomputes,
+    where_they_part,
+)
+from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, share_a_loop
 from pytest_nsa.diagnosis.verdict import describe_ranks
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -165,6 +171,9 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
         # In a loop around both, the others may have come round to the inner one again.
         ended = all(has_left_loop(evidence, entered, r, most[0], for_good=True) for r in fewest)
         return fewest if ended else most
+    anew = _has_come_anew(evidence, entered)
+    if anew:
+        return anew
     # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
     again = tuple(
         r
@@ -174,10 +183,28 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
     if again and len(again) < len(ranks):
         others = tuple(r for r in ranks if r not in again)
         return others if all(has_left_loop(evidence, entered, r, again[0]) for r in others) else again
-    lines = lines_where_paths_part([evidence.ranks[r] for r in ranks])
-    if lines is None:
-        return ()
-    return tuple(r for r, line in zip(ranks, lines, strict=True) if line == max(lines))
+    lines = [frame.line for frame in frames_where_paths_part([evidence.ranks[r] for r in ranks])]
+    return tuple(r for r, line in zip(ranks, lines, strict=False) if line == max(lines))
+
+
+def _has_come_anew(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that are in the function in which the ranks part for another time: their latest call was at a later line of
+    it, and no loop leads back. They have gone past what the others, further down in it, wait in.
+    """
+    ranks = sorted(entered)
+    frames = frames_where_paths_part([evidence.ranks[r] for r in ranks])
+    anew = []
+    for rank, frame in zip(ranks, frames, strict=False):
+        calls = [c for c in rings(evidence)[rank] if c.index < entered[rank].index and c.op != NEW_GROUP]
+        for place in (calls[-1].site, *calls[-1].callers.split(" < ")) if calls else ():
+            file, line, function = parts_of(place)
+            if (file_name(file), function) == (file_name(frame.file), frame.function) and line > frame.line:
+                before = f"{frame.file}:{line} in {function}"
+                if is_here(evidence.sources, before) and not have_a_common_loop(
+                    evidence.sources, before, frame.describe()
+                ):
+                    anew.append(rank)
+    return tuple(anew) if len(anew) < len(ranks) else ()
 
 
 def has_left_loop(

@@ -186,8 +186,8 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
 
 
 def rounds_since(before: list[Collective], mark: Collective, counted: Collective) -> tuple[int, int]:
-    """Return how many calls of ``counted``'s line were made since the latest call of ``mark``'s, and in the round before that; -1 of
-    one that the ring does not hold from its beginning.
+    """Return how many calls of ``counted``'s line were made since the latest of ``mark``'s, and in the round before that; -1 of one
+    whose beginning the ring does not hold.
     """
     counts, count = [], 0
     for call in before:

@@ -32,6 +32,9 @@ _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<
 _LEAVES = ("SystemExit", "Exit")
 
 
+_OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))")
+
+
 def is_victim(error: RaisedException) -> bool:
     """Return whether an exception, or what it was raised from, is torch saying that another rank has gone."""
     said = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
@@ -142,8 +145,9 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     if any(r.exit_time <= error.time and r is not first_rank for r in _deaths(evidence)):
         return None  # what came after a death may well be its consequence
     same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
-    culprits = tuple(sorted(r.rank for r, _ in same))
-    others = [r for r in evidence.ranks if r.rank not in culprits]
+    failed = _failed_in_a_checkpoint(error)
+    culprits = tuple(sorted(failed if failed else (r.rank for r, _ in same)))
+    others = [r for r in evidence.ranks if r.rank not in {s.rank for s, _ in same}]
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
     if error.type in _LEAVES:
         cause = "rank_exited"
@@ -156,6 +160,9 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     else:
         cause = "rank_exception"
     reason, where = _told(error)
+    if failed:
+        who = describe_ranks(culprits, evidence.job.world_size)
+        reason = f"{failed[culprits[0]]} on {who}; every rank is told of it by a {error.type}"
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
         where = last_seen(first_rank) or where  # no line of the test's own: at the test
     late = is_late(error.message)
@@ -173,6 +180,21 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         confidence=0.95,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
     )
+
+
+def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:
+    """Return the ranks on which a checkpoint of torch's failed, and the exception of each; {} for any other exception.
+
+    Where one rank cannot save or load its part, all of them raise.
+    """
+    if error.type != "CheckpointException":
+        return {}
+    found = {}
+    for part in _OF_A_RANK.split(error.message)[1:]:
+        number, _, text = part.partition(")")
+        lines = [line for line in text.splitlines() if line.strip()]
+        found[int(number)] = lines[-1].strip()[:200] if lines else "an exception"
+    return found
 
 
 def rank_gone(evidence: Evidence) -> Finding | None:

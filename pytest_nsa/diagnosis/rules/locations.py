@@ -89,10 +89,9 @@ def _place_in(rank: RankEvidence, site: str) -> str:
     return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
 
 
-def lines_where_paths_part(ranks: list[RankEvidence]) -> list[int] | None:
-    """Return the lines of the ranks in the innermost function that all of them are in, where those differ."""
-    _, parted = _common(*(user_frames(rank) for rank in ranks))
-    return [frame.line for frame in parted] or None
+def frames_where_paths_part(ranks: list[RankEvidence]) -> tuple[Frame, ...]:
+    """Return the frames of the ranks of the innermost function that all of them are in, where their lines differ; else ()."""
+    return _common(*(user_frames(rank) for rank in ranks))[1]
 
 
 def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:

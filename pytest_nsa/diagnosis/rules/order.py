@@ -13,7 +13,7 @@ from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
-from pytest_nsa.diagnosis.rules.shifts import Shift, first_shift, left_out
+from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -28,9 +28,9 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
-    shift = first_shift(evidence)
+    shift = of_a_shift(evidence)
     if shift is not None:
-        return _of_a_shift(evidence, shift)
+        return shift
     blamed = swapped(evidence, entered) or blame(evidence, entered)
     culprits, cause, why = _explained(evidence, *blamed)
     why += _ran_out(evidence, culprits, cause)
@@ -90,9 +90,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     crossed = len({_group(c) for c in found.values()}) > 1
     if crossed:
         shown += _members(evidence, found)
-    shift = first_shift(evidence)
+    shift = of_a_shift(evidence)
     if shift is not None:
-        return _of_a_shift(evidence, shift)
+        return shift
     omitted = left_out(evidence, found) if crossed else None
     if omitted is not None:
         who = describe_ranks(omitted[0], evidence.job.world_size)
@@ -155,8 +155,11 @@ def of_rounds(evidence: Evidence, waits: Mapping[int, Collective], shown: str) -
     )  # fmt: skip
 
 
-def _of_a_shift(evidence: Evidence, shift: Shift) -> Finding:
-    """Report the call that some ranks alone made, and that was taken for the others' next one."""
+def of_a_shift(evidence: Evidence) -> Finding | None:
+    """Find the call that some ranks alone made, and that was taken for the others' next one."""
+    shift = first_shift(evidence)
+    if shift is None:
+        return None
     who = describe_ranks(shift.ranks, evidence.job.world_size)
     why = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}: one call apart from then on"
     return Finding(

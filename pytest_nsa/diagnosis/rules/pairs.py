@@ -7,7 +7,7 @@ from collections import Counter
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, of_rounds
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
@@ -35,14 +35,15 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
     n = evidence.job.world_size
-    by_rounds = of_rounds(
-        evidence, waits, "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
-    )
-    if by_rounds is not None:
-        return by_rounds
+    shown = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
+    elsewhere = of_a_shift(evidence) or of_rounds(evidence, waits, shown)
+    if elsewhere is not None:
+        return elsewhere
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
     outside = {end for found in ends.values() for end in found if end not in halves}
-    apart = out_of_their_round(evidence, waits) if len(waits) == len(alive) else None
+    if outside and all(_has_made_its_half(evidence, end, halves) for end in outside):
+        return _misdirected(evidence, halves)
+    apart = out_of_their_round(evidence, waits)
     if apart is not None:
         outside &= set(apart.ranks)
     culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(
@@ -70,6 +71,39 @@ def unpaired(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether a rank that others wait for has sent and received at their lines as often as they have tried to: it left
+    nothing out, and they address another rank than theirs.
+    """
+    for waiter, call in halves.items():
+        mine, theirs = _exchanges(evidence, rank), _exchanges(evidence, waiter)
+        if call.peer != rank:
+            continue
+        way_out = call.op.startswith("send")
+        tried = theirs[way_out, call.site]
+        other_halves = sum(mine[key] for key in theirs if key[0] != way_out)
+        if mine[way_out, call.site] < tried or other_halves < tried:
+            return False
+    return True
+
+
+def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
+    """Return how often a rank has entered a send (True) or a receive, by its line."""
+    board = evidence.ranks[rank].board
+    calls = board.collectives if board is not None else ()
+    return Counter((c.op.startswith("send"), c.site) for c in calls if c.peer != -1)
+
+
+def _misdirected(evidence: Evidence, halves: dict[int, Collective]) -> Finding:
+    told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(halves.items()))
+    first = min(halves)
+    return Finding(
+        cause="p2p_unmatched", ranks=tuple(sorted(halves)), where=last_seen(evidence.ranks[first]),
+        reason=f"receives and sends do not pair: {told}; whom they wait for has sent and received as often as they, with others",
+        certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 

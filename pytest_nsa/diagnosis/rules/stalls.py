@@ -36,6 +36,7 @@ _IO_WAITS = (
     "flock", "posix_lock", "io_schedule", "folio_wait",
 )  # fmt: skip
 _CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
+_POOL_FILES = ("/multiprocessing/pool.py", "/concurrent/futures/process.py")
 _LOADER = "torch/utils/data/dataloader.py"
 
 
@@ -123,7 +124,7 @@ def _why(rank: RankEvidence) -> Why | None:
     """
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
         _stopped, _compiling, _importing,
-        _loader, _child, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
+        _loader, _child, _pool, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
         _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
@@ -204,6 +205,14 @@ def _child(rank: RankEvidence) -> Why | None:
     return Why("child_process", f"waits for a child process: {commands}", 0.85)
 
 
+def _pool(rank: RankEvidence) -> Why | None:
+    """Find that it waits for what a pool of processes is to return."""
+    number = len(rank.process.get("children", ()))
+    if not number or not any(file.endswith(_POOL_FILES) for file in _library_files(rank)):
+        return None
+    return Why("child_process", f"waits for a result of its pool, of {number} processes", 0.8)
+
+
 def _device(rank: RankEvidence) -> Why | None:
     says = waits_for_its_device(rank)
     return Why("device_busy", says, 0.85) if says else None
@@ -254,6 +263,9 @@ def _what_computes(rank: RankEvidence) -> Why:
         not looks and stack is not None and frame is not None
     ):  # only the stack can show it; a tracer's frame does not count
         in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
+    # What a `while` calls again and again is native, and returns: the loop is what does not end.
+    if moves > 1 and frame is not None and looks >= STILL_LOOKS and is_in_while(rank.sources, frame.describe()):
+        in_python = True
     if in_python:
         recursion = _recursion(rank)
         if recursion:
