@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import sysconfig
-from types import FrameType
+from types import CodeType, FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
@@ -60,22 +60,36 @@ def call_site(depth: int = 1) -> str:
     return describe(user_frame(sys._getframe(depth + 1)))
 
 
-CALLERS, WALK = 4, 48  # how many callers of a call site are named, and how many frames are looked at for them
+CALLERS, WALK = 4, 48  # how many callers of a call site are named, and how many frames above it are looked at for them
+_ways: dict[
+    tuple[int, ...], tuple[str, str, list[CodeType]]
+] = {}  # the codes, so that none of another has their numbers
+_MOST_WAYS = 4096  # then they are forgotten: code that is made at run time has new ones for ever
 
 
 def call_path(depth: int = 1) -> tuple[str, str]:
     """Return `call_site`, and the user's lines that led there, innermost first: 'train.py:30 in step < main.py:12 in main'.
 
-    Of their files the names alone: they tell two ways to one line apart.
+    Of their files the names alone: they tell two ways to one line apart. Each way is put into words once.
     """
-    frame = user_frame(sys._getframe(depth + 1))
-    site = describe(frame)
-    callers: list[str] = []
-    for _ in range(WALK):
-        frame = frame.f_back if frame is not None else None
-        if frame is None or len(callers) == CALLERS:
-            break
+    frame: FrameType | None = sys._getframe(depth + 1)
+    frames: list[FrameType] = []
+    way: list[int] = []
+    left = WALK
+    while frame is not None and left:
         code = frame.f_code
         if is_user_file(code.co_filename):
-            callers.append(f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} in {code.co_name}")
-    return site, " < ".join(callers)
+            frames.append(frame)
+            way += (id(code), frame.f_lasti)
+            if len(frames) > CALLERS:
+                break
+        left -= bool(frames)
+        frame = frame.f_back
+    found = _ways.get(tuple(way))
+    if found is None:
+        if len(_ways) >= _MOST_WAYS:
+            _ways.clear()
+        callers = " < ".join(describe(f).rpartition("/")[2] for f in frames[1:])
+        found = (describe(frames[0]) if frames else "", callers, [f.f_code for f in frames])
+        _ways[tuple(way)] = found
+    return found[:2]

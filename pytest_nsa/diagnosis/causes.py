@@ -43,6 +43,7 @@ _REGISTRY = (
         rules=(
             "order.departed",
             "order.waiting_apart",
+            "pairs.unpaired",
             "absence.left_alone",
         ),
         of_the_rank=True,
@@ -55,6 +56,7 @@ _REGISTRY = (
         advice="take the extra call out, or make every rank reach it",
         rules=(
             "order.waiting_apart",
+            "pairs.unpaired",
             "order.departed",
             "absence.left_alone",
         ),
@@ -315,6 +317,7 @@ _REGISTRY = (
             "absence.left_by_choice",
             "order.departed",
             "order.waiting_apart",
+            "pairs.unpaired",
             "absence.left_alone",
             "engine.skipped_apart",
         ),
@@ -327,6 +330,7 @@ _REGISTRY = (
         rules=(
             "order.departed",
             "order.waiting_apart",
+            "pairs.unpaired",
             "absence.left_alone",
         ),
     ),

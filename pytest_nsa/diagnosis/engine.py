@@ -187,12 +187,16 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
 
 
 def caller_of(evidence: Evidence, where: str) -> str:
-    """Return the user's line that called the function of ``where``; '' where that is the test itself, or not in a stack."""
+    """Return the user's line that called the function of ``where``; '' where that is the test itself, or not known."""
     for rank in evidence.ranks:
         frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
         for inner, outer in itertools.pairwise(frames):
             if inner.describe() == where:
                 return outer.describe()
+    for rank in evidence.ranks:  # a rank that has ended left its calls alone
+        for call in reversed(rank.board.collectives if rank.board is not None else ()):
+            if call.site == where and call.callers:
+                return call.callers.partition(" < ")[0]
     return ""
 
 

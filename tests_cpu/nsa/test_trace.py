@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nsa.trace.board import RING_SIZE, Board
+from nsa.trace.frames import CALLERS, call_path
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
 from pytest_nsa.evidence.board import BoardReader
@@ -93,3 +94,30 @@ def test_a_truncated_board_is_no_board(tmp_path: Path, size: int) -> None:
     Board(path, rank=0, world_size=1)
     path.write_bytes(path.read_bytes()[:size])
     assert BoardReader(path).read() is None
+
+
+def helper() -> tuple[str, str]:
+    return call_path(depth=0)
+
+
+def nested(depth: int) -> tuple[str, str]:
+    return helper() if depth == 0 else nested(depth - 1)
+
+
+def test_a_helper_has_a_way_for_each_place_that_calls_it() -> None:
+    one = helper()
+    other = helper()
+    assert one[0] == other[0], "one line calls"
+    assert one[0].endswith("in helper")
+    assert one[1] != other[1], "two lines led there"
+    test = "test_a_helper_has_a_way_for_each_place_that_calls_it"
+    assert all(way[1].split(" < ")[0].startswith("test_trace.py:") for way in (one, other))
+    assert all(way[1].split(" < ")[0].endswith(f" in {test}") for way in (one, other))
+    again = {helper() for _ in range(3)}
+    assert len(again) == 1, "one way, however often"
+
+
+def test_of_a_deep_way_the_innermost_callers_are_kept() -> None:
+    site, callers = nested(10)
+    assert site.endswith("in helper")
+    assert [place.rpartition(" in ")[2] for place in callers.split(" < ")] == ["nested"] * CALLERS

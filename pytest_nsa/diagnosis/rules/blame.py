@@ -43,13 +43,15 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
             f"the ranks are in different collectives: {shown}",
         )
     mine = entered[culprits[0]]
-    other = next(c for r, c in entered.items() if r not in culprits)
+    others = [r for r in entered if r not in culprits]
+    another = next(
+        (r for r in others if evidence.ranks[r].stack is not None), others[0]
+    )  # one that was aborted left none
+    other = entered[another]
     who = describe_ranks(culprits, evidence.job.world_size)
-    another = next(r for r in entered if r not in culprits)
-    parted = where_they_part(
-        evidence.sources, evidence.ranks[culprits[0]], mine.site, evidence.ranks[another], other.site
-    )
-    cause, why = kind_of(_before(evidence, culprits[0], mine), mine, other, parted)
+    parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
+    latest = _calls_before(evidence, culprits[0], mine)[-1:]
+    cause, why = kind_of(_before(evidence, culprits[0], mine), latest, mine, other, parted)
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
     if cause == "skipped_collective" and all(_is_on_its_way(evidence, r, entered[r], other) for r in culprits):
@@ -106,6 +108,11 @@ def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
 
 
+def _calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+    """Return what a rank entered before ``at``, of all groups, sends and receives too."""
+    return [c for c in rings(evidence).get(rank, ()) if c.index < at.index and c.op != NEW_GROUP]
+
+
 def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
     """Ranks that made fewer steps and have gone on to something else, while the others are in a further step's backward.
 
@@ -124,9 +131,7 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     who = describe_ranks(behind, evidence.job.world_size)
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
-        parted = where_they_part(
-            evidence.sources, evidence.ranks[behind[0]], mine.site, evidence.ranks[ahead[0]], other.site
-        )
+        parted = where_they_part(evidence.sources, evidence.ranks[behind[0]], mine, evidence.ranks[ahead[0]], other)
         if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:
             return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"
@@ -163,6 +168,9 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
 
 def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
+    anew = _has_come_anew(evidence, entered)
+    if anew:
+        return anew
     ranks = sorted(entered)
     steps = {r: entered[r].step for r in ranks}
     if len(set(steps.values())) > 1:
@@ -171,9 +179,6 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
         # In a loop around both, the others may have come round to the inner one again.
         ended = all(has_left_loop(evidence, entered, r, most[0], for_good=True) for r in fewest)
         return fewest if ended else most
-    anew = _has_come_anew(evidence, entered)
-    if anew:
-        return anew
     # A rank that has come back to a line where it was before has gone round a loop, past where the others are.
     again = tuple(
         r
@@ -195,7 +200,7 @@ def _has_come_anew(evidence: Evidence, entered: dict[int, Collective]) -> tuple[
     frames = frames_where_paths_part([evidence.ranks[r] for r in ranks])
     anew = []
     for rank, frame in zip(ranks, frames, strict=False):
-        calls = [c for c in rings(evidence)[rank] if c.index < entered[rank].index and c.op != NEW_GROUP]
+        calls = _calls_before(evidence, rank, entered[rank])
         for place in (calls[-1].site, *calls[-1].callers.split(" < ")) if calls else ():
             file, line, function = parts_of(place)
             if (file_name(file), function) == (file_name(frame.file), frame.function) and line > frame.line:
@@ -212,6 +217,6 @@ def has_left_loop(
 ) -> bool:
     """Return whether a rank is past a loop that the other one is in; ``for_good``: and no loop around both leads back."""
     ranks, sources = evidence.ranks, evidence.sources
-    parted = where_they_part(sources, ranks[rank], entered[rank].site, ranks[other], entered[other].site)
+    parted = where_they_part(sources, ranks[rank], entered[rank], ranks[other], entered[other])
     returns = for_good and (parted.in_loop or have_a_common_loop(sources, parted.here, parted.there))
     return parted.has_left and not returns

@@ -41,12 +41,13 @@ def way(call: Collective) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank's call ``mine`` in place of the others' call ``other``, and what the rank called ``before``.
+    """A rank's call ``mine`` in place of the others' call ``other``, and what the rank called ``before`` in this group.
 
-    ``parted``: their locations in the function in which they diverge.
+    ``latest`` is its latest call of any group, if there was one; ``parted``: their locations in the function in which they diverge.
     """
 
     before: list[Collective]
+    latest: list[Collective]
     mine: Collective
     other: Collective
     parted: Parting
@@ -107,7 +108,7 @@ class Departure:
 
     @cached_property
     def rounds_ahead(self) -> tuple[int, ...]:
-        return rounds_between(self.parted, self.before[-1]) if self.before else ()
+        return rounds_between(self.parted, self.latest[-1]) if self.latest else ()
 
     @property
     def is_past_as_usual(self) -> bool:
@@ -120,9 +121,9 @@ class Departure:
     @property
     def is_another_round_below(self) -> bool:
         """Whether the latest call and ``mine`` come from one loop below a statement that the others have left: an attempt more."""
-        if not self.before or not self.parted.below or self.parted.other_below or self.is_new:
+        if not self.latest or not self.parted.below or self.parted.other_below or self.is_new:
             return False
-        latest = [parts_of(place) for place in (self.before[-1].site, *self.before[-1].callers.split(" < "))]
+        latest = [parts_of(place) for place in (self.latest[-1].site, *self.latest[-1].callers.split(" < "))]
         file, line, function = parts_of(self.parted.here)
         same_line = self.parted.here == self.parted.there
         return not same_line and any(
@@ -225,7 +226,9 @@ def rounds_between(parted: Parting, latest: Collective) -> tuple[int, ...]:
     return ()
 
 
-def kind_of(before: list[Collective], mine: Collective, other: Collective, parted: Parting) -> tuple[str, str]:
-    """Return (cause, why) of ``mine`` in place of ``other``."""
-    departure = Departure(before, mine, other, parted)
+def kind_of(
+    before: list[Collective], latest: list[Collective], mine: Collective, other: Collective, parted: Parting
+) -> tuple[str, str]:
+    """Return (cause, why) of ``mine`` in place of ``other``; see `Departure`."""
+    departure = Departure(before, latest, mine, other, parted)
     return next((cause, why) for holds, cause, why in KINDS if holds(departure))

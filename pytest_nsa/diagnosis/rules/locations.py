@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.rules.source import end_of_with, is_here, is_in_loop, is_past_the_loop, share_a_loop
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import RankEvidence
@@ -44,9 +45,15 @@ class Parting:
         )
 
 
-def where_they_part(sources: Sources, one: RankEvidence, site: str, other: RankEvidence, other_site: str) -> Parting:
-    """By their stacks, else by the sites of their calls."""
+def where_they_part(
+    sources: Sources, one: RankEvidence, call: Collective, other: RankEvidence, other_call: Collective
+) -> Parting:
+    """By their stacks; of a rank that left none, as its process has ended, by the lines that led to its call; else by the sites of
+    their calls.
+    """
+    site, other_site = call.site, other_call.site
     mine, others = user_frames(one), user_frames(other)
+    mine, others = mine or _frames_of(call, others), others or _frames_of(other_call, mine)
     common, parted = _common(mine, others)
     is_in_call = bool(mine and others) and (mine[-1].describe(), others[-1].describe()) == (site, other_site)
     if not parted and is_in_call and common == min(len(mine), len(others)):
@@ -74,6 +81,17 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
             )
         inner = frame.function
     return found[::-1]
+
+
+def _frames_of(call: Collective, known: list[Frame]) -> list[Frame]:
+    """Return the frames of a call, outermost first, by the lines that led to it; its callers' files are those of known frames."""
+    if not call.callers:
+        return []
+    files = {file_name(parts_of(call.site)[0]): parts_of(call.site)[0], **{file_name(f.file): f.file for f in known}}
+    own = {f.file for f in known if f.is_own}
+    places = [parts_of(place) for place in (call.site, *call.callers.split(" < "))]
+    found = [(files.get(file_name(file), file), line, function) for file, line, function in reversed(places)]
+    return [Frame(file, line, function, file in own) for file, line, function in found]
 
 
 def _all_frames(rank: RankEvidence) -> list[Frame]:

@@ -147,7 +147,5 @@ def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Ma
     made = found.made
     if made != waits[rank] or made.peer != -1 or not is_new_call(list(found.before), made):
         return False
-    parted = where_they_part(
-        evidence.sources, evidence.ranks[rank], made.site, evidence.ranks[other], waits[other].site
-    )
+    parted = where_they_part(evidence.sources, evidence.ranks[rank], made, evidence.ranks[other], waits[other])
     return rounds_between(parted, found.before[-1]) != ()
