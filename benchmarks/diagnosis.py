@@ -119,6 +119,12 @@ def healthy(folder: Path) -> dict[str, Any]:
     }
 
 
+def world_size(module: str, name: str) -> int:
+    """Return on how many ranks a fault is planted."""
+    function = getattr(importlib.import_module(f"tests_cpu.faults.planted_{module}"), name)
+    return next(mark.args[0] for mark in function.pytestmark if mark.name == "world_size")
+
+
 def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[str, Any]:
     """Run a fault on bare ranks: whether they end by themselves, after how long, whether the output singles the culprit out, and
     whether it shows the line that our verdict names (``line``, '' where it names none).
@@ -162,12 +168,13 @@ def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[st
     if mode == "recorder":
         text = analyze(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    culprit = expected.ranks[0]
-    said = [
-        line for line in text.splitlines() if re.search(rf"\branks?:? ?{culprit}\b", line, re.I) and "exit" not in line
-    ]
+    # Who names every rank has singled none out: it shows the stacks of all, for the reader to compare.
+    said = [line for line in text.splitlines() if "exit" not in line]
+    named = {int(found[1]) for line in said for found in re.finditer(r"\branks?:? ?(\d+)\b", line, re.I)}
+    every = set(range(world_size(module, name)))
     return {
-        "ended": ended, "seconds": time.perf_counter() - started, "names_rank": bool(said),
+        "ended": ended, "seconds": time.perf_counter() - started,
+        "names_rank": expected.ranks[0] in named and (not every <= named or set(expected.ranks) == every),
         "crashed": "SIGSEGV" in text, "silent": ended and process.returncode == 0,
         "shows_line": bool(line) and re.search(rf"planted_{module}\.py(:|\", line ){line}\b", text) is not None,
     }  # fmt: skip
