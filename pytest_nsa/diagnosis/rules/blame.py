@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, rounds_since
+from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, leaves_out_one, rounds_since
 from pytest_nsa.diagnosis.rules.locations import (
-    file_name,
     frames_where_paths_part,
-    parts_of,
+    line_in,
     recomputes,
     where_they_part,
 )
@@ -50,8 +49,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     other = entered[another]
     who = describe_ranks(culprits, evidence.job.world_size)
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
-    latest = _calls_before(evidence, culprits[0], mine)[-1:]
-    cause, why = kind_of(_before(evidence, culprits[0], mine), latest, mine, other, parted)
+    calls = _calls_before(evidence, culprits[0], mine)
+    cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted)
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
     if cause == "skipped_collective" and all(_is_on_its_way(evidence, r, entered[r], other) for r in culprits):
@@ -139,11 +138,12 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
         now, last = rounds_since(before, mine, other)
         if now == last:
             who = describe_ranks(tuple(ahead), evidence.job.world_size)
-            return (
-                tuple(ahead),
-                "skipped_collective",
-                f"{who} went on without {mine.describe()}, which the others make after as many steps as last time (call skipped)",
-            )
+            parted = where_they_part(evidence.sources, evidence.ranks[ahead[0]], other, evidence.ranks[behind[0]], mine)
+            if leaves_out_one(_calls_before(evidence, ahead[0], other), parted, mine, other):
+                why = f"{who} went on without {mine.describe()}, which the others make after as many steps as last time"
+                return tuple(ahead), "skipped_collective", f"{why} (call skipped)"
+            why = f"{who} entered {other.describe()}, a step more than last time, where the others entered {mine.describe()}"
+            return tuple(ahead), "extra_collective", why
         if now < last:
             return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"
         return (
@@ -168,9 +168,9 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
 
 def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
-    anew = _has_come_anew(evidence, entered)
-    if anew:
-        return anew
+    by_line = _has_come_anew(evidence, entered) or _further_down(evidence, entered)
+    if by_line:
+        return by_line
     ranks = sorted(entered)
     steps = {r: entered[r].step for r in ranks}
     if len(set(steps.values())) > 1:
@@ -201,15 +201,26 @@ def _has_come_anew(evidence: Evidence, entered: dict[int, Collective]) -> tuple[
     anew = []
     for rank, frame in zip(ranks, frames, strict=False):
         calls = _calls_before(evidence, rank, entered[rank])
-        for place in (calls[-1].site, *calls[-1].callers.split(" < ")) if calls else ():
-            file, line, function = parts_of(place)
-            if (file_name(file), function) == (file_name(frame.file), frame.function) and line > frame.line:
-                before = f"{frame.file}:{line} in {function}"
-                if is_here(evidence.sources, before) and not have_a_common_loop(
-                    evidence.sources, before, frame.describe()
-                ):
-                    anew.append(rank)
+        line = line_in(calls[-1], frame.describe()) if calls else 0
+        before = f"{frame.file}:{line} in {frame.function}"
+        is_known = line > frame.line and is_here(evidence.sources, before)
+        if is_known and not have_a_common_loop(evidence.sources, before, frame.describe()):
+            anew.append(rank)
     return tuple(anew) if len(anew) < len(ranks) else ()
+
+
+def _further_down(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that are furthest down in the function in which the ranks part, where none of them has made a call in it
+    since it was entered but from the statement that it is at; whatever step they count.
+    """
+    ranks = sorted(entered)
+    frames = frames_where_paths_part([evidence.ranks[r] for r in ranks])
+    for rank, frame in zip(ranks, frames, strict=False):
+        calls = _calls_before(evidence, rank, entered[rank])
+        if not calls or not calls[-1].callers or line_in(calls[-1], frame.describe()) not in (0, frame.line):
+            return ()
+    lines = [frame.line for frame in frames]
+    return tuple(r for r, line in zip(ranks, lines, strict=False) if line == max(lines))
 
 
 def has_left_loop(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from pytest_nsa.diagnosis.rules.locations import Parting, comes_first, file_name, parts_of
-from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop, share_a_loop
+from pytest_nsa.diagnosis.rules.locations import Parting, comes_first, line_in, parts_of
+from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop
 from pytest_nsa.evidence.board import Collective, Shape
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
@@ -43,11 +43,11 @@ def way(call: Collective) -> tuple[str, str]:
 class Departure:
     """A rank's call ``mine`` in place of the others' call ``other``, and what the rank called ``before`` in this group.
 
-    ``latest`` is its latest call of any group, if there was one; ``parted``: their locations in the function in which they diverge.
+    ``calls`` are those of all groups, sends and receives too; ``parted``: their locations in the function in which they diverge.
     """
 
     before: list[Collective]
-    latest: list[Collective]
+    calls: list[Collective]
     mine: Collective
     other: Collective
     parted: Parting
@@ -108,27 +108,29 @@ class Departure:
 
     @cached_property
     def rounds_ahead(self) -> tuple[int, ...]:
-        return rounds_between(self.parted, self.latest[-1]) if self.latest else ()
+        return rounds_between(self.parted, self.calls[-1]) if self.calls else ()
 
     @property
     def is_past_as_usual(self) -> bool:
         """Whether a rank in a loop that the others have left went round it as often as last time before it made their call: it
-        has come back to it by a loop around both.
+        has come back to it by a loop around both, past their statement alone.
         """
         now, last = rounds_since(self.before, self.other, self.mine)
-        return now == last and have_a_common_loop(self.parted.sources, self.parted.here, self.parted.there)
+        common = have_a_common_loop(self.parted.sources, self.parted.here, self.parted.there)
+        return now == last and common and leaves_out_one(self.calls, self.parted, self.other, self.mine)
+
+    @property
+    def is_in_its_statement(self) -> bool:
+        """Whether the latest call came from the statement that ``mine`` comes from, where the others are at another one."""
+        here, there = self.parted.here, self.parted.there
+        return here != there and bool(self.calls) and line_in(self.calls[-1], here) == parts_of(here)[1]
 
     @property
     def is_another_round_below(self) -> bool:
         """Whether the latest call and ``mine`` come from one loop below a statement that the others have left: an attempt more."""
-        if not self.latest or not self.parted.below or self.parted.other_below or self.is_new:
+        if not self.is_in_its_statement or not self.parted.below or self.is_new:
             return False
-        latest = [parts_of(place) for place in (self.latest[-1].site, *self.latest[-1].callers.split(" < "))]
-        file, line, function = parts_of(self.parted.here)
-        same_line = self.parted.here == self.parted.there
-        return not same_line and any(
-            (file_name(f), n, name) == (file_name(file), line, function) for f, n, name in latest
-        )
+        return not self.parted.other_below or not leaves_out_one(self.calls, self.parted, self.other, self.mine)
 
     @property
     def both_are_new(self) -> bool:
@@ -163,6 +165,10 @@ class Departure:
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
     (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
+    (lambda d: d.is_in_its_statement and d.is_new, "extra_collective", ""),
+    (lambda d: d.in_another_order and d.is_on_the_way, "collective_mismatch", ", in another order"),
+    (lambda d: d.is_on_the_way and d.is_new, "extra_collective", ""),
+    (lambda d: d.is_on_the_way, "extra_collective", "which comes before the others' call in its rounds"),
     (lambda d: d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
     (lambda d: d.parted.turned.has_left and d.is_past_as_usual, "skipped_collective", "call skipped"),
     (lambda d: d.parted.turned.has_left, "extra_collective", "makes another round of the loop that the others have left"),
@@ -170,8 +176,6 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.comes_first and not d.parted.goes_round, "extra_collective", "once more than the others"),
     (lambda d: d.is_another_round_below, "extra_collective", "makes another round of the loop that the others have left"),
     (lambda d: d.in_another_order, "collective_mismatch", ", in another order"),
-    (lambda d: d.is_on_the_way and d.is_new, "extra_collective", ""),
-    (lambda d: d.is_on_the_way, "extra_collective", "which comes before the others' call in its rounds"),
     (lambda d: d.mine_follows, "skipped_collective", "call skipped"),
     # The pattern expects neither: the one that comes first in the program is left out.
     (lambda d: d.both_are_new and d.comes_first, "extra_collective", ""),
@@ -203,6 +207,19 @@ def rounds_since(before: list[Collective], mark: Collective, counted: Collective
     return count, counts[-1] if counts else -1
 
 
+def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective, made: Collective) -> bool:
+    """Return whether all calls so far from ``missed`` to the next ``made`` come from one statement of the function in which the ranks
+    part: then it may have been left out. False where they do not show it.
+    """
+    here = parts_of(parted.here)[1]
+    begins = [i for i, call in enumerate(calls) if is_same_line(call, missed)]
+    for begin in reversed(begins):
+        end = next((i for i in range(begin, len(calls)) if is_same_line(calls[i], made)), None)
+        if end is not None:
+            return len({line_in(call, parted.there) for call in calls[begin:end]} - {here}) == 1
+    return False
+
+
 def rounds_between(parted: Parting, latest: Collective) -> tuple[int, ...]:
     """Return how many rounds after ``latest`` the one rank and the other are, 0 or 1 each, where one loop has all three lines and
     leads from the latest call to the first rank's line before the other's; else ().
@@ -210,25 +227,20 @@ def rounds_between(parted: Parting, latest: Collective) -> tuple[int, ...]:
     Nothing is known where the latest call is of one of the two statements: that may be under way, or come round again.
     """
     (file, line, function), (_, other_line, _) = parts_of(parted.here), parts_of(parted.there)
-    for place in (latest.site, *latest.callers.split(" < ")):
-        at_file, at, at_function = parts_of(place)
-        if (file_name(at_file), at_function) != (file_name(file), function) or at in (line, other_line):
-            continue
-        whole = f"{file}:{at} in {function}"
-        pairs = ((whole, parted.here), (whole, parted.there), (parted.here, parted.there))
-        if not all(share_a_loop(parted.sources, a, b) for a, b in pairs):
-            return ()
-        one, other = (
-            (int(line < at), line),
-            (int(other_line < at), other_line),
-        )  # an earlier line comes in the next round
-        return (one[0], other[0]) if one < other else ()
-    return ()
+    at = line_in(latest, parted.here)
+    if at in (0, line, other_line):
+        return ()
+    whole = f"{file}:{at} in {function}"
+    pairs = ((whole, parted.here), (whole, parted.there), (parted.here, parted.there))
+    if not all(have_a_common_loop(parted.sources, a, b) for a, b in pairs):
+        return ()
+    one, other = (int(line < at), line), (int(other_line < at), other_line)  # an earlier line comes in the next round
+    return (one[0], other[0]) if one < other else ()
 
 
 def kind_of(
-    before: list[Collective], latest: list[Collective], mine: Collective, other: Collective, parted: Parting
+    before: list[Collective], calls: list[Collective], mine: Collective, other: Collective, parted: Parting
 ) -> tuple[str, str]:
     """Return (cause, why) of ``mine`` in place of ``other``; see `Departure`."""
-    departure = Departure(before, latest, mine, other, parted)
+    departure = Departure(before, calls, mine, other, parted)
     return next((cause, why) for holds, cause, why in KINDS if holds(departure))

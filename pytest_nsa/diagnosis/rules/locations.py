@@ -134,6 +134,15 @@ def comes_first(place: str, other: str) -> bool:
     return (file, function) == (other_file, other_function) and 0 < line < other_line
 
 
+def line_in(call: Collective, place: str) -> int:
+    """Return the line of the function of ``place`` that led to a call; 0 where none is known to have."""
+    file, _, function = parts_of(place)
+    for at_file, line, at_function in map(parts_of, (call.site, *call.callers.split(" < "))):
+        if (file_name(at_file), at_function) == (file_name(file), function):
+            return line
+    return 0
+
+
 def file_name(file: str) -> str:
     return file.rpartition("/")[2]
 
