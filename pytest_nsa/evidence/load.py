@@ -17,6 +17,7 @@ from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence, 
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
+LATEST = 16  # calls of a rank whose callers' sources are kept
 JOB, DUMP = 4 << 20, 8 << 20  # bytes that are read of job.json, and of a dump of stacks
 
 
@@ -215,16 +216,27 @@ def with_sources(evidence: Evidence) -> Evidence:
 
 
 def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
-    """Yield where the user's code was: in stacks, exceptions and calls of collectives."""
+    """Yield where the user's code was: in stacks, exceptions and calls of collectives, and what led to the latest of these."""
+    files: dict[str, str] = {}  # of a caller the name of its file alone is known
+    callers: set[str] = set()
     for rank in evidence.ranks:
         children = (stack for stacks in rank.children_threads for stack in stacks)
         for stack in (*rank.threads, *rank.fatal, *children):
-            yield from ((frame.file, frame.line) for frame in stack.frames if frame.is_user)
+            for frame in stack.frames:
+                if frame.is_user:
+                    files[frame.file.rpartition("/")[2]] = frame.file
+                    yield frame.file, frame.line
         yield from ((error.file, error.line) for error in rank.exceptions)
         sites = {c.site for c in rank.board.collectives} if rank.board is not None else set()
         for match in map(LOCATION.match, sorted(sites)):
             if match is not None:
+                files.setdefault(match["file"].rpartition("/")[2], match["file"])
                 yield match["file"], int(match["line"])
+        latest = rank.board.collectives[-LATEST:] if rank.board is not None else ()
+        callers.update(place for call in latest for place in call.callers.split(" < "))
+    for match in map(LOCATION.match, sorted(callers)):
+        if match is not None and match["file"] in files:
+            yield files[match["file"]], int(match["line"])
 
 
 def find_test_folders(folder: Path) -> list[Path]:

@@ -69,11 +69,11 @@ def test_fewer_batches_are_reported_as_such(launch: Launch) -> None:
     assert "made fewer steps" in verdict.reason
 
 
-def test_where_both_calls_were_right_before_no_rank_is_singled_out(launch: Launch) -> None:
+def test_a_batch_less_than_in_the_epoch_before(launch: Launch) -> None:
     verdict = launch(rank0_has_a_batch_less_in_the_second_epoch, timeout=30).verdict
-    assert (verdict.cause, verdict.ranks) == ("collective_mismatch", (0, 1))
+    assert (verdict.cause, verdict.ranks) == ("skipped_collective", (0,))
     assert "rank 0 made 5 steps" in verdict.reason
-    assert verdict.confidence <= 0.6
+    assert "made fewer steps" in verdict.reason
 
 
 def test_a_call_left_out_of_one_step(launch: Launch) -> None:

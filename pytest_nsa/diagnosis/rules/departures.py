@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pytest_nsa.diagnosis.rules.locations import Parting, comes_first, line_in, parts_of
-from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop
+from pytest_nsa.diagnosis.rules.source import are_alternatives, calls_each_of_some, have_a_common_loop, is_here
 from pytest_nsa.evidence.board import Collective, Shape
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
@@ -126,6 +126,19 @@ class Departure:
         return here != there and bool(self.calls) and line_in(self.calls[-1], here) == parts_of(here)[1]
 
     @property
+    def is_an_unusual_visit(self) -> bool:
+        """Whether ``mine`` or what its statement has called just before is new: it is this visit to the statement that differs."""
+        if not self.is_in_its_statement:
+            return False
+        here = parts_of(self.parted.here)
+        first = len(self.calls)
+        while first and line_in(self.calls[first - 1], self.parted.here) == here[1]:
+            first -= 1
+        earlier = self.calls[:first]
+        is_known = any(line_in(call, self.parted.here) == here[1] for call in earlier)
+        return is_known and any(is_new_call(earlier, call) for call in (*self.calls[first:], self.mine))
+
+    @property
     def is_another_round_below(self) -> bool:
         """Whether the latest call and ``mine`` come from one loop below a statement that the others have left: an attempt more."""
         if not self.is_in_its_statement or not self.parted.below or self.is_new:
@@ -149,10 +162,12 @@ class Departure:
 
     @property
     def are_alternatives(self) -> bool:
-        """Whether the two are on one line, or in the two branches of one ``if``."""
-        return is_same_line(self.mine, self.other) or are_alternatives(
-            self.parted.sources, self.mine.site, self.other.site
-        )
+        """Whether the two are on one line, in the two branches of one ``if``, or in two functions that one line calls by a name."""
+        sources, fork = self.parted.sources, self.parted.fork
+        if is_same_line(self.mine, self.other) or are_alternatives(sources, self.mine.site, self.other.site):
+            return True
+        is_new = bool(fork) and self.is_new and not is_new_call(self.before, self.other)
+        return is_new and is_here(sources, fork) and not calls_each_of_some(sources, fork)
 
     @property
     def are_alike(self) -> bool:
@@ -166,6 +181,7 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
     (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
     (lambda d: d.is_in_its_statement and d.is_new, "extra_collective", ""),
+    (lambda d: d.is_an_unusual_visit, "extra_collective", "in a visit to this line that is not as those before"),
     (lambda d: d.in_another_order and d.is_on_the_way, "collective_mismatch", ", in another order"),
     (lambda d: d.is_on_the_way and d.is_new, "extra_collective", ""),
     (lambda d: d.is_on_the_way, "extra_collective", "which comes before the others' call in its rounds"),
@@ -208,7 +224,7 @@ def rounds_since(before: list[Collective], mark: Collective, counted: Collective
 
 
 def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective, made: Collective) -> bool:
-    """Return whether all calls so far from ``missed`` to the next ``made`` come from one statement of the function in which the ranks
+    """Return whether all calls so far from ``missed`` to the next ``made`` come from one statement of the function in which ranks
     part: then it may have been left out. False where they do not show it.
     """
     here = parts_of(parted.here)[1]

@@ -16,7 +16,7 @@ class Parting:
     """The locations of two ranks in the innermost function that both are in, and its source where it was kept.
 
     ``in_loop``: the call of that function is in a loop; ``below`` and ``other_below``: what it calls on the one and on the
-    other rank does.
+    other rank does. ``fork`` is the line that has called one function on the one, and another on the other, if they part so.
     """
 
     here: str
@@ -25,6 +25,7 @@ class Parting:
     in_loop: bool = False
     below: bool = False
     other_below: bool = False
+    fork: str = ""
 
     @property
     def has_left(self) -> bool:
@@ -67,7 +68,18 @@ def where_they_part(
         below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
         return Parting(parted[0].describe(), parted[1].describe(), sources, in_loop, below, other_below)
     there, here = _place_in(other, site), _place_in(one, other_site)
-    return Parting(site, there, sources, in_loop) if there else Parting(here or site, other_site, sources, in_loop)
+    fork = _fork(_all_frames(one), _all_frames(other))
+    if there:
+        return Parting(site, there, sources, in_loop, fork=fork)
+    return Parting(here or site, other_site, sources, in_loop, fork=fork)
+
+
+def _fork(mine: list[Frame], others: list[Frame]) -> str:
+    """Return the user's line that has called two functions of the user's, one on each rank; '' where they do not part so."""
+    depth = next((i for i, (a, b) in enumerate(zip(mine, others, strict=False)) if a != b), 0)
+    if not depth or not (mine[depth - 1].is_user and mine[depth].is_user and others[depth].is_user):
+        return ""
+    return mine[depth - 1].describe() if mine[depth].function != others[depth].function else ""
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:

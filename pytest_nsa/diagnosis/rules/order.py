@@ -121,8 +121,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     behind = tuple(r for r in sorted(found) if r not in ahead)
     has_left = all(has_left_loop(evidence, found, r, behind[0]) for r in ahead) if behind else False
-    # Only members of the group that the others wait in can have gone on without its call.
-    ahead = tuple(r for r in ahead if r in evidence.members(_group(found[behind[0]]))) or ahead
+    # Only members of a group that others wait in can have gone on without its call.
+    members = {member for r in behind for member in evidence.members(_group(found[r]))}
+    ahead = tuple(r for r in ahead if r in members) or ahead
     is_for_them = any(_is_for_a_later_rank(evidence, r, found[r]) for r in behind)
     if not has_left and (len(behind) < len(ahead) or is_for_them):
         who = describe_ranks(behind, evidence.job.world_size)

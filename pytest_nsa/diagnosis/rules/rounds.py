@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.rules.departures import is_new_call, rounds_between, way
 from pytest_nsa.diagnosis.rules.locations import file_name, parts_of, where_they_part
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
-from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 LATEST = 64  # calls of a rank that are looked at
 AHEAD = 16  # calls that a rank may have left out at once
@@ -63,6 +63,13 @@ def out_of_their_round(evidence: Evidence, waits: Mapping[int, Collective]) -> A
     if all(_is_extra(evidence, rank, d, others[0], waits) for rank, d in departed.items()):
         return Apart(ranks, extra=departed[ranks[0]].made)
     return Apart(ranks)
+
+
+def is_as_usual(evidence: Evidence, rank: RankEvidence) -> bool:
+    """Return whether a rank's calls up to the latest are what its rounds so far expect; False where these are not regular."""
+    calls = rank.board.collectives if rank.board is not None else ()
+    found = _latest_round(evidence, rank.rank, calls[-1]) if calls else None
+    return found is not None and found.expected is None
 
 
 def _token(call: Collective) -> Token:

@@ -124,6 +124,16 @@ def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
     return False
 
 
+def calls_each_of_some(sources: Sources, place: str) -> bool:
+    """Return whether a line calls what a loop goes through: `for callback in callbacks: callback.on_step()`."""
+    found = sources.around(place)
+    loops: list[ast.For | ast.comprehension] = [loop for loop in _loops(sources, place) if isinstance(loop, ast.For)]
+    loops += [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
+    taken = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    calls = [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.Call)]
+    return any(isinstance(n, ast.Name) and n.id in taken for call in calls for n in ast.walk(call.func))
+
+
 def is_for_a_later_rank(sources: Sources, place: str) -> bool:
     """Return whether the line is under a condition that is true on one rank other than the first: ``if rank == 1:``.
 
