@@ -46,7 +46,7 @@ def _habits(rank: RankEvidence) -> set[str]:
     """Return the kinds of anomaly that most of a rank's steps have, and more than one."""
     steps = rank.board.numbers["step"] if rank.board is not None else 0.0
     kinds = [e["kind"] for e in rank.anomalies]
-    return {kind for kind in kinds if kinds.count(kind) > max(1.0, HABIT * steps)}
+    return {kind for kind in kinds if kinds.count(kind) >= max(2.0, HABIT * steps)}
 
 
 def _is_of_its_end(evidence: Evidence, rank: RankEvidence, event: dict[str, object]) -> bool:

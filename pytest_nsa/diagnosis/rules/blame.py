@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, leaves_out_one, rounds_since
+from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, leaves_out_one, rounds_since, way
 from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
     line_in,
@@ -16,7 +16,10 @@ from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, share
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
+from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+_LATEST = 64  # calls of a rank that are looked at
 
 
 def rings(evidence: Evidence) -> Rings:
@@ -188,7 +191,7 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
     if again and len(again) < len(ranks):
         others = tuple(r for r in ranks if r not in again)
         return others if all(has_left_loop(evidence, entered, r, again[0]) for r in others) else again
-    lines = [frame.line for frame in frames_where_paths_part([evidence.ranks[r] for r in ranks])]
+    lines = [frame.line for frame in _frames_apart(evidence, entered)]
     return tuple(r for r, line in zip(ranks, lines, strict=False) if line == max(lines))
 
 
@@ -197,7 +200,7 @@ def _has_come_anew(evidence: Evidence, entered: dict[int, Collective]) -> tuple[
     it, and no loop leads back. They have gone past what the others, further down in it, wait in.
     """
     ranks = sorted(entered)
-    frames = frames_where_paths_part([evidence.ranks[r] for r in ranks])
+    frames = _frames_apart(evidence, entered)
     anew = []
     for rank, frame in zip(ranks, frames, strict=False):
         calls = _calls_before(evidence, rank, entered[rank])
@@ -209,18 +212,33 @@ def _has_come_anew(evidence: Evidence, entered: dict[int, Collective]) -> tuple[
     return tuple(anew) if len(anew) < len(ranks) else ()
 
 
-def _further_down(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that are furthest down in the function in which the ranks part, where none of them has made a call in it
-    since it was entered but from the statement that it is at; whatever step they count.
-    """
+def _frames_apart(evidence: Evidence, entered: dict[int, Collective]) -> tuple[Frame, ...]:
+    """Return the frames in which the ranks part, in the order of their numbers."""
     ranks = sorted(entered)
-    frames = frames_where_paths_part([evidence.ranks[r] for r in ranks])
+    return frames_where_paths_part([evidence.ranks[r] for r in ranks], [entered[r] for r in ranks])
+
+
+def _further_down(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that are furthest in the function in which the ranks part, where all of them have made the same call last,
+    but for those of the statement that each is at; whatever step they count.
+    """
+    ranks, frames = sorted(entered), _frames_apart(evidence, entered)
+    latest = []
     for rank, frame in zip(ranks, frames, strict=False):
         calls = _calls_before(evidence, rank, entered[rank])
-        if not calls or not calls[-1].callers or line_in(calls[-1], frame.describe()) not in (0, frame.line):
-            return ()
-    lines = [frame.line for frame in frames]
-    return tuple(r for r, line in zip(ranks, lines, strict=False) if line == max(lines))
+        others = [c for c in calls[-_LATEST:] if line_in(c, frame.describe()) != frame.line]
+        latest += others[-1:]
+    if len(latest) < len(ranks) or len({(c.op, way(c)) for c in latest}) > 1 or not latest[0].callers:
+        return ()
+    at = line_in(latest[0], frames[0].describe())  # a loop leads from there to the lines before it
+    if at and not all(have_a_common_loop(evidence.sources, _at(f, at), f.describe()) for f in frames):
+        return ()
+    places = [(0 < f.line <= at, f.line) for f in frames]
+    return tuple(r for r, place in zip(ranks, places, strict=False) if place == max(places))
+
+
+def _at(frame: Frame, line: int) -> str:
+    return f"{frame.file}:{line} in {frame.function}"
 
 
 def has_left_loop(

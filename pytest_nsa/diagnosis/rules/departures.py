@@ -224,15 +224,16 @@ def rounds_since(before: list[Collective], mark: Collective, counted: Collective
 
 
 def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective, made: Collective) -> bool:
-    """Return whether all calls so far from ``missed`` to the next ``made`` come from one statement of the function in which ranks
-    part: then it may have been left out. False where they do not show it.
+    """Return whether all calls from ``missed`` to the next ``made`` came, at least once, from one statement of the function
+    in which the ranks part: then it may have been left out. False where the calls so far do not show it.
     """
     here = parts_of(parted.here)[1]
-    begins = [i for i, call in enumerate(calls) if is_same_line(call, missed)]
-    for begin in reversed(begins):
+    for begin, call in enumerate(calls):
         end = next((i for i in range(begin, len(calls)) if is_same_line(calls[i], made)), None)
-        if end is not None:
-            return len({line_in(call, parted.there) for call in calls[begin:end]} - {here}) == 1
+        if not is_same_line(call, missed) or end is None:
+            continue
+        if len({line_in(between, parted.there) for between in calls[begin:end]} - {here}) == 1:
+            return True
     return False
 
 

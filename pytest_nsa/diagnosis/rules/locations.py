@@ -119,9 +119,13 @@ def _place_in(rank: RankEvidence, site: str) -> str:
     return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
 
 
-def frames_where_paths_part(ranks: list[RankEvidence]) -> tuple[Frame, ...]:
-    """Return the frames of the ranks of the innermost function that all of them are in, where their lines differ; else ()."""
-    return _common(*(user_frames(rank) for rank in ranks))[1]
+def frames_where_paths_part(ranks: list[RankEvidence], calls: list[Collective]) -> tuple[Frame, ...]:
+    """Return the frames of the ranks of the innermost function that all of them are in, where their lines differ; else (). The lines
+    that led to its call stand for a rank that left no stack.
+    """
+    paths = [user_frames(rank) for rank in ranks]
+    known = [frame for path in paths for frame in path]
+    return _common(*(path or _frames_of(call, known) for path, call in zip(paths, calls, strict=True)))[1]
 
 
 def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
