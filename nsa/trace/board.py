@@ -46,7 +46,7 @@ _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("root", "q"),
     ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
-    ("note", "96s"), ("site", "256s"), ("callers", "192s"),
+    ("note", "96s"), ("site", "256s"), ("callers", "256s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
 _OFFSETS = {name: struct.calcsize("<" + "".join(c for _, c in _RECORD[:i])) for i, (name, _) in enumerate(_RECORD)}
@@ -249,7 +249,7 @@ class Board:
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
             root, time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
-            note.encode()[:96], site.encode()[-256:], callers.encode()[:192],
+            note.encode()[:96], site.encode()[-256:], callers.encode()[:256],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

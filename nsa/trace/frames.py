@@ -60,7 +60,7 @@ def call_site(depth: int = 1) -> str:
     return describe(user_frame(sys._getframe(depth + 1)))
 
 
-CALLERS, WALK = 4, 48  # how many callers of a call site are named, and how many frames above it are looked at for them
+CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are looked at for them
 _ways: dict[
     tuple[int, ...], tuple[str, str, list[CodeType]]
 ] = {}  # the codes, so that none of another has their numbers

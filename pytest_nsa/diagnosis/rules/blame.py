@@ -5,7 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from pytest_nsa.diagnosis.rules.departures import expected_next, kind_of, leaves_out_one, rounds_since, way
+from pytest_nsa.diagnosis.rules.departures import (
+    Departure,
+    expected_next,
+    kind_of,
+    leaves_out_one,
+    rounds_since,
+    way,
+)
 from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
     line_in,
@@ -134,6 +141,9 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
         parted = where_they_part(evidence.sources, evidence.ranks[behind[0]], mine, evidence.ranks[ahead[0]], other)
+        departure = Departure(before, _calls_before(evidence, behind[0], mine), mine, other, parted)
+        if departure.is_in_its_statement or departure.is_on_the_way:
+            return behind, "extra_collective", f"{told}: a call that no round before had"
         if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:
             return behind, "extra_collective", f"{told}: a call that no round before had"
         return behind, "skipped_collective", f"{told} (it made fewer steps, and left the loop)"

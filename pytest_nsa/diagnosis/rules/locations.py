@@ -120,8 +120,9 @@ def _place_in(rank: RankEvidence, site: str) -> str:
 
 
 def frames_where_paths_part(ranks: list[RankEvidence], calls: list[Collective]) -> tuple[Frame, ...]:
-    """Return the frames of the ranks of the innermost function that all of them are in, where their lines differ; else (). The lines
-    that led to its call stand for a rank that left no stack.
+    """Return the frames of the ranks of the innermost function that all of them are in, where their lines differ; else ().
+
+    The lines that led to its call stand for a rank that left no stack.
     """
     paths = [user_frames(rank) for rank in ranks]
     known = [frame for path in paths for frame in path]

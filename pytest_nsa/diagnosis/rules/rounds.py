@@ -57,8 +57,10 @@ def out_of_their_round(evidence: Evidence, waits: Mapping[int, Collective]) -> A
     if not departed or not others or len(departed) > len(others) or len({_line(d) for d in departed.values()}) > 1:
         return None
     ranks = tuple(sorted(departed))
-    missed = next((waits[r] for r in others if any(_is_at(waits[r], d.expected) for d in departed.values())), None)
-    if missed is not None and all(_leads_to(d) for d in departed.values()):
+    left_out = {rank: _left_out(d) for rank, d in departed.items()}
+    tokens = {token for found in left_out.values() for token in found}
+    missed = next((waits[r] for r in others if waits[r].peer == -1 and _token(waits[r]) in tokens), None)
+    if missed is not None and all(left_out.values()):
         return Apart(ranks, missed=missed)
     if all(_is_extra(evidence, rank, d, others[0], waits) for rank, d in departed.items()):
         return Apart(ranks, extra=departed[ranks[0]].made)
@@ -113,21 +115,18 @@ def _period(tokens: list[Token]) -> tuple[int, int] | None:
     return None if best is None else best[1:]
 
 
-def _is_at(call: Collective, token: Token | None) -> bool:
-    return call.peer == -1 and _token(call) == token
-
-
-def _leads_to(found: Round) -> bool:
-    """Return whether the call that a rank made comes in its rounds soon after the one that it left out, at another line.
+def _left_out(found: Round) -> list[Token]:
+    """Return what a rank's rounds have from the call that it did not make to the one that it made instead; [] where they do not
+    lead there soon.
 
     Calls that one line makes, of several groups in turn, may as well have been made in another order.
     """
     assert found.expected is not None
     made = _token(found.made)
     if made[0] != found.expected[0] and _are_of_one_line(made[3], found.expected[3]):
-        return False
-    following = [_token(c) for c in found.before[-found.length :]]
-    return made in following[1:AHEAD]
+        return []
+    following = [_token(c) for c in found.before[-found.length :]][:AHEAD]
+    return following[: following.index(made)] if made in following[1:] else []
 
 
 def _are_of_one_line(one: tuple[str, str], other: tuple[str, str]) -> bool:
