@@ -162,6 +162,17 @@ def test_a_report_that_comes_a_step_late(ddp):
             dist.all_gather_object(report, step)  # HERE
 
 
+@planted("skipped_collective", [1], n=4, marked=True)
+def test_a_name_that_one_rank_has_not(ddp):
+    """After it the rank is a call ahead: DDP's own call of the next step is no sign that the loop has not come round."""
+    model, optimizer = small(ddp)
+    for step in range(6):
+        train_step(model, optimizer)
+        names = ["loss", "accuracy"] + ["length"] * ((ddp.rank, step) != (1, AT))
+        for _ in names:
+            dist.all_reduce(torch.ones(1))  # HERE
+
+
 class Cut(Exception):
     pass
 

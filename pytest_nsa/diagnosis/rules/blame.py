@@ -59,7 +59,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     other = entered[another]
     who = describe_ranks(culprits, evidence.job.world_size)
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
-    calls = _calls_before(evidence, culprits[0], mine)
+    calls = _made_by_both(evidence, culprits[0], mine, another, other)
     cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted)
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
@@ -122,6 +122,20 @@ def _calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collect
     return [c for c in rings(evidence).get(rank, ()) if c.index < at.index and c.op != NEW_GROUP]
 
 
+def _made_by_both(evidence: Evidence, rank: int, mine: Collective, another: int, other: Collective) -> list[Collective]:
+    """Return a rank's calls up to the latest before ``mine`` that another rank has made before ``other``, too.
+
+    The two have met in each call of this group. Of other groups, and in what DDP does by itself, the rank may be further already.
+    """
+    calls = _calls_before(evidence, rank, mine)
+    met = max((i for i, c in enumerate(calls) if c.group == mine.group and c.peer == -1), default=-1)
+    theirs = _calls_before(evidence, another, other)
+    met_there = max((i for i, c in enumerate(theirs) if c.group == other.group and c.peer == -1), default=-1)
+    since = {(c.op, way(c)) for c in theirs[met_there + 1 :]}
+    both = [i for i, c in enumerate(calls) if i <= met or (c.op, way(c)) in since]
+    return calls[: both[-1] + 1] if both else []
+
+
 def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
     """Ranks that made fewer steps and have gone on to something else, while the others are in a further step's backward.
 
@@ -141,7 +155,8 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
         parted = where_they_part(evidence.sources, evidence.ranks[behind[0]], mine, evidence.ranks[ahead[0]], other)
-        departure = Departure(before, _calls_before(evidence, behind[0], mine), mine, other, parted)
+        calls = _made_by_both(evidence, behind[0], mine, ahead[0], other)
+        departure = Departure(before, calls, mine, other, parted)
         if departure.is_in_its_statement or departure.is_on_the_way:
             return behind, "extra_collective", f"{told}: a call that no round before had"
         if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:

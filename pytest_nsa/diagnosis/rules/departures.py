@@ -43,7 +43,8 @@ def way(call: Collective) -> tuple[str, str]:
 class Departure:
     """A rank's call ``mine`` in place of the others' call ``other``, and what the rank called ``before`` in this group.
 
-    ``calls`` are those of all groups, sends and receives too; ``parted``: their locations in the function in which they diverge.
+    ``calls`` are those of all groups, sends and receives too, up to the latest that the others have made as well; ``parted``: their
+    locations in the function in which they diverge.
     """
 
     before: list[Collective]
@@ -232,7 +233,10 @@ def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective,
         end = next((i for i in range(begin, len(calls)) if is_same_line(calls[i], made)), None)
         if not is_same_line(call, missed) or end is None:
             continue
-        if len({line_in(between, parted.there) for between in calls[begin:end]} - {here}) == 1:
+        lines = {
+            line_in(c, parted.there) for c in calls[begin:end] if not c.group.startswith("ddp")
+        }  # that is of a forward
+        if len(lines - {here}) == 1:
             return True
     return False
 
