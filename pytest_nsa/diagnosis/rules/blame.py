@@ -53,9 +53,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         )
     mine = entered[culprits[0]]
     others = [r for r in entered if r not in culprits]
-    another = next(
-        (r for r in others if evidence.ranks[r].stack is not None), others[0]
-    )  # one that was aborted left none
+    with_stacks = [r for r in others if evidence.ranks[r].stack is not None]  # who was aborted left none
+    another = (with_stacks or others)[0]
     other = entered[another]
     who = describe_ranks(culprits, evidence.job.world_size)
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
@@ -12,7 +11,7 @@ from pytest_nsa.diagnosis.rules.blame import blame, has_left_loop, rings, swappe
 from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import user_frames
-from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
+from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
@@ -98,9 +97,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         who = describe_ranks(omitted[0], evidence.job.world_size)
         why = f"{who} left {omitted[1].describe()} out, in which another rank waits (call skipped): {shown}"
         return skipped(evidence, *omitted, why)
-    found_apart = of_rounds(evidence, found, shown) if crossed else None
-    if found_apart is not None:
-        return found_apart
+    by_rounds = of_rounds(evidence, out_of_their_round(evidence, found), shown) if crossed else None
+    if by_rounds is not None:
+        return by_rounds
     # Who takes the groups in another order than so far is known by its own calls.
     departing = _departs_over_groups(evidence, found) if crossed else ()
     apart = departing or (_minority(found) if crossed else ())
@@ -138,9 +137,8 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     return skipped(evidence, ahead, missed, why)
 
 
-def of_rounds(evidence: Evidence, waits: Mapping[int, Collective], shown: str) -> Finding | None:
+def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | None:
     """Find by the ranks' own rounds that some of them left out the call in which others wait, or made one that no round had."""
-    apart = out_of_their_round(evidence, waits)
     if apart is None or (apart.missed is None and apart.extra is None):
         return None
     who = describe_ranks(apart.ranks, evidence.job.world_size)

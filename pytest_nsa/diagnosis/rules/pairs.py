@@ -36,14 +36,14 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None  # it may be under way
     n = evidence.job.world_size
     shown = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
-    elsewhere = of_a_shift(evidence) or of_rounds(evidence, waits, shown)
+    apart = out_of_their_round(evidence, waits)
+    elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, shown)
     if elsewhere is not None:
         return elsewhere
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
     outside = {end for found in ends.values() for end in found if end not in halves}
     if outside and all(_has_made_its_half(evidence, end, halves) for end in outside):
         return _misdirected(evidence, halves)
-    apart = out_of_their_round(evidence, waits)
     if apart is not None:
         outside &= set(apart.ranks)
     culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(
@@ -79,9 +79,9 @@ def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collecti
     nothing out, and they address another rank than theirs.
     """
     for waiter, call in halves.items():
-        mine, theirs = _exchanges(evidence, rank), _exchanges(evidence, waiter)
         if call.peer != rank:
             continue
+        mine, theirs = _exchanges(evidence, rank), _exchanges(evidence, waiter)
         way_out = call.op.startswith("send")
         tried = theirs[way_out, call.site]
         other_halves = sum(mine[key] for key in theirs if key[0] != way_out)
