@@ -187,7 +187,11 @@ def analyze(folder: str) -> str:
     '0'. That is mended here, so that what is compared is what the analyzer finds.
     """
     for dump in Path(folder).glob("trace_*"):
-        recorded = pickle.loads(dump.read_bytes())  # our own ranks wrote it
+        try:
+            recorded = pickle.loads(dump.read_bytes())  # our own ranks wrote it
+        except (EOFError, pickle.UnpicklingError):  # its rank was killed meanwhile
+            dump.unlink()
+            continue
         groups = recorded.get("pg_config", {})
         if "" in groups:
             groups["0"] = {**groups.pop(""), "name": "0"}
