@@ -140,6 +140,13 @@ class CollectiveRecorder:
                 if name in vars(owner):
                     setattr(owner, name, self._wrap(name, vars(owner)[name]))
 
+    def _enter(self, op: str, label: str, dtype: str = "", count: int = 0, *, size: int, **more: Any) -> int:
+        """Enter a call on the board, with its number in the group and the user's lines that led to it; returns its index."""
+        site, callers = call_path()
+        return self.board.enter(
+            op, label, self._sequence[label], dtype, count, site, size=size, callers=callers, **more
+        )
+
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
         """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as a group's of its own."""
         original = getattr(owner, name, None)
@@ -153,10 +160,7 @@ class CollectiveRecorder:
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             self._sequence[label] += 1
             note = new_group_note(args) if op == NEW_GROUP else ""
-            site, callers = call_path()
-            index = self.board.enter(
-                op, label, self._sequence[label], "", 0, site, size=size, note=note, callers=callers
-            )
+            index = self._enter(op, label, size=size, note=note)
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
@@ -182,18 +186,7 @@ class CollectiveRecorder:
         def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
             self._sequence[NEW_GROUP] += 1
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
-            site, callers = call_path()
-            index = self.board.enter(
-                NEW_GROUP,
-                NEW_GROUP,
-                self._sequence[NEW_GROUP],
-                "",
-                0,
-                site,
-                size=world_size,
-                note=note,
-                callers=callers,
-            )
+            index = self._enter(NEW_GROUP, NEW_GROUP, size=world_size, note=note)
             with self._blocked(index):
                 store = original(hostname, port, rank, world_size, *args, **kwargs)
             self.board.leave(index)
@@ -215,10 +208,7 @@ class CollectiveRecorder:
             dtype, count, _ = payload_of((tensor,))
             label = label_of(group)
             self._sequence[label] += 1
-            site, callers = call_path()
-            index = self.board.enter(
-                name, label, self._sequence[label], dtype, count, site, size=group.size(), callers=callers
-            )
+            index = self._enter(name, label, dtype, count, size=group.size())
             self._inside.depth = 1
             try:
                 with self._blocked(index):
@@ -324,11 +314,17 @@ class CollectiveRecorder:
                 peer = ANY if name == "recv_anysource" else global_rank(group, given)
             root, reduction = root_and_reduction((*args, *kwargs.values()))
             root = global_rank(group, root) if root >= 0 else root
-            site, callers = call_path()
-            index = self.board.enter(
-                name.strip("_"), label, self._sequence[label], dtype, count, site, size=group.size(), peer=peer,
-                root=root, reduction=reduction, note=note, callers=callers,
-            )  # fmt: skip
+            index = self._enter(
+                name.strip("_"),
+                label,
+                dtype,
+                count,
+                size=group.size(),
+                peer=peer,
+                root=root,
+                reduction=reduction,
+                note=note,
+            )
             limit = limit_of_call((*args, *kwargs.values())) or self._limits.get(label, 0.0)
             self._inside.depth = 1
             try:

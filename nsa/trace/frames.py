@@ -61,9 +61,8 @@ def call_site(depth: int = 1) -> str:
 
 
 CALLERS, WALK = 6, 48  # how many callers of a call site are named, and how many frames above it are looked at for them
-_ways: dict[
-    tuple[int, ...], tuple[str, str, list[CodeType]]
-] = {}  # the codes, so that none of another has their numbers
+# With the codes of each way: while they live, no other code has their numbers.
+_ways: dict[tuple[int, ...], tuple[str, str, list[CodeType]]] = {}
 _MOST_WAYS = 4096  # then they are forgotten: code that is made at run time has new ones for ever
 
 

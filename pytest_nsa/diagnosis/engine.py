@@ -196,7 +196,7 @@ def caller_of(evidence: Evidence, where: str) -> str:
     for rank in evidence.ranks:  # a rank that has ended left its calls alone
         for call in reversed(rank.board.collectives if rank.board is not None else ()):
             if call.site == where and call.callers:
-                return call.callers.partition(" < ")[0]
+                return call.way[1]
     return ""
 
 

@@ -54,6 +54,11 @@ class Collective:
     callers: str = ""
 
     @property
+    def way(self) -> tuple[str, ...]:
+        """``site`` and the lines that led there, innermost first: a helper that is called from two places has two ways."""
+        return (self.site, *self.callers.split(" < ")) if self.callers else (self.site,)
+
+    @property
     def is_inside(self) -> bool:
         """Entered and not left."""
         return self.left == 0

@@ -233,7 +233,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
                 files.setdefault(match["file"].rpartition("/")[2], match["file"])
                 yield match["file"], int(match["line"])
         latest = rank.board.collectives[-LATEST:] if rank.board is not None else ()
-        callers.update(place for call in latest for place in call.callers.split(" < "))
+        callers.update(place for call in latest for place in call.way[1:])
     for match in map(LOCATION.match, sorted(callers)):
         if match is not None and match["file"] in files:
             yield files[match["file"]], int(match["line"])

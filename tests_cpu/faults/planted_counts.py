@@ -298,7 +298,7 @@ def test_draws_until_one_is_allowed(group):
         dist.all_reduce(torch.tensor([token]))
 
 
-@planted("rank_exception", [2], n=4, marked=True, reason="on rank 2; every rank is told of it by a CheckpointException")
+@planted("rank_exception", [2], n=4, marked=True, reason="on rank 2, for which every rank raises CheckpointException")
 def test_a_part_of_a_checkpoint_is_gone(group, tmp_path):
     """torch raises on all ranks; which of them could not load is in the text alone."""
     shared = tmp_path.parent / "checkpoint"

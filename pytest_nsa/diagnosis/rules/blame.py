@@ -11,7 +11,6 @@ from pytest_nsa.diagnosis.rules.departures import (
     kind_of,
     leaves_out_one,
     rounds_since,
-    way,
 )
 from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
@@ -118,7 +117,8 @@ def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
 
 def _calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return what a rank entered before ``at``, of all groups, sends and receives too."""
-    return [c for c in rings(evidence).get(rank, ()) if c.index < at.index and c.op != NEW_GROUP]
+    board = evidence.ranks[rank].board
+    return [c for c in (board.collectives if board else ()) if c.index < at.index and c.op != NEW_GROUP]
 
 
 def _made_by_both(evidence: Evidence, rank: int, mine: Collective, another: int, other: Collective) -> list[Collective]:
@@ -130,8 +130,8 @@ def _made_by_both(evidence: Evidence, rank: int, mine: Collective, another: int,
     met = max((i for i, c in enumerate(calls) if c.group == mine.group and c.peer == -1), default=-1)
     theirs = _calls_before(evidence, another, other)
     met_there = max((i for i, c in enumerate(theirs) if c.group == other.group and c.peer == -1), default=-1)
-    since = {(c.op, way(c)) for c in theirs[met_there + 1 :]}
-    both = [i for i, c in enumerate(calls) if i <= met or (c.op, way(c)) in since]
+    since = {(c.op, c.way) for c in theirs[met_there + 1 :]}
+    both = [i for i, c in enumerate(calls) if i <= met or (c.op, c.way) in since]
     return calls[: both[-1] + 1] if both else []
 
 
@@ -195,10 +195,12 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
 
 def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that are further in the program: in a later step, round a loop, or at a later line of the same function."""
-    by_line = _has_come_anew(evidence, entered) or _further_down(evidence, entered)
+    ranks = sorted(entered)
+    frames = frames_where_paths_part([evidence.ranks[r] for r in ranks], [entered[r] for r in ranks])
+    apart = dict(zip(ranks, frames, strict=False))
+    by_line = _have_come_anew(evidence, entered, apart) or _further_down(evidence, entered, apart)
     if by_line:
         return by_line
-    ranks = sorted(entered)
     steps = {r: entered[r].step for r in ranks}
     if len(set(steps.values())) > 1:
         fewest = tuple(r for r in ranks if steps[r] == min(steps.values()))
@@ -215,50 +217,42 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
     if again and len(again) < len(ranks):
         others = tuple(r for r in ranks if r not in again)
         return others if all(has_left_loop(evidence, entered, r, again[0]) for r in others) else again
-    lines = [frame.line for frame in _frames_apart(evidence, entered)]
-    return tuple(r for r, line in zip(ranks, lines, strict=False) if line == max(lines))
+    last = max((frame.line for frame in frames), default=0)
+    return tuple(r for r, frame in apart.items() if frame.line == last)
 
 
-def _has_come_anew(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+def _have_come_anew(evidence: Evidence, entered: dict[int, Collective], apart: dict[int, Frame]) -> tuple[int, ...]:
     """Return the ranks that are in the function in which the ranks part for another time: their latest call was at a later line of
-    it, and no loop leads back. They have gone past what the others, further down in it, wait in.
+    it, and no loop leads back. They have gone past what the others, further down in it, wait in. ``apart`` has its frames.
     """
-    ranks = sorted(entered)
-    frames = _frames_apart(evidence, entered)
     anew = []
-    for rank, frame in zip(ranks, frames, strict=False):
+    for rank, frame in apart.items():
         calls = _calls_before(evidence, rank, entered[rank])
         line = line_in(calls[-1], frame.describe()) if calls else 0
-        before = f"{frame.file}:{line} in {frame.function}"
+        before = _at(frame, line)
         is_known = line > frame.line and is_here(evidence.sources, before)
         if is_known and not have_a_common_loop(evidence.sources, before, frame.describe()):
             anew.append(rank)
-    return tuple(anew) if len(anew) < len(ranks) else ()
+    return tuple(anew) if len(anew) < len(apart) else ()
 
 
-def _frames_apart(evidence: Evidence, entered: dict[int, Collective]) -> tuple[Frame, ...]:
-    """Return the frames in which the ranks part, in the order of their numbers."""
-    ranks = sorted(entered)
-    return frames_where_paths_part([evidence.ranks[r] for r in ranks], [entered[r] for r in ranks])
-
-
-def _further_down(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+def _further_down(evidence: Evidence, entered: dict[int, Collective], apart: dict[int, Frame]) -> tuple[int, ...]:
     """Return the ranks that are furthest in the function in which the ranks part, where all of them have made the same call last,
     but for those of the statement that each is at; whatever step they count.
     """
-    ranks, frames = sorted(entered), _frames_apart(evidence, entered)
     latest = []
-    for rank, frame in zip(ranks, frames, strict=False):
+    for rank, frame in apart.items():
         calls = _calls_before(evidence, rank, entered[rank])
         others = [c for c in calls[-_LATEST:] if line_in(c, frame.describe()) != frame.line]
         latest += others[-1:]
-    if len(latest) < len(ranks) or len({(c.op, way(c)) for c in latest}) > 1 or not latest[0].callers:
+    if not latest or len(latest) < len(entered) or len({(c.op, c.way) for c in latest}) > 1 or not latest[0].callers:
         return ()
+    frames = list(apart.values())
     at = line_in(latest[0], frames[0].describe())  # a loop leads from there to the lines before it
     if at and not all(have_a_common_loop(evidence.sources, _at(f, at), f.describe()) for f in frames):
         return ()
-    places = [(0 < f.line <= at, f.line) for f in frames]
-    return tuple(r for r, place in zip(ranks, places, strict=False) if place == max(places))
+    places = {rank: (0 < frame.line <= at, frame.line) for rank, frame in apart.items()}
+    return tuple(rank for rank, place in places.items() if place == max(places.values()))
 
 
 def _at(frame: Frame, line: int) -> str:

@@ -27,16 +27,11 @@ def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
 
 def is_new_call(before: list[Collective], collective: Collective) -> bool:
     """Return whether a line has entered nothing like this before, or was not reached by these callers."""
-    return all(c.shape != collective.shape or way(c) != way(collective) for c in before)
+    return all(c.shape != collective.shape or c.way != collective.way for c in before)
 
 
 def is_same_line(a: Collective, b: Collective) -> bool:
     return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
-
-
-def way(call: Collective) -> tuple[str, str]:
-    """Return the line of a call and the lines that led there: a helper that is called from two places has two ways."""
-    return call.site, call.callers
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,9 @@ class Departure:
         )
 
     @cached_property
-    def usual_ways(self) -> set[tuple[str, str]]:
+    def usual_ways(self) -> set[tuple[str, ...]]:
         """Where calls like ``mine`` were made before."""
-        return {way(c) for c in self.before if c.shape == self.mine.shape}
+        return {c.way for c in self.before if c.shape == self.mine.shape}
 
     @property
     def is_unknown(self) -> bool:
@@ -100,16 +95,16 @@ class Departure:
     @property
     def is_on_the_way(self) -> bool:
         """Whether the loop that both ranks are in leads from the latest call past ``mine`` to ``other``, yet to come."""
-        return self.rounds_ahead != ()
+        return self.rounds_ahead is not None
 
     @property
     def in_another_order(self) -> bool:
         """Whether ``mine`` follows ``other`` by the pattern, here from another line, as the first call of a round."""
-        return self.mine_follows and way(self.mine) not in self.usual_ways and self.rounds_ahead[:1] != (0,)
+        return self.mine_follows and self.mine.way not in self.usual_ways and self.rounds_ahead != 0
 
     @cached_property
-    def rounds_ahead(self) -> tuple[int, ...]:
-        return rounds_between(self.parted, self.calls[-1]) if self.calls else ()
+    def rounds_ahead(self) -> int | None:
+        return rounds_between(self.parted, self.calls[-1]) if self.calls else None
 
     @property
     def is_past_as_usual(self) -> bool:
@@ -233,30 +228,29 @@ def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective,
         end = next((i for i in range(begin, len(calls)) if is_same_line(calls[i], made)), None)
         if not is_same_line(call, missed) or end is None:
             continue
-        lines = {
-            line_in(c, parted.there) for c in calls[begin:end] if not c.group.startswith("ddp")
-        }  # that is of a forward
+        own = [c for c in calls[begin:end] if not c.group.startswith("ddp")]  # what DDP does by itself is of a forward
+        lines = {line_in(c, parted.there) for c in own}
         if len(lines - {here}) == 1:
             return True
     return False
 
 
-def rounds_between(parted: Parting, latest: Collective) -> tuple[int, ...]:
-    """Return how many rounds after ``latest`` the one rank and the other are, 0 or 1 each, where one loop has all three lines and
-    leads from the latest call to the first rank's line before the other's; else ().
+def rounds_between(parted: Parting, latest: Collective) -> int | None:
+    """Return how many rounds after ``latest`` the one rank is, 0 or 1, where one loop has all three lines and leads from the latest
+    call to this rank's line before the other's; else None.
 
     Nothing is known where the latest call is of one of the two statements: that may be under way, or come round again.
     """
     (file, line, function), (_, other_line, _) = parts_of(parted.here), parts_of(parted.there)
     at = line_in(latest, parted.here)
     if at in (0, line, other_line):
-        return ()
+        return None
     whole = f"{file}:{at} in {function}"
     pairs = ((whole, parted.here), (whole, parted.there), (parted.here, parted.there))
     if not all(have_a_common_loop(parted.sources, a, b) for a, b in pairs):
-        return ()
+        return None
     one, other = (int(line < at), line), (int(other_line < at), other_line)  # an earlier line comes in the next round
-    return (one[0], other[0]) if one < other else ()
+    return one[0] if one < other else None
 
 
 def kind_of(

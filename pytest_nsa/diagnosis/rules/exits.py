@@ -162,7 +162,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     reason, where = _told(error)
     if failed:
         who = describe_ranks(culprits, evidence.job.world_size)
-        reason = f"{failed[culprits[0]]} on {who}; every rank is told of it by a {error.type}"
+        reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
         where = last_seen(first_rank) or where  # no line of the test's own: at the test
     late = is_late(error.message)

@@ -101,8 +101,8 @@ def _frames_of(call: Collective, known: list[Frame]) -> list[Frame]:
         return []
     files = {file_name(parts_of(call.site)[0]): parts_of(call.site)[0], **{file_name(f.file): f.file for f in known}}
     own = {f.file for f in known if f.is_own}
-    places = [parts_of(place) for place in (call.site, *call.callers.split(" < "))]
-    found = [(files.get(file_name(file), file), line, function) for file, line, function in reversed(places)]
+    places = map(parts_of, reversed(call.way))
+    found = [(files.get(file_name(file), file), line, function) for file, line, function in places]
     return [Frame(file, line, function, file in own) for file, line, function in found]
 
 
@@ -154,7 +154,7 @@ def comes_first(place: str, other: str) -> bool:
 def line_in(call: Collective, place: str) -> int:
     """Return the line of the function of ``place`` that led to a call; 0 where none is known to have."""
     file, _, function = parts_of(place)
-    for at_file, line, at_function in map(parts_of, (call.site, *call.callers.split(" < "))):
+    for at_file, line, at_function in map(parts_of, call.way):
         if (file_name(at_file), at_function) == (file_name(file), function):
             return line
     return 0

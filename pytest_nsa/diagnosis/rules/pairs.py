@@ -35,9 +35,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
     n = evidence.job.world_size
-    shown = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
     apart = out_of_their_round(evidence, waits)
-    elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, shown)
+    elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(waits))
     if elsewhere is not None:
         return elsewhere
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
@@ -62,8 +61,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
     else:
         does = f"is at {last_seen(first)}"
     who = describe_ranks(culprits, n)
-    told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in (victims or halves).items())
-    reason = f"receives and sends do not pair: {told}"
+    reason = f"receives and sends do not pair: {_in_words(victims or halves)}"
     if victims:
         reason += f"; {who} {'each ' if len(culprits) > 1 and not first.finished else ''}{does}"
     inside = mine is not None and mine.peer != -1
@@ -72,6 +70,10 @@ def unpaired(evidence: Evidence) -> Finding | None:
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _in_words(waits: dict[int, Collective]) -> str:
+    return "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
 
 
 def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
@@ -98,8 +100,7 @@ def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
 
 
 def _misdirected(evidence: Evidence, halves: dict[int, Collective]) -> Finding:
-    told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(halves.items()))
-    first = min(halves)
+    told, first = _in_words(halves), min(halves)
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(halves)), where=last_seen(evidence.ranks[first]),
         reason=f"receives and sends do not pair: {told}; whom they wait for has sent and received as often as they, with others",
@@ -127,10 +128,9 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     if len(received) != len(sent) or len(sent) != len(evidence.ranks) - 1 or len(culprits) != 1 or set(others) != {1}:
         return None
     n, call = evidence.job.world_size, sent[culprits[0]][-1]
-    told = "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(halves.items()))
     reason = (
         f"{describe_ranks(culprits, n)} has sent twice to {describe_ranks((receiver,), n)}, which takes from any rank, once "
-        f"for each; the others once: receives and sends do not pair: {told}"
+        f"for each; the others once: receives and sends do not pair: {_in_words(halves)}"
     )
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.8,

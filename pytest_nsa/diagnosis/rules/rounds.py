@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.rules.departures import is_new_call, rounds_between, way
+from pytest_nsa.diagnosis.rules.departures import is_new_call, rounds_between
 from pytest_nsa.diagnosis.rules.locations import file_name, parts_of, where_they_part
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -13,7 +13,7 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 LATEST = 64  # calls of a rank that are looked at
 AHEAD = 16  # calls that a rank may have left out at once
 
-Token = tuple[str, str, int, tuple[str, str]]  # group, operation, peer, and the way to the call
+Token = tuple[str, str, int, tuple[str, ...]]  # group, operation, peer, and the way to the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ def is_as_usual(evidence: Evidence, rank: RankEvidence) -> bool:
 
 
 def _token(call: Collective) -> Token:
-    return call.group, call.op, call.peer, way(call)
+    return call.group, call.op, call.peer, call.way
 
 
 def _line(found: Round) -> tuple[object, ...]:
     """Return what is left out, or made instead, whatever the group and peer."""
     assert found.expected is not None
-    return found.expected[1], found.expected[3], found.made.op, way(found.made)
+    return found.expected[1], found.expected[3], found.made.op, found.made.way
 
 
 def _latest_round(evidence: Evidence, rank: int, at: Collective) -> Round | None:
@@ -129,7 +129,7 @@ def _left_out(found: Round) -> list[Token]:
     return following[: following.index(made)] if made in following[1:] else []
 
 
-def _are_of_one_line(one: tuple[str, str], other: tuple[str, str]) -> bool:
+def _are_of_one_line(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     """Return whether two ways to a call part below one line, not at two lines of a function."""
     for (file, line, function), (other_file, other_line, other_function) in zip(
         _lines(one), _lines(other), strict=False
@@ -141,11 +141,9 @@ def _are_of_one_line(one: tuple[str, str], other: tuple[str, str]) -> bool:
     return True
 
 
-def _lines(way_there: tuple[str, str]) -> list[tuple[str, int, str]]:
+def _lines(way: tuple[str, ...]) -> list[tuple[str, int, str]]:
     """Return file name, line and function of a way, outermost first."""
-    site, callers = way_there
-    found = [parts_of(place) for place in (site, *callers.split(" < ")) if place]
-    return [(file_name(file), line, function) for file, line, function in reversed(found)]
+    return [(file_name(file), line, function) for file, line, function in map(parts_of, reversed(way))]
 
 
 def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Mapping[int, Collective]) -> bool:
@@ -154,4 +152,4 @@ def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Ma
     if made != waits[rank] or made.peer != -1 or not is_new_call(list(found.before), made):
         return False
     parted = where_they_part(evidence.sources, evidence.ranks[rank], made, evidence.ranks[other], waits[other])
-    return rounds_between(parted, found.before[-1]) != ()
+    return rounds_between(parted, found.before[-1]) is not None
