@@ -36,6 +36,7 @@ class Finding:
     confidence: float = 0.5
     facts: tuple[Fact, ...] = ()
     rule: str = ""  # that found it, as the registry of causes names rules
+    called_from: str = ""  # where a rule knows it; else the stacks tell
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.rules.departures import (
@@ -61,8 +60,6 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted)
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
-    if cause == "skipped_collective" and all(_is_on_its_way(evidence, r, entered[r], other) for r in culprits):
-        cause, why = "extra_collective", "which comes before the others' call in its rounds"
     if cause == "collective_mismatch":
         return culprits, cause, f"{who} entered {mine.describe()} where the others entered {other.describe()}{why}"
     if cause == "extra_collective":
@@ -70,14 +67,6 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
-
-
-def _is_on_its_way(evidence: Evidence, rank: int, at: Collective, other: Collective) -> bool:
-    """Return whether a rank is, as in an earlier round, between the call that it made last and the others' call: not past that."""
-    sites = [c.site for c in _before(evidence, rank, at)]
-    visits = [site for site, _ in itertools.groupby(sites)]  # several calls of one line are one visit to it
-    rounds = zip(visits, visits[1:], visits[2:], strict=False)
-    return bool(visits) and visits[-1] != other.site and (visits[-1], at.site, other.site) in rounds
 
 
 def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:

@@ -160,7 +160,8 @@ class Departure:
     def are_alternatives(self) -> bool:
         """Whether the two are on one line, in the two branches of one ``if``, or in two functions that one line calls by a name."""
         sources, fork = self.parted.sources, self.parted.fork
-        if is_same_line(self.mine, self.other) or are_alternatives(sources, self.mine.site, self.other.site):
+        places = ((self.mine.site, self.other.site), (self.parted.here, self.parted.there))
+        if is_same_line(self.mine, self.other) or any(are_alternatives(sources, *pair) for pair in places):
             return True
         is_new = bool(fork) and self.is_new and not is_new_call(self.before, self.other)
         return is_new and is_here(sources, fork) and not calls_each_of_some(sources, fork)

@@ -160,6 +160,12 @@ def line_in(call: Collective, place: str) -> int:
     return 0
 
 
+def where_ways_part(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
+    """Return the outermost lines of two ways to a call that differ; the calls' own where none does."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next(((a, b) for a, b in pairs if a != b), (one[0], other[0]))
+
+
 def file_name(file: str) -> str:
     return file.rpartition("/")[2]
 

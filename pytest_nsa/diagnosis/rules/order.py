@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.blame import blame, has_left_loop, rings, swapped, went_ahead
 from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.locations import user_frames
-from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
-from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
+from pytest_nsa.diagnosis.rules.locations import user_frames, where_ways_part
+from pytest_nsa.diagnosis.rules.rounds import Apart, first_left_out, out_of_their_round
+from pytest_nsa.diagnosis.rules.shifts import first_apart, first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -44,12 +45,16 @@ def departed(evidence: Evidence) -> Finding | None:
     )
     first = entered[culprits[0]] if culprits else next(iter(entered.values()))
     others = next((c for r, c in entered.items() if r not in culprits), first)
-    skipped = cause == "skipped_collective" or (blamed[1] == "skipped_collective" and cause == "data_dependent_branch")
+    left = _LeftOut(first.site)
+    if cause == "skipped_collective" or (blamed[1] == "skipped_collective" and cause == "data_dependent_branch"):
+        # For a call that was skipped, the line to look at is the call that the others are in.
+        left = _left_out_at(evidence, culprits, others)
+        why += left.since
     return Finding(
         cause=cause,
         ranks=culprits,
-        # For a call that was skipped, the line to look at is the call that the others are in.
-        where=others.site if skipped else first.site,
+        where=left.where,
+        called_from=left.called_from,
         reason=why,
         module="",
         certain=True,
@@ -160,10 +165,12 @@ def of_a_shift(evidence: Evidence) -> Finding | None:
     if shift is None:
         return None
     who = describe_ranks(shift.ranks, evidence.job.world_size)
-    why = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}: one call apart from then on"
+    here, there = where_ways_part(shift.extra.way, shift.usual.way)
+    at = f" (called at {here} and at {there})" if shift.extra.site == shift.usual.site else ""
+    why = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}{at}"
     return Finding(
-        cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, reason=why, certain=True, confidence=0.85,
-        facts=all_facts(evidence.ranks),
+        cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, called_from=here if at else "", certain=True,
+        confidence=0.85, reason=f"{why}: one call apart from then on", facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 
@@ -196,17 +203,46 @@ def skipped(
     certain: bool = True,
 ) -> Finding:
     """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
-    culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason)
+    left = _left_out_at(evidence, culprits, missed)
+    culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason + left.since)
     reason += _ran_out(evidence, culprits, cause)
     return Finding(
         cause=cause,
         ranks=culprits,
-        where=missed.site,
+        where=left.where,
+        called_from=left.called_from,
         reason=reason,
         certain=certain,
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """The line of a call that ranks left out, the line that called its function, where that is known, and since when in words."""
+
+    where: str
+    called_from: str = ""
+    since: str = ""
+
+
+def _left_out_at(evidence: Evidence, culprits: tuple[int, ...], missed: Collective) -> _LeftOut:
+    """Return where the culprits left the others' way: at ``missed``, in which these wait; or before it, at a call that was taken
+    for the next one, which was like it, or at one of another group in the same round.
+    """
+    apart = first_apart(evidence, culprits, missed)
+    if apart is not None:
+        theirs, mine = apart
+        there, here = where_ways_part(theirs.way, mine.way)
+        who = describe_ranks(culprits, evidence.job.world_size)
+        since = f"; one call apart since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
+        return _LeftOut(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
+    first = first_left_out(evidence, culprits[0], missed) if culprits else None
+    if first is not None and first != missed.way:
+        since = f"; in its rounds so far that follows the call at {first[0]}, which it left out too"
+        return _LeftOut(first[0], first[1] if len(first) > 1 else "", since)
+    return _LeftOut(missed.site)
 
 
 def _ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:

@@ -74,6 +74,21 @@ def is_as_usual(evidence: Evidence, rank: RankEvidence) -> bool:
     return found is not None and found.expected is None
 
 
+def first_left_out(evidence: Evidence, rank: int, missed: Collective) -> tuple[str, ...] | None:
+    """Return the way to the first of the calls, of any group, that a rank's round so far has where it went on without
+    ``missed``; None where its rounds do not show that.
+    """
+    board = evidence.ranks[rank].board
+    at = board.waits_in if board is not None else None
+    found = _latest_round(evidence, rank, at) if at is not None else None
+    if found is None or found.expected is None:
+        return None
+    own = [
+        call for call in _left_out(found) if not call[0].startswith("ddp")
+    ]  # what DDP does by itself is no line of the user's
+    return own[0][3] if any((op, way) == (missed.op, missed.way) for _, op, _, way in own) else None
+
+
 def _token(call: Collective) -> Token:
     return call.group, call.op, call.peer, call.way
 

@@ -33,24 +33,54 @@ def first_shift(evidence: Evidence) -> Shift | None:
     for entered in sorted(by_place.values(), key=lambda calls: min(c.entered for c in calls.values())):
         if len({c.shape for c in entered.values()}) > 1:
             return None
-        lines = {_line(c) for c in entered.values()}
-        if len(entered) < 2 or len(lines) < 2:
+        ways = {c.way for c in entered.values()}
+        if len(entered) < 2 or len(ways) < 2:
             continue
         before = {
-            rank: {_line(c) for c in rings[rank] if c.group == call.group and c.sequence < call.sequence}
+            rank: {c.way for c in rings[rank] if c.group == call.group and c.sequence < call.sequence}
             for rank, call in entered.items()
         }
-        new = tuple(rank for rank, call in sorted(entered.items()) if _line(call) not in before[rank])
+        new = tuple(rank for rank, call in sorted(entered.items()) if call.way not in before[rank])
         others = [rank for rank in entered if rank not in new]
         if not new or not others or len(new) > len(others):
             return None
         usual = entered[others[0]]
         # It has gone back to its usual calls: one that goes on at its own line has left them.
-        returned = {r: any(c.index > entered[r].index and _line(c) in before[r] for c in rings[r]) for r in new}
-        if all(_line(usual) in before[rank] and returned[rank] for rank in new):
+        returned = {r: any(c.index > entered[r].index and c.way in before[r] for c in rings[r]) for r in new}
+        if all(usual.way in before[rank] and returned[rank] for rank in new):
             return Shift(new, entered[new[0]], usual)
         return None
     return None
+
+
+def first_apart(
+    evidence: Evidence, culprits: tuple[int, ...], missed: Collective
+) -> tuple[Collective, Collective] | None:
+    """Return the first calls of ``missed``'s group that the culprits and the others made from different lines, theirs first,
+    before ``missed``: what was left out was like the next call, so that neither side waited.
+
+    None where lines differ by the program's design: where they were equal again, other than by one sequence that lags behind.
+    """
+    rings = {r: [c for c in _calls(evidence, r) if c.group == missed.group] for r in evidence.members(missed.group)}
+    by_place: dict[int, dict[int, Collective]] = {}
+    for rank, calls in rings.items():
+        for call in calls:
+            by_place.setdefault(call.sequence, {})[rank] = call
+    whole = [by_place[n] for n in sorted(by_place) if n < missed.sequence and len(by_place[n]) == len(rings)]
+    sides = [({c.way for r, c in found.items() if r in culprits}, {c.way for r, c in found.items() if r not in culprits})
+             for found in whole]  # fmt: skip
+    first = next((i for i, (mine, theirs) in enumerate(sides) if mine != theirs), None)
+    if not first or any(len(mine) != 1 or len(theirs) != 1 for mine, theirs in sides):
+        return None  # nothing before it shows that the lines are usually equal
+    ours, others = ([way for side in sides[first:] for way in side[i]] for i in (0, 1))
+    if len(set(ours)) == 1 < len(set(others)):
+        return None  # one line answers whatever the others call, as DDP's join does
+    lags = any(ours[: len(ours) - k] == others[k:] for k in range(1, len(ours)))
+    if not lags and any(a == b for a, b in zip(ours, others, strict=True)):
+        return None
+    mine = next(c for r, c in whole[first].items() if r in culprits)
+    theirs = next(c for r, c in whole[first].items() if r not in culprits)
+    return theirs, mine
 
 
 def left_out(evidence: Evidence, found: Mapping[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
