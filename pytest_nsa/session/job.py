@@ -51,7 +51,7 @@ def job_of(
         seed=random.SystemRandom().getrandbits(64),
         values=values,
         overrides=dict(tried.fixtures) if tried is not None else {},
-        tmp=_temporary_folder(item, folder.name),
+        tmp=_temporary_folder(item),
         world_size=needs.world_size,
         backend=needs.backend,
         device=needs.device,
@@ -81,8 +81,11 @@ def scenario_of(item: pytest.Function, tried: Variation | None) -> str:
     return name
 
 
-def _temporary_folder(item: pytest.Function, name: str) -> str:
-    """Return a folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none."""
+def _temporary_folder(item: pytest.Function) -> str:
+    """Return a folder of this session's, made by pytest's own factory, for the ranks' tmp_path; '' when the test takes none.
+
+    Its name is short: tests put Unix sockets into tmp_path, and the path of one has 107 characters.
+    """
     if not any(fixture.startswith("tmp") for fixture in item.fixturenames):
         return ""
-    return str(item.config._tmp_path_factory.mktemp(name))  # type: ignore[attr-defined]
+    return str(item.config._tmp_path_factory.mktemp("ranks"))  # type: ignore[attr-defined]
