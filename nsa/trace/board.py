@@ -261,3 +261,10 @@ class Board:
             offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
             _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], time.time())
         self.add("collectives_left")
+
+    def refuse(self, index: int) -> None:
+        """The call that `enter` numbered raised before it began: the other ranks see nothing of it."""
+        if self.count("collectives_entered") - index <= self._slots:
+            offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
+            _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], -time.time())
+        self.add("collectives_left")

@@ -68,6 +68,17 @@ def succeeded(work: Any) -> bool:
     return True
 
 
+def was_refused(error: Exception, name: str) -> bool:
+    """Return whether a call of a process group raised before it began, for an argument that it does not take: not in what it
+    does with other ranks.
+    """
+    if isinstance(error, ValueError | TypeError | NotImplementedError):
+        return True
+    return (
+        str(error).startswith("ProcessGroup") and name != "monitored_barrier"
+    )  # 'ProcessGroupGloo::scatter: Incorrect ...'
+
+
 def label_of(group: Any) -> str:
     try:
         return str(group.group_name)

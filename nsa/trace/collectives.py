@@ -31,6 +31,7 @@ from nsa.trace.calls import (
     root_and_reduction,
     split_sizes,
     succeeded,
+    was_refused,
 )
 from nsa.trace.compiled import outside_graphs
 from nsa.trace.frames import call_path
@@ -240,7 +241,7 @@ class CollectiveRecorder:
         """Wrap a call of stores that waits for keys: it has a limit, its own or the store's."""
         original = getattr(dist.Store, name)
 
-        def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+        def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
             if not limit or threading.current_thread() is not threading.main_thread():
                 return original(store, *args, **kwargs)
@@ -251,7 +252,7 @@ class CollectiveRecorder:
             finally:
                 self._set_limit(until)
 
-        setattr(dist.Store, name, recorded)
+        setattr(dist.Store, name, wait_for_a_key)
 
     def _wrap_look(self, name: str) -> None:
         """Wrap a call of stores that returns at once: who makes it in a loop waits for another rank by hand."""
@@ -330,6 +331,11 @@ class CollectiveRecorder:
             try:
                 with self._blocked(index, limit):  # some calls wait before they return
                     work = original(group, *args, **kwargs)
+            except (ValueError, TypeError, RuntimeError) as error:
+                if was_refused(error, name):
+                    self._sequence[label] -= 0 if point_to_point else 1  # the next call is what meets the others'
+                    self.board.refuse(index)
+                raise
             finally:
                 self._inside.depth = 0
             if work is None:

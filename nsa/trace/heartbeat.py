@@ -16,6 +16,7 @@ from typing import Any
 
 from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
+from nsa.trace.counters import is_asked, write_counters
 from nsa.trace.events import SCHEMA
 from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
@@ -60,6 +61,7 @@ class Heartbeat:
         )  # code and instruction of the main thread: a thread that stays at one is in one call into native code
         self._looks = self._moves = 0
         self._modules = len(sys.modules)
+        self._has_answered = False
         self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
         self.rank = rank
@@ -137,8 +139,10 @@ class Heartbeat:
         if self._owes_line:
             self._owes_line, self._changed = False, time.monotonic()
             self.record(at=board.phase_since)
-        if self._look_at_standing(place) and stacks:
-            self._write_standing(stacks)
+        if self._look_at_standing(place):
+            self._answer()
+            if stacks:
+                self._write_standing(stacks)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())
         board.number("beat_monotonic", time.monotonic())
@@ -201,6 +205,13 @@ class Heartbeat:
             self.board.number("still_looks", self._looks)
             self.board.number("still_moves", self._moves)
         return True
+
+    def _answer(self) -> None:
+        """Write the counters of loops once, where the monitor asks for them."""
+        folder = self._standing.parent if self._standing is not None else None
+        if folder is not None and not self._has_answered and is_asked(folder):
+            self._has_answered = True
+            write_counters(folder, self._main or 0)
 
     def _write_standing(self, stacks: str) -> None:
         """Replace standing.json by what the rank knows of its stall."""

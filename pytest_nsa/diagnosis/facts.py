@@ -48,6 +48,16 @@ def stack_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/stacks.txt", says=says)
 
 
+def counters_fact(rank: RankEvidence) -> Fact | None:
+    """Return the counters of the loops that the rank was in."""
+    says = "; ".join(
+        f"{', '.join(f'{name} = {value}' for name, value in counts.items())} at {place}"
+        for place, counts in rank.counters
+        if counts
+    )
+    return Fact(rank=rank.rank, kind="counters", file=f"rank{rank.rank}/counters.json", says=says) if says else None
+
+
 def board_fact(rank: RankEvidence) -> Fact | None:
     """Step, phase, gradients and the collective that the rank is in, from its board."""
     board = rank.board
@@ -107,7 +117,7 @@ def ddp_fact(rank: RankEvidence) -> Fact | None:
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Every rank's location: cited by every verdict on a stall."""
-    kinds = stack_fact, board_fact, process_fact, native_fact, ddp_fact
+    kinds = stack_fact, counters_fact, board_fact, process_fact, native_fact, ddp_fact
     return tuple(fact for rank in ranks for kind in kinds if (fact := _made(kind, rank)) is not None)
 
 

@@ -64,6 +64,11 @@ class Collective:
         return self.left == 0
 
     @property
+    def was_refused(self) -> bool:
+        """It raised before it began: the rank has not taken part in it."""
+        return self.left < 0
+
+    @property
     def shape(self) -> Shape:
         """What must be equal on all ranks of the group: not the payload, where ranks may rightly give different ones."""
         if self.op.startswith(UNEVEN):
@@ -110,7 +115,16 @@ class BoardSnapshot:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The last collectives, oldest first."""
+        """The last collectives, oldest first, but for those that were refused."""
+        return tuple(c for c in self._ring if not c.was_refused)
+
+    @property
+    def refused(self) -> tuple[Collective, ...]:
+        """Calls that raised before they began, for an argument that they do not take."""
+        return tuple(c for c in self._ring if c.was_refused)
+
+    @cached_property
+    def _ring(self) -> tuple[Collective, ...]:
         try:
             return self.decode_ring()
         except (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError):

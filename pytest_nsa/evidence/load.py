@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.native import innermost_symbol
-from pytest_nsa.evidence.shapes import has, is_number, is_text, read_beats, read_events, read_reports
+from pytest_nsa.evidence.shapes import has, is_map, is_number, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence, Told
@@ -172,6 +172,7 @@ def _read_rank(
         sources=sources,
         backend=job.backend,
         machine=machine,
+        counters=_counters(folder),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
 
@@ -195,6 +196,17 @@ def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]
     if not isinstance(own, dict) or not has(own, {"time": is_number, "stacks?": is_text, "beat_age_s?": is_number}):
         return {}
     return own if own["time"] >= until - stood_still - 1.0 else {}
+
+
+def _counters(folder: Path) -> tuple[tuple[str, Mapping[str, int]], ...]:
+    """Return the counters of the loops that a rank was in when its test was ended; () where it did not answer."""
+    told = parse(_text(folder / "counters.json"))
+    frames = told.get("frames") if isinstance(told, dict) else None
+    if not isinstance(frames, list) or not all(
+        is_map(f) and has(f, {"at": is_text, "counters": is_map}) for f in frames
+    ):
+        return ()
+    return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
 
 
 def _threads(dump: str, own: str, body: str) -> tuple[ThreadStack, ...]:

@@ -37,7 +37,7 @@ def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _map(value: Any) -> bool:
+def is_map(value: Any) -> bool:
     return isinstance(value, dict)
 
 
@@ -67,7 +67,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "standing": _STANDING,
     "sampled": {"beat_age_s?": _numbers_by_name},
     "native": {"rank": _int, "absent": is_text},
-    "gpus": {"gpus": _list_of(_map)},
+    "gpus": {"gpus": _list_of(is_map)},
     "xid": {"gpu": _int, "xid": _int},
     "gone": {"rank": _int},
     "told": {"of": _int, "kind": is_text, "file": is_text, "says": is_text},
@@ -97,7 +97,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
     "group": {"name": is_text, "ranks": _list_of(_int)},
 }  # fmt: skip
-REPORT: dict[str, Check] = {"report": _map, "text": is_text}
+REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
 BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}
 
 

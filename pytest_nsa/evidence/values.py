@@ -101,6 +101,9 @@ class RankEvidence:
     backend: str = ""
     machine: str = ""
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
+    counters: tuple[
+        tuple[str, Mapping[str, int]], ...
+    ] = ()  # of loops, by location in the user's code, outermost first
 
     @property
     def stack(self) -> ThreadStack | None:

@@ -82,6 +82,9 @@ def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:
 
 def waits_for_a_key(frames: Sequence[Frame], line: str) -> bool:
     """Return whether a thread waits for a key of a store: which rank should set it is not known. ``line``: the user's source."""
+    recorded = next((f for f in frames[: _depth(frames) + 1] if _RECORDER in f.file), None)
+    if recorded is not None and recorded.function == "wait_for_a_key":
+        return True
     if not frames or not _STORE_CALL.search(line):
         return False
     # A queue or a dictionary may be called store, too: then a frame of Python's own is the innermost.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pytest_nsa.wire.files import append_line, read_text
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
+COUNTERS_ASKED = "counters.asked"  # nsa/trace/counters.py looks for it
 DUMP_WAIT_S = 2.0
 SURELY_WHOLE = 10  # looks at a dump that has not grown
 MAX_CHILDREN = 4
@@ -33,6 +34,13 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
         if before is not None and after is not None:
             facts = {**difference(before, after, elapsed), **more.get(rank, {}), **socket_queues(pid)}
             note_process(evidence, rank, facts)
+
+
+def ask_for_counters(folders: Iterable[Path]) -> None:
+    """Ask the heartbeats of ranks, by a file in each folder, for the counters of the loops that they are in."""
+    for folder in folders:
+        with where_there_is_room(), contextlib.suppress(FileNotFoundError):  # a rank that never began
+            (folder / COUNTERS_ASKED).touch()
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:

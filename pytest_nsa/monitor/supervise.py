@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import dump_children, dump_stacks, note_process, sample_processes
+from pytest_nsa.monitor.second_look import ask_for_counters, dump_children, dump_stacks, note_process, sample_processes
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
@@ -192,6 +192,7 @@ class RanksRun:
         alive = self._alive()
         locks = file_locks(alive)
         beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
+        ask_for_counters(self.job.rank_folder(rank) for rank in alive)  # answered while the processes are looked at
         sample_processes(alive, self.log, beats)
         self._note("gpus", gpus=look_at_gpus())
         self.watch.look(worked=True)

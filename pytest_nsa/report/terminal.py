@@ -117,7 +117,27 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
         if stack:
             stacks.setdefault(stack, []).append(rank.rank)
     for stack, ranks in stacks.items():
-        yield f"stack of {number_ranks(ranks)}", stack
+        rounds = _rounds([r for r in evidence.ranks if r.rank in ranks])
+        told = "\n".join(line + rounds.get(line.removeprefix("> "), "") for line in stack.splitlines())
+        yield f"stack of {number_ranks(ranks)}", told
+
+
+def _rounds(ranks: list[RankEvidence]) -> dict[str, str]:
+    """Return the counters of loops in words, by the line of a stack that is in them: '   step = 3, attempt = 1', where ranks differ
+    'step = 3 on ranks 0-2; step = 4 on rank 3'.
+    """
+    values: dict[str, dict[str, list[int]]] = {}
+    for rank in ranks:
+        for place, counts in rank.counters:
+            said = ", ".join(f"{name} = {value}" for name, value in counts.items())
+            if said:
+                values.setdefault(visible(short_place(place)), {}).setdefault(said, []).append(rank.rank)
+    return {
+        place: "   "
+        + (next(iter(said)) if len(said) == 1 else "; ".join(f"{s} on {number_ranks(r)}" for s, r in said.items()))
+        for place, said in values.items()
+        if len(said) <= MAX_STACK
+    }
 
 
 def _stack_text(rank: RankEvidence) -> str:

@@ -21,7 +21,7 @@ ARCHIVES = Path(__file__).with_name("evidence")
 # The files that `evidence.load` reads, of a test and of each rank.
 FILES = (
     "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
-    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/standing.json", "rank*/reports.jsonl",
+    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/standing.json", "rank*/counters.json", "rank*/reports.jsonl",
     "rank*/checksums.jsonl",
 )  # fmt: skip
 MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums

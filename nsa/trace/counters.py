@@ -1,0 +1,72 @@
+"""The rounds of the loops that the main thread is in: the values of their counters, written when the monitor asks for them.
+
+It asks when it ends a test. Not before: looking at a function's locals keeps them alive (until Python 3.13 as long as it runs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import CodeType, FrameType
+
+from nsa.trace.events import SCHEMA
+from nsa.trace.frames import describe, is_user_file
+
+FILE = "counters.json"
+ASKED = "counters.asked"
+MOST_FRAMES = 64
+LARGEST = 1 << 53  # as JSON's readers hold it exactly
+
+
+@functools.cache
+def counted_names(code: CodeType) -> tuple[str, ...]:
+    """Return the variables of a function that a ``for`` sets, or that are added to (``n += 1``), by its byte code."""
+    found: dict[str, None] = {}
+    sets = False
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name == "FOR_ITER" or (name == "BINARY_OP" and instruction.argrepr == "+="):
+            sets = True
+        elif sets and name.startswith("STORE_") and name not in ("STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE"):
+            # Two in one instruction, from Python 3.13 on; what one of them loads is no harm.
+            found.update(
+                dict.fromkeys(instruction.argval if isinstance(instruction.argval, tuple) else [instruction.argval])
+            )
+        elif name not in ("UNPACK_SEQUENCE", "CACHE", "EXTENDED_ARG", "NOT_TAKEN"):
+            sets = False
+    return tuple(str(name) for name in found)
+
+
+def counters_of(frame: FrameType) -> dict[str, int]:
+    """Return the whole numbers among the variables of a frame that count."""
+    names = counted_names(frame.f_code)
+    if not names:
+        return {}
+    values = frame.f_locals
+    return {n: v for n in names if type(v := values.get(n)) is int and abs(v) < LARGEST}
+
+
+def write_counters(folder: Path, thread: int) -> None:
+    """Write the user's frames of a thread, outermost first, with their counters; a file beside, renamed."""
+    frame = sys._current_frames().get(thread)
+    frames: list[dict[str, object]] = []
+    while frame is not None and len(frames) < MOST_FRAMES:
+        if is_user_file(frame.f_code.co_filename):
+            frames.append({"at": describe(frame), "counters": counters_of(frame)})
+        frame = frame.f_back
+    found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}
+    partial = folder / f"{FILE}.partial"
+    with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same
+        partial.write_text(json.dumps(found), encoding="utf-8")
+        partial.replace(folder / FILE)
+
+
+def is_asked(folder: Path) -> bool:
+    """Return whether the monitor asks for the counters."""
+    return os.path.exists(folder / ASKED)
