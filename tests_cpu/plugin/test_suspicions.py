@@ -51,6 +51,39 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert 3 <= suspected[0]["stood_still_s"] <= 5
 
 
+def test_a_hang_has_the_counters_of_its_loops_and_nothing_else_is_looked_at(pytester: pytest.Pytester) -> None:
+    source = """
+import os
+from pytest_nsa.rank.context import current_rank
+
+@world_size(2)
+def test_hangs(group):
+    for step in range(9):
+        for attempt in range(2):
+            if (group.rank, step, attempt) != (1, 4, 1):
+                dist.all_reduce(torch.ones(2))
+        dist.barrier()
+
+@world_size(2)
+def test_pauses(group):
+    for step in range(3):
+        if group.rank and step == 1:
+            time.sleep(2.5)  # longer than after what the heartbeat writes of a stall
+        dist.barrier()
+    found = os.listdir(current_rank().job.rank_folder(group.rank))
+    assert "standing.json" in found
+    assert not [name for name in found if name.startswith("counters")]
+"""
+    result = run_example(pytester, source)
+    verdict = result.verdicts["test_hangs"]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (1,))
+    assert re.search(r"> test_example.py:\d+ in test_hangs   step = 4, attempt = 1$", result.stdout, re.MULTILINE)
+    told = {fact.rank: fact.says for fact in verdict.evidence if fact.kind == "counters"}
+    assert "step = 4, attempt = 1 at test_example.py:" in told[0]
+    assert "step = 4, attempt = 1 at test_example.py:" in told[1]
+    assert result.verdicts["test_pauses"].outcome == "PASS"
+
+
 def test_what_cannot_mend_itself_ends_the_test_at_once(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.departures import (
     Departure,
     expected_next,
@@ -57,7 +58,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     who = describe_ranks(culprits, evidence.job.world_size)
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
     calls = _made_by_both(evidence, culprits[0], mine, another, other)
-    cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted)
+    ahead = lead(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[another])
+    cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted, ahead)
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
     if cause == "collective_mismatch":
@@ -104,7 +106,7 @@ def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
 
 
-def _calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return what a rank entered before ``at``, of all groups, sends and receives too."""
     board = evidence.ranks[rank].board
     return [c for c in (board.collectives if board else ()) if c.index < at.index and c.op != NEW_GROUP]
@@ -115,9 +117,9 @@ def _made_by_both(evidence: Evidence, rank: int, mine: Collective, another: int,
 
     The two have met in each call of this group. Of other groups, and in what DDP does by itself, the rank may be further already.
     """
-    calls = _calls_before(evidence, rank, mine)
+    calls = calls_before(evidence, rank, mine)
     met = max((i for i, c in enumerate(calls) if c.group == mine.group and c.peer == -1), default=-1)
-    theirs = _calls_before(evidence, another, other)
+    theirs = calls_before(evidence, another, other)
     met_there = max((i for i, c in enumerate(theirs) if c.group == other.group and c.peer == -1), default=-1)
     since = {(c.op, c.way) for c in theirs[met_there + 1 :]}
     both = [i for i, c in enumerate(calls) if i <= met or (c.op, c.way) in since]
@@ -155,7 +157,7 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
         if now == last:
             who = describe_ranks(tuple(ahead), evidence.job.world_size)
             parted = where_they_part(evidence.sources, evidence.ranks[ahead[0]], other, evidence.ranks[behind[0]], mine)
-            if leaves_out_one(_calls_before(evidence, ahead[0], other), parted, mine, other):
+            if leaves_out_one(calls_before(evidence, ahead[0], other), parted, mine, other):
                 why = f"{who} went on without {mine.describe()}, which the others make after as many steps as last time"
                 return tuple(ahead), "skipped_collective", f"{why} (call skipped)"
             why = f"{who} entered {other.describe()}, a step more than last time, where the others entered {mine.describe()}"
@@ -216,7 +218,7 @@ def _have_come_anew(evidence: Evidence, entered: dict[int, Collective], apart: d
     """
     anew = []
     for rank, frame in apart.items():
-        calls = _calls_before(evidence, rank, entered[rank])
+        calls = calls_before(evidence, rank, entered[rank])
         line = line_in(calls[-1], frame.describe()) if calls else 0
         before = _at(frame, line)
         is_known = line > frame.line and is_here(evidence.sources, before)
@@ -231,7 +233,7 @@ def _further_down(evidence: Evidence, entered: dict[int, Collective], apart: dic
     """
     latest = []
     for rank, frame in apart.items():
-        calls = _calls_before(evidence, rank, entered[rank])
+        calls = calls_before(evidence, rank, entered[rank])
         others = [c for c in calls[-_LATEST:] if line_in(c, frame.describe()) != frame.line]
         latest += others[-1:]
     if not latest or len(latest) < len(entered) or len({(c.op, c.way) for c in latest}) > 1 or not latest[0].callers:

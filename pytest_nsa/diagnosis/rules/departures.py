@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pytest_nsa.diagnosis.rules.locations import Parting, comes_first, line_in, parts_of
-from pytest_nsa.diagnosis.rules.source import are_alternatives, calls_each_of_some, have_a_common_loop, is_here
+from pytest_nsa.diagnosis.rules.source import (
+    are_alternatives,
+    calls_each_of_some,
+    have_a_common_loop,
+    is_here,
+    is_past_the_loop,
+    loops_of,
+)
 from pytest_nsa.evidence.board import Collective, Shape
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
@@ -39,7 +47,8 @@ class Departure:
     """A rank's call ``mine`` in place of the others' call ``other``, and what the rank called ``before`` in this group.
 
     ``calls`` are those of all groups, sends and receives too, up to the latest that the others have made as well; ``parted``: their
-    locations in the function in which they diverge.
+    locations in the function in which they diverge; ``lead``: whether the rank is in a later round than the others of the loops
+    that both are in (`counters.lead`).
     """
 
     before: list[Collective]
@@ -47,6 +56,26 @@ class Departure:
     mine: Collective
     other: Collective
     parted: Parting
+    lead: int | None = None
+
+    @property
+    def is_in_a_later_round(self) -> bool:
+        return self.lead is not None and self.lead > 0
+
+    @property
+    def is_in_an_earlier_round(self) -> bool:
+        return self.lead is not None and self.lead < 0
+
+    @property
+    def is_in_the_same_round(self) -> bool:
+        """Whether all loops that both are in are in one round, where the source of both lines is kept."""
+        sources = self.parted.sources
+        return self.lead == 0 and is_here(sources, self.parted.here) and is_here(sources, self.parted.there)
+
+    @property
+    def is_further_down(self) -> bool:
+        """Whether ``mine`` is on a later line of the function in which the ranks part."""
+        return comes_first(self.parted.there, self.parted.here)
 
     @cached_property
     def is_new(self) -> bool:
@@ -104,16 +133,38 @@ class Departure:
 
     @cached_property
     def rounds_ahead(self) -> int | None:
-        return rounds_between(self.parted, self.calls[-1]) if self.calls else None
+        return rounds_between(self.parted, self.calls, self.other) if self.calls else None
 
     @property
     def is_past_as_usual(self) -> bool:
         """Whether a rank in a loop that the others have left went round it as often as last time before it made their call: it
         has come back to it by a loop around both, past their statement alone.
         """
-        now, last = rounds_since(self.before, self.other, self.mine)
+        now, *earlier = counts_of_rounds(self.before, self.other, self.mine)
+        as_usual = bool(earlier) and {now} == set(earlier)
         common = have_a_common_loop(self.parted.sources, self.parted.here, self.parted.there)
-        return now == last and common and leaves_out_one(self.calls, self.parted, self.other, self.mine)
+        return as_usual and common and leaves_out_one(self.calls, self.parted, self.other, self.mine)
+
+    @property
+    def has_come_back(self) -> bool:
+        """Whether the latest call came after the loop that ``mine`` is in and the others are not; a loop around it leads back."""
+        parted = self.parted
+        line = line_in(self.calls[-1], parted.here) if self.calls else 0
+        file, _, function = parts_of(parted.here)
+        latest = f"{file}:{line} in {function}"
+        is_past = bool(line) and is_past_the_loop(parted.sources, latest, parted.here)
+        return is_past and have_a_common_loop(parted.sources, latest, parted.here)
+
+    @property
+    def has_come_round_again(self) -> bool:
+        """Whether ``mine`` begins another visit to the statement that the latest call came from, and each loop around that one
+        leads past the others' statement, too.
+        """
+        parted = self.parted
+        if not self.is_in_its_statement or not ends_a_visit(self.calls, parted.here, self.mine, below=parted.below):
+            return False
+        loops, others = (loops_of(parted.sources, place) for place in (parted.here, parted.there))
+        return bool(loops) and all(loop in others for loop in loops)
 
     @property
     def is_in_its_statement(self) -> bool:
@@ -176,6 +227,11 @@ class Departure:
 # (condition, cause, why): the first that holds. By the source first, then by what the rank did in earlier rounds.
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
+    (lambda d: d.is_in_a_later_round, "skipped_collective", "call skipped: it is in a later round of the loop"),
+    (lambda d: d.is_in_an_earlier_round, "extra_collective", "which the others, in a later round of the loop, have gone past"),
+    (lambda d: d.is_in_the_same_round and d.comes_first, "extra_collective", "which comes before the others' call in this round"),
+    (lambda d: d.is_in_the_same_round and d.is_further_down and d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
+    (lambda d: d.is_in_the_same_round and d.is_further_down, "skipped_collective", "call skipped in this round of the loop"),
     (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
     (lambda d: d.is_in_its_statement and d.is_new, "extra_collective", ""),
     (lambda d: d.is_an_unusual_visit, "extra_collective", "in a visit to this line that is not as those before"),
@@ -183,10 +239,12 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.is_on_the_way and d.is_new, "extra_collective", ""),
     (lambda d: d.is_on_the_way, "extra_collective", "which comes before the others' call in its rounds"),
     (lambda d: d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
+    (lambda d: d.parted.turned.has_left and d.has_come_back, "skipped_collective", "call skipped"),
     (lambda d: d.parted.turned.has_left and d.is_past_as_usual, "skipped_collective", "call skipped"),
     (lambda d: d.parted.turned.has_left, "extra_collective", "makes another round of the loop that the others have left"),
     (lambda d: d.comes_first and not d.parted.goes_round and d.is_new, "extra_collective", "which the others have gone past"),
     (lambda d: d.comes_first and not d.parted.goes_round, "extra_collective", "once more than the others"),
+    (lambda d: d.has_come_round_again, "skipped_collective", "call skipped"),
     (lambda d: d.is_another_round_below, "extra_collective", "makes another round of the loop that the others have left"),
     (lambda d: d.in_another_order, "collective_mismatch", ", in another order"),
     (lambda d: d.mine_follows, "skipped_collective", "call skipped"),
@@ -207,6 +265,14 @@ def rounds_since(before: list[Collective], mark: Collective, counted: Collective
     """Return how many calls of ``counted``'s line were made since the latest of ``mark``'s, and in the round before that; -1 of one
     whose beginning the ring does not hold.
     """
+    now, *earlier = counts_of_rounds(before, mark, counted)
+    return now, earlier[0] if earlier else -1
+
+
+def counts_of_rounds(before: list[Collective], mark: Collective, counted: Collective) -> list[int]:
+    """Return how many calls of ``counted``'s line were made since the latest of ``mark``'s, and in the rounds before that, the
+    latest first, as far as the ring holds them whole.
+    """
     counts, count = [], 0
     for call in before:
         if is_same_line(call, mark):
@@ -217,7 +283,7 @@ def rounds_since(before: list[Collective], mark: Collective, counted: Collective
             count += 1
     if before and before[0].sequence > 1:
         counts = counts[1:]
-    return count, counts[-1] if counts else -1
+    return [count, *reversed(counts)]
 
 
 def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective, made: Collective) -> bool:
@@ -236,27 +302,65 @@ def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective,
     return False
 
 
-def rounds_between(parted: Parting, latest: Collective) -> int | None:
-    """Return how many rounds after ``latest`` the one rank is, 0 or 1, where one loop has all three lines and leads from the latest
-    call to this rank's line before the other's; else None.
+def ends_a_visit(calls: list[Collective], place: str, following: Collective, *, below: bool) -> bool:
+    """Return whether the latest call ended a visit to the statement ``place`` that it came from, if ``following`` is the next from
+    there. ``below``: what the statement calls has loops.
 
-    Nothing is known where the latest call is of one of the two statements: that may be under way, or come round again.
+    Without a loop it comes to each line once; but for hooks, which a backward calls as often as there are. With one, the visit's
+    calls must be other than one round of that loop again and again.
+    """
+    latest = calls[-1]
+    is_plain = bool(latest.callers) and "backward" not in (latest.phase, following.phase)
+    if is_plain and not below and (latest.way, latest.op) == (following.way, following.op):
+        return True
+    line = parts_of(place)[1]
+    visits = [
+        [(c.shape, c.way) for c in run]
+        for at_it, run in itertools.groupby(calls, key=lambda c: line_in(c, place) == line)
+        if at_it
+    ]
+    if len(visits) < 2 or visits[-1] != visits[-2] or (following.shape, following.way) != visits[-1][0]:
+        return False
+    visit = [token for i, token in enumerate(visits[-1]) if not (i and _is_payload(token, visits[-1][i - 1]))]
+    return len(visit) > 1 and all(visit[k:] != visit[:-k] for k in range(1, len(visit)) if len(visit) % k == 0)
+
+
+def _is_payload(token: tuple[Shape, tuple[str, ...]], before: tuple[Shape, tuple[str, ...]]) -> bool:
+    """Return whether a call has the bytes whose number the one before had: the two are one call of an object's."""
+    (shape, way), (sizes, sizes_way) = token, before
+    return way == sizes_way and shape[1] == sizes[1] and (sizes[2], shape[2]) == ("int64", "uint8")
+
+
+def rounds_between(parted: Parting, calls: Sequence[Collective], other: Collective) -> int | None:
+    """Return how many rounds after the latest of its ``calls`` the one rank is, 0 or 1, where one loop has all three lines and
+    leads from there to this rank's line before that of the other's call ``other``; else None.
+
+    Nothing is known where the latest call is of this rank's statement: that may come round again; or of the other's, while that
+    may be under way.
     """
     (file, line, function), (_, other_line, _) = parts_of(parted.here), parts_of(parted.there)
-    at = line_in(latest, parted.here)
-    if at in (0, line, other_line):
+    at = line_in(calls[-1], parted.here)
+    if at in (0, line):
+        return None
+    if at == other_line and not ends_a_visit(list(calls), parted.there, other, below=parted.other_below):
         return None
     whole = f"{file}:{at} in {function}"
     pairs = ((whole, parted.here), (whole, parted.there), (parted.here, parted.there))
     if not all(have_a_common_loop(parted.sources, a, b) for a, b in pairs):
         return None
-    one, other = (int(line < at), line), (int(other_line < at), other_line)  # an earlier line comes in the next round
-    return one[0] if one < other else None
+    # An earlier line comes in the next round.
+    mine, others = (int(line < at), line), (int(other_line <= at), other_line)
+    return mine[0] if mine < others else None
 
 
 def kind_of(
-    before: list[Collective], calls: list[Collective], mine: Collective, other: Collective, parted: Parting
+    before: list[Collective],
+    calls: list[Collective],
+    mine: Collective,
+    other: Collective,
+    parted: Parting,
+    lead: int | None = None,
 ) -> tuple[str, str]:
     """Return (cause, why) of ``mine`` in place of ``other``; see `Departure`."""
-    departure = Departure(before, calls, mine, other, parted)
+    departure = Departure(before, calls, mine, other, parted, lead)
     return next((cause, why) for holds, cause, why in KINDS if holds(departure))

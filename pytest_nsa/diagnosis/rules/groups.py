@@ -28,9 +28,25 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
+    order = _in_another_order(evidence)
+    if order is not None:
+        ranks, made, usual = order
+        who = describe_ranks(ranks, evidence.job.world_size)
+        return _finding(
+            evidence, "group_order_deadlock", ranks, made.site,
+            f"{who} made the group of {_named(made)} where the others made that of {_named(usual)}: in another order, and so under "
+            "another number",
+        )  # fmt: skip
     waits = {r.rank: awaited(r) for r in alive}
     if any(c is not None and _can_end(evidence, c, making) for c in waits.values()):
         return None
+    local = _local_circle(evidence, making)
+    if local:
+        shown = "; ".join(f"rank {r} makes the group of {_named(c)}" for r, c in sorted(making.items()))
+        return _finding(
+            evidence, "group_order_deadlock", local, making[local[0]].site,
+            f"each waits for a member that makes another group first: {shown}",
+        )  # fmt: skip
     made_alone = _made_by_some(evidence)
     if made_alone is not None:
         makers, call = made_alone
@@ -126,6 +142,48 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
+
+
+def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:
+    """Return the few ranks that made another group where most made one that these made later: their call, and the others'."""
+    made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    if any(not c.note.partition(":")[0].isdigit() for calls in made.values() for c in calls):
+        return None  # groups that their members alone make have no order
+    for place in range(max(map(len, made.values()), default=0)):
+        at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
+        groups = Counter(_members(c, evidence.job.world_size) for c in at.values())
+        if len(groups) < 2:
+            continue
+        (most, number), (_, next_most) = groups.most_common(2)
+        odd = tuple(sorted(r for r, c in at.items() if _members(c, evidence.job.world_size) != most))
+        if number == next_most or len(odd) >= number:
+            return None
+        made_later = all(most in _all_members(made[r], evidence.job.world_size) for r in odd)
+        return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None
+    return None
+
+
+def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that wait for each other in a circle to make groups which their members alone make (a name, no number)."""
+    if not making or any(c.note.partition(":")[0].isdigit() for c in making.values()):
+        return ()
+    waits_for = {
+        rank: [
+            m for m in _members(call, evidence.job.world_size) if m != rank and making.get(m, call).note != call.note
+        ]
+        for rank, call in making.items()
+    }
+    way = [min(making)]
+    while waits_for.get(way[-1]):
+        following = waits_for[way[-1]][0]
+        if following in way:
+            return tuple(sorted(way[way.index(following) :]))
+        way.append(following)
+    return ()
+
+
+def _named(call: Collective) -> str:
+    return f"ranks {call.note.partition(': ')[2]}"
 
 
 def _calls(rank: RankEvidence) -> list[Collective]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pytest_nsa.diagnosis.rules.source import end_of_with, is_here, is_in_loop, is_past_the_loop, share_a_loop
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
-from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import RankEvidence
 
 
@@ -83,9 +83,14 @@ def _fork(mine: list[Frame], others: list[Frame]) -> str:
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
-    """Return the outermost first. One that leaves a ``with`` is past its body, whatever line Python names for it."""
+    """Return the outermost first. One that leaves a ``with`` is past its body, whatever line Python names for it.
+
+    Those of a thread that the main one has joined, or waits for a result of, follow the main one's.
+    """
     found, inner = [], ""
-    for frame in rank.stack.frames if rank.stack is not None else ():
+    joining = main_thread_that_joins(rank)
+    outer = joining.frames if joining is not None else ()
+    for frame in (*(rank.stack.frames if rank.stack is not None else ()), *outer):
         if frame.is_user:
             leaves = inner in ("__exit__", "__aexit__")
             found.append(
@@ -93,6 +98,12 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
             )
         inner = frame.function
     return found[::-1]
+
+
+def main_thread_that_joins(rank: RankEvidence) -> ThreadStack | None:
+    """Return the main thread of a rank, where it waits for the thread that shows what the rank does; else None."""
+    main = next((t for t in rank.threads if t.is_main), None)
+    return main if main is not None and main is not rank.stack and main.waits_for_a_thread else None
 
 
 def _frames_of(call: Collective, known: list[Frame]) -> list[Frame]:

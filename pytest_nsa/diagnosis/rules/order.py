@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
-from pytest_nsa.diagnosis.rules.blame import blame, has_left_loop, rings, swapped, went_ahead
-from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
+from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, swapped, went_ahead
+from pytest_nsa.diagnosis.rules.counters import is_before
+from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next, is_new_call
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.locations import user_frames, where_ways_part
+from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
 from pytest_nsa.diagnosis.rules.rounds import Apart, first_left_out, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_apart, first_shift, left_out
-from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank
+from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, is_in_handler
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import can_complete, first_departure
@@ -97,6 +98,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     shift = of_a_shift(evidence)
     if shift is not None:
         return shift
+    behind_all = _of_the_last(evidence, found, shown) if crossed else None
+    if behind_all is not None:
+        return behind_all
     omitted = left_out(evidence, found) if crossed else None
     if omitted is not None:
         who = describe_ranks(omitted[0], evidence.job.world_size)
@@ -115,7 +119,10 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return skipped(evidence, apart, unhooked, why)
     if 2 * len(departing) > len(found):  # the program itself has changed the order: none of them is another's victim
         departing = tuple(sorted(found)) if len({c.place for c in found.values()}) == len(found) else departing
-    ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else went_ahead(evidence, found)
+    if departing and len(departing) < len(found) and _have_gone_past(evidence, departing, found):
+        ahead = departing
+    else:
+        ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else went_ahead(evidence, found)
     if not ahead:
         ranks = departing or (_minority(found) if crossed else tuple(sorted(found)))
         return Finding(
@@ -140,6 +147,31 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
     return skipped(evidence, ahead, missed, why)
+
+
+def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -> Finding | None:
+    """Find by the loops' counters that all others have gone past the call in which the last ranks wait: these made it alone, where
+    they have made none like it before; else the other members of its group left it out.
+    """
+    last = tuple(r for r in sorted(found) if all(o == r or not is_before(evidence, o, r, found) for o in found))
+    others = [r for r in found if r not in last]
+    calls = {found[r].place for r in last}
+    if len(calls) != 1 or not others or not all(is_before(evidence, r, o, found) for r in last for o in others):
+        return None
+    call = found[last[0]]
+    who = describe_ranks(last, evidence.job.world_size)
+    if all(is_new_call(calls_before(evidence, r, found[r]), found[r]) for r in last):
+        return Finding(
+            cause="extra_collective", ranks=last, where=call.site, certain=True, confidence=0.85,
+            reason=f"{who} entered {call.describe()}, which the others, in later rounds of the loop, have gone past: {shown}",
+            facts=all_facts(evidence.ranks),
+        )  # fmt: skip
+    passed = tuple(r for r in evidence.members(call.group) if r in others)
+    if not passed:
+        return None
+    who = describe_ranks(passed, evidence.job.world_size)
+    why = f"{who} went on to a later round of the loop without {call.describe()}, in which others wait (call skipped): {shown}"
+    return skipped(evidence, passed, call, why)
 
 
 def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | None:
@@ -176,6 +208,8 @@ def of_a_shift(evidence: Evidence) -> Finding | None:
 
 def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
+    if cause == "collective_mismatch" and _is_in_own_handler(evidence, culprits):
+        return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
     odd = anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
@@ -192,6 +226,16 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
         who = describe_ranks(culprits, evidence.job.world_size)
         return culprits, "data_dependent_branch", f"{who} {path}. {why}"
     return culprits, cause, why
+
+
+def _is_in_own_handler(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
+    """Return whether the culprits alone are in an ``except``."""
+    handled = {
+        r.rank
+        for r in evidence.ranks
+        if any(is_in_handler(evidence.sources, frame.describe()) for frame in user_frames(r))
+    }
+    return bool(culprits) and handled == set(culprits)
 
 
 def skipped(
@@ -332,6 +376,17 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
 
 def _is_for_a_later_rank(evidence: Evidence, rank: int, collective: Collective) -> bool:
     return any(is_for_a_later_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective))
+
+
+def _have_gone_past(evidence: Evidence, ranks: tuple[int, ...], found: dict[int, Collective]) -> bool:
+    """Return whether ranks are on a later line of the program than all others, and no loop leads back."""
+    parted = [
+        where_they_part(evidence.sources, evidence.ranks[r], found[r], evidence.ranks[o], other)
+        for r in ranks
+        for o, other in found.items()
+        if o not in ranks
+    ]
+    return all(comes_first(p.there, p.here) and not p.goes_round for p in parted)
 
 
 def _places(rank: RankEvidence, collective: Collective) -> set[str]:

@@ -65,11 +65,22 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if victims:
         reason += f"; {who} {'each ' if len(culprits) > 1 and not first.finished else ''}{does}"
     inside = mine is not None and mine.peer != -1
-    where = last_seen(first) if inside else last_seen(evidence.ranks[min(victims or halves)])
+    where = last_seen(first) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _first_left(evidence: Evidence, victims: dict[int, Collective], mine: Collective | None) -> int:
+    """Return the victim whose half was left out first: one that has not entered the collective that the culprit is in."""
+    entered = {r for r in victims if mine is not None and any(c.place == mine.place for c in _all_calls(evidence, r))}
+    return min(set(victims) - entered or victims)
+
+
+def _all_calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
+    board = evidence.ranks[rank].board
+    return board.collectives if board is not None else ()
 
 
 def _in_words(waits: dict[int, Collective]) -> str:
@@ -172,10 +183,25 @@ def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collec
     fewer = tuple(sorted(r for r in ranks if _made_fewer(evidence, r, ranks, halves)))
     if len(fewer) == 1:
         return fewer
+    stale = tuple(sorted(r for r in ranks if _has_an_old_tag(evidence, r, halves)))
+    if len(stale) == 1:
+        return stale
     counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
     if len(counts) > 1 and counts[0][1] > counts[1][1]:
         return (counts[0][0],)
     return tuple(sorted(ranks))
+
+
+def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether a rank and its peer are in the two halves of one message, but for the tag, and the rank has completed a call
+    with its tag before, the peer none with its own.
+    """
+    mine, other = halves[rank], halves.get(halves[rank].peer)
+    is_pair = other is not None and other.peer == rank and mine.op.startswith("send") != other.op.startswith("send")
+    if other is None or not is_pair or mine.note == other.note:
+        return False
+    used, others = ({(c.op, c.peer, c.note) for c in _calls(evidence, r)} for r in (rank, mine.peer))
+    return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
 
 
 def _made_fewer(evidence: Evidence, rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:

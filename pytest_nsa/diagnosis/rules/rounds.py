@@ -83,8 +83,14 @@ def first_left_out(evidence: Evidence, rank: int, missed: Collective) -> tuple[s
     found = _latest_round(evidence, rank, at) if at is not None else None
     if found is None or found.expected is None:
         return None
+    if found.made.group == missed.group and found.made.sequence < missed.sequence:
+        return None  # the others answered it, so it was none that they did not know
+    # What its rounds have next, up to what it made instead; to the end, where it has left the loop.
+    following = [_token(c) for c in found.before[-found.length :]][:AHEAD]
+    made = _token(found.made)
+    left_out = following[: following.index(made)] if made in following else following
     own = [
-        call for call in _left_out(found) if not call[0].startswith("ddp")
+        token for token in left_out if not token[0].startswith("ddp")
     ]  # what DDP does by itself is no line of the user's
     return own[0][3] if any((op, way) == (missed.op, missed.way) for _, op, _, way in own) else None
 
@@ -167,4 +173,4 @@ def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Ma
     if made != waits[rank] or made.peer != -1 or not is_new_call(list(found.before), made):
         return False
     parted = where_they_part(evidence.sources, evidence.ranks[rank], made, evidence.ranks[other], waits[other])
-    return rounds_between(parted, found.before[-1]) is not None
+    return rounds_between(parted, found.before, waits[other]) is not None

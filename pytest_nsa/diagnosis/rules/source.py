@@ -11,7 +11,8 @@ from pytest_nsa.evidence.source import LOCATION, Sources
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 
 
-def _loops(sources: Sources, place: str) -> list[ast.For | ast.While]:
+def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
+    """Return the loops around a line, outermost first."""
     return [statement for statement in sources.around(place) if isinstance(statement, ast.For | ast.While)]
 
 
@@ -43,27 +44,35 @@ def is_past_the_loop(sources: Sources, place: str, other: str) -> bool:
     a, b = LOCATION.match(place), LOCATION.match(other)
     if a is None or b is None or a["file"] != b["file"]:
         return False
-    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in _loops(sources, other))
+    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in loops_of(sources, other))
 
 
 def is_in_while(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``while``, or is its condition."""
-    return any(isinstance(loop, ast.While) for loop in _loops(sources, place))
+    return any(isinstance(loop, ast.While) for loop in loops_of(sources, place))
 
 
 def loops_around(sources: Sources, place: str) -> tuple[str, ...]:
     """Return the kinds of the loops around a line, outermost first: 'for', 'while', or 'endless' for one over what has no end."""
     kinds = []
-    for loop in _loops(sources, place):
+    for loop in loops_of(sources, place):
         over = ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
         endless = re.search(r"\b(count|cycle|repeat|iter)\(", over)
         kinds.append("while" if not over else "endless" if endless else "for")
     return tuple(kinds)
 
 
+def is_in_handler(sources: Sources, place: str) -> bool:
+    """Return whether a line is in an ``except``: what runs there runs where that exception was raised alone."""
+    match = LOCATION.match(place)
+    line = int(match["line"]) if match else 0
+    tries = [statement for statement in sources.around(place) if isinstance(statement, ast.Try)]
+    return any(handler.lineno < line <= (handler.end_lineno or 0) for found in tries for handler in found.handlers)
+
+
 def is_in_retries(sources: Sources, place: str) -> bool:
     """Return whether the innermost loop of a line is a ``for`` around a ``try``: attempts, which come to an end."""
-    loops = _loops(sources, place)
+    loops = loops_of(sources, place)
     if not loops or not isinstance(loops[-1], ast.For):
         return False
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
@@ -71,7 +80,7 @@ def is_in_retries(sources: Sources, place: str) -> bool:
 
 def is_in_loop(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``for`` or a ``while``."""
-    return bool(_loops(sources, place))
+    return bool(loops_of(sources, place))
 
 
 def end_of_with(sources: Sources, place: str) -> int:
@@ -89,14 +98,14 @@ def is_here(sources: Sources, place: str) -> bool:
 
 def share_a_loop(sources: Sources, place: str, other: str) -> bool:
     """Return whether one loop has both lines, and neither is past another loop that the other one is in."""
-    return any(loop in _loops(sources, other) for loop in _loops(sources, place)) and not is_past_the_loop(
+    return any(loop in loops_of(sources, other) for loop in loops_of(sources, place)) and not is_past_the_loop(
         sources, place, other
     )
 
 
 def have_a_common_loop(sources: Sources, place: str, other: str) -> bool:
     """Return whether one loop has both lines, whichever other loops they are in or past."""
-    return any(loop in _loops(sources, other) for loop in _loops(sources, place))
+    return any(loop in loops_of(sources, other) for loop in loops_of(sources, place))
 
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
@@ -127,7 +136,7 @@ def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
 def calls_each_of_some(sources: Sources, place: str) -> bool:
     """Return whether a line calls what a loop goes through: `for callback in callbacks: callback.on_step()`."""
     found = sources.around(place)
-    loops: list[ast.For | ast.comprehension] = [loop for loop in _loops(sources, place) if isinstance(loop, ast.For)]
+    loops: list[ast.For | ast.comprehension] = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.For)]
     loops += [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
     taken = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     calls = [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.Call)]

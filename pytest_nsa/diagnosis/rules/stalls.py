@@ -26,14 +26,14 @@ _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.resu
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
 _IO = re.compile(
-    r"\.recv\w*\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
+    r"\.recv\w*\(|\.send(all|msg|to|file)?\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
     r"|\bselect\((?!\[\], \[\], \[\])|\.poll\("
 )
 _FILE_LOCKS = ("/file_baton.py", "/filelock/", "/portalocker/", "/fasteners/")
 _IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
 _IO_WAITS = (
     "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
-    "flock", "posix_lock", "io_schedule", "folio_wait",
+    "sock_alloc_send", "sk_stream_wait_memory", "flock", "posix_lock", "io_schedule", "folio_wait",
 )  # fmt: skip
 _CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
 _POOL_FILES = ("/multiprocessing/pool.py", "/concurrent/futures/process.py")

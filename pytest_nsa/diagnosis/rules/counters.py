@@ -1,0 +1,139 @@
+"""Which of two ranks is in a later round of the loops that both are in, by the loops' own counters."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Mapping
+
+from pytest_nsa.diagnosis.rules.locations import comes_first, main_thread_that_joins, where_they_part
+from pytest_nsa.diagnosis.rules.source import is_here, loops_of
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+_AROUND = ("tqdm", "trange", "list", "tuple", "iter", "islice", "track")  # of an iterator: it keeps its order
+# What calls the user's code once for each time that it is called: no loop of a library's.
+_ONCE = (
+    "torch/nn/modules/module.py",
+    "/contextlib.py",
+    "/functools.py",
+    "torch/utils/_contextlib.py",
+    "torch/autograd/function.py",
+)
+_Counted = tuple[Frame, Mapping[str, int]]
+
+
+def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None:
+    """Return 1 where a rank is in a later round than another of the loops that both are in, outermost first, -1 where it is in an
+    earlier one, 0 where all of these rounds are equal; None where a loop has no counter, or it is not known.
+    """
+    mine, theirs = _counted(one), _counted(other)
+    if not mine or not theirs:
+        return None
+    for (a, counts), (b, other_counts) in zip(mine, theirs, strict=False):
+        if (a.file, a.function) != (b.file, b.function):
+            return 0
+        if not sources.around(a.describe()) or not sources.around(b.describe()):
+            return None
+        others = loops_of(sources, b.describe())
+        for loop in (loop for loop in loops_of(sources, a.describe()) if loop in others):
+            here, there = _round(loop, a.line, counts), _round(loop, b.line, other_counts)
+            if here is None or there is None:
+                return None
+            if here != there:
+                return 1 if here > there else -1
+        if a.line != b.line:
+            return 0
+        if _has_a_loop_of_its_own(sources, a):
+            return None
+    return 0
+
+
+def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Collective]) -> bool:
+    """Return whether a rank is in an earlier round of the loops that another is in, too, or on an earlier line in the same ones."""
+    one, two = evidence.ranks[rank], evidence.ranks[other]
+    by = lead(evidence.sources, one, two)
+    if by != 0:
+        return by == -1
+    parted = where_they_part(evidence.sources, one, found[rank], two, found[other])
+    is_kept = is_here(evidence.sources, parted.here) and is_here(evidence.sources, parted.there)
+    return is_kept and comes_first(parted.here, parted.there)
+
+
+def _counted(rank: RankEvidence) -> list[_Counted]:
+    """Return the user's frames of a rank, outermost first, with their counters, as far as its stack shows that they are called by
+    each other alone; [] where its stack is another one.
+    """
+    stack = main_thread_that_joins(rank) or rank.stack
+    frames = [f for f in stack.frames if not f.is_ours][::-1] if stack is not None else []
+    first = next((i for i, frame in enumerate(frames) if frame.is_user), len(frames))
+    left, found = list(rank.counters), []
+    for frame in frames[first:]:
+        if not frame.is_user:
+            if not any(part in frame.file for part in _ONCE):
+                break
+            continue
+        while left and left[0][0] != frame.describe():
+            left.pop(0)
+        if not left:
+            return []
+        found.append((frame, left.pop(0)[1]))
+    return found
+
+
+def _round(loop: ast.For | ast.While, line: int, counts: Mapping[str, int]) -> int | None:
+    """Return the number of the round that a line of a loop is in; larger ones are later. None where no counter shows it."""
+    if line < loop.body[0].lineno:  # about to begin another round, or none
+        return None
+    if isinstance(loop, ast.For):
+        name, sign = _counter(loop.target, loop.iter)
+        return sign * counts[name] if name in counts else None
+    for statement in loop.body:
+        if (
+            isinstance(statement, ast.AugAssign)
+            and isinstance(statement.op, ast.Add)
+            and isinstance(statement.target, ast.Name)
+        ):
+            by, name = statement.value, statement.target.id
+            if isinstance(by, ast.Constant) and isinstance(by.value, int) and by.value > 0 and name in counts:
+                return counts[name] - by.value * (line > statement.lineno)
+    return None
+
+
+def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
+    """Return the variable of a ``for`` that counts its rounds, and 1, or -1 where it counts down; ('', 0) where none does."""
+    if not isinstance(over, ast.Call):
+        return "", 0
+    called = (
+        over.func.attr
+        if isinstance(over.func, ast.Attribute)
+        else over.func.id
+        if isinstance(over.func, ast.Name)
+        else ""
+    )
+    first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else None
+    if called in ("range", "trange", "count") and isinstance(target, ast.Name):
+        step = over.args[2] if len(over.args) > 2 else None
+        return target.id, -1 if isinstance(step, ast.UnaryOp) and isinstance(step.op, ast.USub) else 1
+    if called == "enumerate" and isinstance(first, ast.Name):
+        return first.id, 1
+    if called == "zip" and isinstance(target, ast.Tuple):
+        pairs = (_counter(t, o) for t, o in zip(target.elts, over.args, strict=False))
+        return next((pair for pair in pairs if pair[0]), ("", 0))
+    if called == "reversed" and over.args:
+        name, sign = _counter(target, over.args[0])
+        return name, -sign
+    return _counter(target, over.args[0]) if called in _AROUND and over.args else ("", 0)
+
+
+def _has_a_loop_of_its_own(sources: Sources, frame: Frame) -> bool:
+    """Return whether a line calls the next function from a comprehension, whose rounds nothing counts."""
+    found = sources.around(frame.describe())
+    header = found[-1] if found else None
+    whole: list[ast.AST] = [header] if header is not None else []
+    if isinstance(header, ast.For | ast.While | ast.If | ast.With):  # of which the line has the condition alone
+        whole = [node for node in ast.iter_child_nodes(header) if isinstance(node, ast.expr | ast.withitem)]
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    return any(isinstance(node, kinds) for node in itertools.chain.from_iterable(map(ast.walk, whole)))
