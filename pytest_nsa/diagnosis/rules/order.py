@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, swapped, went_ahead
 from pytest_nsa.diagnosis.rules.counters import is_before
-from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next, is_new_call
+from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
 from pytest_nsa.diagnosis.rules.rounds import Apart, first_left_out, out_of_their_round
@@ -151,26 +151,29 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
 
 def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -> Finding | None:
     """Find by the loops' counters that all others have gone past the call in which the last ranks wait: these made it alone, where
-    they have made none like it before; else the other members of its group left it out.
+    nobody has made one like it before; else the other members of its group left it out.
     """
     last = tuple(r for r in sorted(found) if all(o == r or not is_before(evidence, o, r, found) for o in found))
     others = [r for r in found if r not in last]
     calls = {found[r].place for r in last}
-    if len(calls) != 1 or not others or not all(is_before(evidence, r, o, found) for r in last for o in others):
+    if len(calls) != 1 or not others or _chose_otherwise(evidence, found):
+        return None
+    if not all(is_before(evidence, r, o, found) for r in last for o in others):
         return None
     call = found[last[0]]
     who = describe_ranks(last, evidence.job.world_size)
-    if all(is_new_call(calls_before(evidence, r, found[r]), found[r]) for r in last):
+    made = [c for r in found for c in calls_before(evidence, r, found[r])]
+    if all((c.op, c.way) != (call.op, call.way) for c in made):
         return Finding(
             cause="extra_collective", ranks=last, where=call.site, certain=True, confidence=0.85,
-            reason=f"{who} entered {call.describe()}, which the others, in later rounds of the loop, have gone past: {shown}",
+            reason=f"{who} entered {call.describe()}, which the others have gone past: {shown}",
             facts=all_facts(evidence.ranks),
         )  # fmt: skip
     passed = tuple(r for r in evidence.members(call.group) if r in others)
     if not passed:
         return None
     who = describe_ranks(passed, evidence.job.world_size)
-    why = f"{who} went on to a later round of the loop without {call.describe()}, in which others wait (call skipped): {shown}"
+    why = f"{who} went on without {call.describe()}, in which others wait (call skipped): {shown}"
     return skipped(evidence, passed, call, why)
 
 
