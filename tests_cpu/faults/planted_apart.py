@@ -88,7 +88,7 @@ def average(tensors: list[torch.Tensor]) -> None:
         dist.all_reduce(tensor)  # HERE
 
 
-@planted("extra_collective", [2], n=3, marked=True, reason="which comes before the others' call in this round")
+@planted("extra_collective", [2], n=3, marked=True, reason="another round of the loop")
 def test_an_attempt_more_in_a_step(group):
     """Its calls are those of a step more: the loops' counters alone tell that it is in the same one."""
     grads = [torch.ones(4), torch.ones(2)]

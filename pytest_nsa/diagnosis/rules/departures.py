@@ -19,6 +19,7 @@ from pytest_nsa.diagnosis.rules.source import (
 from pytest_nsa.evidence.board import Collective, Shape
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
+ANOTHER_ROUND = "makes another round of the loop that the others have left"
 
 
 def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
@@ -214,7 +215,7 @@ class Departure:
         places = ((self.mine.site, self.other.site), (self.parted.here, self.parted.there))
         if is_same_line(self.mine, self.other) or any(are_alternatives(sources, *pair) for pair in places):
             return True
-        is_new = bool(fork) and self.is_new and not is_new_call(self.before, self.other)
+        is_new = bool(fork) and self.is_new and (not self.before or not is_new_call(self.before, self.other))
         return is_new and is_here(sources, fork) and not calls_each_of_some(sources, fork)
 
     @property
@@ -233,6 +234,7 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.is_in_its_statement and d.is_new, "extra_collective", ""),
     (lambda d: d.is_an_unusual_visit, "extra_collective", "in a visit to this line that is not as those before"),
     (lambda d: d.in_another_order and d.is_on_the_way, "collective_mismatch", ", in another order"),
+    (lambda d: d.is_in_the_same_round and d.comes_first and d.parted.turned.has_left, "extra_collective", ANOTHER_ROUND),
     (lambda d: d.is_in_the_same_round and d.comes_first, "extra_collective", "which comes before the others' call in this round"),
     (lambda d: d.is_in_the_same_round and d.is_further_down and d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
     (lambda d: d.is_in_the_same_round and d.is_further_down, "skipped_collective", "call skipped in this round of the loop"),
@@ -241,11 +243,11 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.parted.has_left, "skipped_collective", LEFT_THE_LOOP),
     (lambda d: d.parted.turned.has_left and d.has_come_back, "skipped_collective", "call skipped"),
     (lambda d: d.parted.turned.has_left and d.is_past_as_usual, "skipped_collective", "call skipped"),
-    (lambda d: d.parted.turned.has_left, "extra_collective", "makes another round of the loop that the others have left"),
+    (lambda d: d.parted.turned.has_left, "extra_collective", ANOTHER_ROUND),
     (lambda d: d.comes_first and not d.parted.goes_round and d.is_new, "extra_collective", "which the others have gone past"),
     (lambda d: d.comes_first and not d.parted.goes_round, "extra_collective", "once more than the others"),
     (lambda d: d.has_come_round_again, "skipped_collective", "call skipped"),
-    (lambda d: d.is_another_round_below, "extra_collective", "makes another round of the loop that the others have left"),
+    (lambda d: d.is_another_round_below, "extra_collective", ANOTHER_ROUND),
     (lambda d: d.in_another_order, "collective_mismatch", ", in another order"),
     (lambda d: d.mine_follows, "skipped_collective", "call skipped"),
     # The pattern expects neither: the one that comes first in the program is left out.
