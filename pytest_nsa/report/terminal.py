@@ -117,13 +117,13 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
         if stack:
             stacks.setdefault(stack, []).append(rank.rank)
     for stack, ranks in stacks.items():
-        rounds = _rounds([r for r in evidence.ranks if r.rank in ranks])
-        told = "\n".join(line + rounds.get(line.removeprefix("> "), "") for line in stack.splitlines())
-        yield f"stack of {number_ranks(ranks)}", told
+        rounds = rounds_of([r for r in evidence.ranks if r.rank in ranks])
+        lines = [(line, rounds.get(line.removeprefix("> "), "")) for line in stack.splitlines()]
+        yield f"stack of {number_ranks(ranks)}", "\n".join(f"{line}   {said}" if said else line for line, said in lines)
 
 
-def _rounds(ranks: list[RankEvidence]) -> dict[str, str]:
-    """Return the counters of loops in words, by the line of a stack that is in them: '   step = 3, attempt = 1', where ranks differ
+def rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
+    """Return the counters of loops in words, by the line of a stack that is in them: 'step = 3, attempt = 1'; where ranks differ,
     'step = 3 on ranks 0-2; step = 4 on rank 3'.
     """
     values: dict[str, dict[str, list[int]]] = {}
@@ -133,8 +133,7 @@ def _rounds(ranks: list[RankEvidence]) -> dict[str, str]:
             if said:
                 values.setdefault(visible(short_place(place)), {}).setdefault(said, []).append(rank.rank)
     return {
-        place: "   "
-        + (next(iter(said)) if len(said) == 1 else "; ".join(f"{s} on {number_ranks(r)}" for s, r in said.items()))
+        place: next(iter(said)) if len(said) == 1 else "; ".join(f"{s} on {number_ranks(r)}" for s, r in said.items())
         for place, said in values.items()
         if len(said) <= MAX_STACK
     }
