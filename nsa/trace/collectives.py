@@ -102,7 +102,7 @@ class CollectiveRecorder:
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
-        for name in ("wait", "get"):
+        for name in ("wait", "get", "queue_pop"):
             self._wrap_store(name)
         for name in ("check", "add", "num_keys"):
             self._wrap_look(name)
@@ -239,7 +239,9 @@ class CollectiveRecorder:
 
     def _wrap_store(self, name: str) -> None:
         """Wrap a call of stores that waits for keys: it has a limit, its own or the store's."""
-        original = getattr(dist.Store, name)
+        original = getattr(dist.Store, name, None)
+        if original is None:  # torch 2.6 has no queues
+            return
 
         def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)

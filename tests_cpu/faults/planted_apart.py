@@ -11,6 +11,7 @@ import threading
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests_cpu.faults.planting import AT, planted
@@ -322,3 +323,67 @@ def test_a_batch_again_in_halves(group):
             forward(rows, 4)
         except TooLong:
             forward(rows // 2, 4)  # HERE
+
+
+@planted("extra_collective", [1], n=3, marked=True)
+def test_a_forward_more_is_like_the_next_one(group):
+    """Its gathers are taken for those of the step, and the step's for those of the backward."""
+    parts = [torch.empty(2) for _ in range(3)]
+
+    def forward() -> None:
+        for _ in range(2):
+            dist.all_gather(parts, torch.ones(2))  # HERE
+
+    def backward() -> None:
+        for _ in range(2):
+            dist.all_gather(parts, torch.ones(2))
+            dist.all_reduce(torch.ones(6))
+
+    for step in range(6):
+        if step == 0 or (group.rank, step) == (1, AT):
+            forward()  # HERE
+        forward()
+        backward()
+
+
+@planted("extra_collective", [2], n=3, marked=True)
+def test_a_report_after_so_many_calls(group):
+    """Two forwards in a step on one rank: the step has no backward yet, but it has left nothing out."""
+    network = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    made = 0
+
+    def predict(x: torch.Tensor) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        out = network(x)
+        if made % 4 == 0:
+            gather(torch.tensor([made]), 3)  # HERE
+        return out
+
+    for step in range(12):
+        out = predict(torch.ones(2, 4))
+        if (group.rank, step) == (2, AT + 2):
+            out = (out + predict(torch.ones(2, 4))) / 2  # HERE
+        optimizer.zero_grad()
+        out.square().mean().backward()
+        for p in network.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+@planted("io_stuck", [1], n=3, marked=True)
+def test_a_queue_without_an_end(group):
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
+    port = torch.tensor([served.port if served else 0])
+    dist.broadcast(port, 0)
+    store = served or dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    for step in range(4):
+        if group.rank == 0:
+            for _ in range(3 if step < AT else 2):
+                store.queue_push(f"jobs{step}", "job")
+            store.queue_push(f"jobs{step}", "end")
+        jobs = []
+        while group.rank == 1 and (step == AT or "end" not in jobs):
+            jobs.append(store.queue_pop(f"jobs{step}").decode())  # HERE
+        dist.barrier()

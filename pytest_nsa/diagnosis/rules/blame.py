@@ -8,6 +8,7 @@ from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.departures import (
     Departure,
     expected_next,
+    is_same_line,
     kind_of,
     leaves_out_one,
     rounds_since,
@@ -16,8 +17,10 @@ from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
     line_in,
     recomputes,
+    where_calls_part,
     where_they_part,
 )
+from pytest_nsa.diagnosis.rules.shifts import first_apart
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, share_a_loop
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
@@ -60,6 +63,18 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     calls = _made_by_both(evidence, culprits[0], mine, another, other)
     ahead = lead(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[another])
     cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted, ahead)
+    earlier = (
+        first_apart(evidence, culprits, other) if cause == "collective_mismatch" and is_same_line(mine, other) else None
+    )
+    if earlier is not None:
+        there, here = earlier
+        parted = where_calls_part(evidence, here, there)
+        kind, told = kind_of(
+            _before(evidence, culprits[0], here), calls_before(evidence, culprits[0], here), here, there, parted
+        )
+        if kind == "extra_collective":
+            why = f"{who} entered {here.describe()}, {told or 'which no round before had'}"
+            return culprits, kind, f"{why}, where the others entered {there.describe()}; one call apart since then"
     if cause == "skipped_collective" and all(_is_finalizer(evidence.ranks[r]) for r in culprits):
         cause, why = "extra_collective", "in a finalizer (__del__), which runs when the last reference goes"
     if cause == "collective_mismatch":

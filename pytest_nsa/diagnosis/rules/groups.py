@@ -158,7 +158,13 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
         odd = tuple(sorted(r for r, c in at.items() if _members(c, evidence.job.world_size) != most))
         if number == next_most or len(odd) >= number:
             return None
-        made_later = all(most in _all_members(made[r], evidence.job.world_size) for r in odd)
+        n = evidence.job.world_size
+        theirs = {members for r in at if r not in odd for members in _all_members(made[r], n)}
+        # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
+        made_later = all(
+            _members(at[r], n) in theirs and (most in _all_members(made[r], n) or r not in _members(at[r], n))
+            for r in odd
+        )
         return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None
     return None
 

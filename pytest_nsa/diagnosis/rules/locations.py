@@ -8,7 +8,7 @@ from pytest_nsa.diagnosis.rules.source import end_of_with, is_here, is_in_loop, 
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
-from pytest_nsa.evidence.values import RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,18 @@ def where_they_part(
     if there:
         return Parting(site, there, sources, in_loop, fork=fork)
     return Parting(here or site, other_site, sources, in_loop, fork=fork)
+
+
+def where_calls_part(evidence: Evidence, mine: Collective, other: Collective) -> Parting:
+    """Return where two calls part that were made before the stacks were taken, by the lines that led to them."""
+    known = [frame for rank in evidence.ranks for frame in user_frames(rank)]
+    one, two = (_frames_of(call, known) or [Frame(*parts_of(call.site))] for call in (mine, other))
+    common, parted = _common(one, two)
+    if not parted:
+        return Parting(mine.site, other.site, evidence.sources)
+    below, other_below = (_any_in_loop(evidence.sources, path[common + 1 :]) for path in (one, two))
+    in_loop = _any_in_loop(evidence.sources, one[:common])
+    return Parting(parted[0].describe(), parted[1].describe(), evidence.sources, in_loop, below, other_below)
 
 
 def _fork(mine: list[Frame], others: list[Frame]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
@@ -13,8 +12,9 @@ from pytest_nsa.diagnosis.rules.counters import is_before
 from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
-from pytest_nsa.diagnosis.rules.rounds import Apart, first_left_out, out_of_their_round
-from pytest_nsa.diagnosis.rules.shifts import first_apart, first_shift, left_out
+from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
+from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
+from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, is_in_handler
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -46,10 +46,10 @@ def departed(evidence: Evidence) -> Finding | None:
     )
     first = entered[culprits[0]] if culprits else next(iter(entered.values()))
     others = next((c for r, c in entered.items() if r not in culprits), first)
-    left = _LeftOut(first.site)
+    left = Origin(first.site)
     if cause == "skipped_collective" or (blamed[1] == "skipped_collective" and cause == "data_dependent_branch"):
         # For a call that was skipped, the line to look at is the call that the others are in.
-        left = _left_out_at(evidence, culprits, others)
+        left = origin_of(evidence, culprits, others)
         why += left.since
     return Finding(
         cause=cause,
@@ -182,6 +182,8 @@ def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | 
     if apart is None or (apart.missed is None and apart.extra is None):
         return None
     who = describe_ranks(apart.ranks, evidence.job.world_size)
+    if apart.missed is not None and _are_behind(evidence, apart.ranks):
+        return None
     if apart.missed is not None:
         why = f"{who} went on without {apart.missed.describe()}, in which the others wait (call skipped): {shown}"
         return skipped(evidence, apart.ranks, apart.missed, why)
@@ -211,8 +213,10 @@ def of_a_shift(evidence: Evidence) -> Finding | None:
 
 def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
-    if cause == "collective_mismatch" and _is_in_own_handler(evidence, culprits):
+    if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
         return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
+    if cause == "extra_collective" and _are_behind(evidence, culprits):
+        return culprits, cause, why  # they have not come to what their step lacks
     odd = anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
@@ -229,6 +233,13 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
         who = describe_ranks(culprits, evidence.job.world_size)
         return culprits, "data_dependent_branch", f"{who} {path}. {why}"
     return culprits, cause, why
+
+
+def _are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
+    """Return whether the culprits are, by the loops' counters, before what each other rank waits in."""
+    found = {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
+    others = [rank for rank in found if rank not in culprits]
+    return bool(others) and all(r in found and is_before(evidence, r, o, found) for r in culprits for o in others)
 
 
 def _is_in_own_handler(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
@@ -250,7 +261,7 @@ def skipped(
     certain: bool = True,
 ) -> Finding:
     """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
-    left = _left_out_at(evidence, culprits, missed)
+    left = origin_of(evidence, culprits, missed)
     culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason + left.since)
     reason += _ran_out(evidence, culprits, cause)
     return Finding(
@@ -263,33 +274,6 @@ def skipped(
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _LeftOut:
-    """The line of a call that ranks left out, the line that called its function, where that is known, and since when in words."""
-
-    where: str
-    called_from: str = ""
-    since: str = ""
-
-
-def _left_out_at(evidence: Evidence, culprits: tuple[int, ...], missed: Collective) -> _LeftOut:
-    """Return where the culprits left the others' way: at ``missed``, in which these wait; or before it, at a call that was taken
-    for the next one, which was like it, or at one of another group in the same round.
-    """
-    apart = first_apart(evidence, culprits, missed)
-    if apart is not None:
-        theirs, mine = apart
-        there, here = where_ways_part(theirs.way, mine.way)
-        who = describe_ranks(culprits, evidence.job.world_size)
-        since = f"; one call apart since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
-        return _LeftOut(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
-    first = first_left_out(evidence, culprits[0], missed) if culprits else None
-    if first is not None and first != missed.way:
-        since = f"; in its rounds so far that follows the call at {first[0]}, which it left out too"
-        return _LeftOut(first[0], first[1] if len(first) > 1 else "", since)
-    return _LeftOut(missed.site)
 
 
 def _ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
