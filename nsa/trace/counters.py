@@ -34,10 +34,9 @@ def counted_names(code: CodeType) -> tuple[str, ...]:
         if name == "FOR_ITER" or (name == "BINARY_OP" and instruction.argrepr == "+="):
             sets = True
         elif sets and name.startswith("STORE_") and name not in ("STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE"):
-            # Two in one instruction, from Python 3.13 on; what one of them loads is no harm.
-            found.update(
-                dict.fromkeys(instruction.argval if isinstance(instruction.argval, tuple) else [instruction.argval])
-            )
+            # Two in one instruction, from Python 3.13 on; the second may be one that it loads.
+            both = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+            found.update(dict.fromkeys(both[: 1 if "LOAD" in name else 2]))
         elif name not in ("UNPACK_SEQUENCE", "CACHE", "EXTENDED_ARG", "NOT_TAKEN"):
             sets = False
     return tuple(str(name) for name in found)

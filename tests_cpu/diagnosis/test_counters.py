@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 
 import pytest
 
@@ -10,10 +11,13 @@ from pytest_nsa.diagnosis.rules.counters import _round
 
 
 def round_of(source: str, line: int, **counts: int) -> int | None:
-    """Return the round of a line of the one loop that ``source`` is."""
-    loop = ast.parse(source).body[0]
+    """Return the round of a line of the loop that a function's last statement is; ``source`` is its body, from line 1."""
+    scope = ast.parse("def f():\n" + textwrap.indent(source, "    ")).body[0]
+    ast.increment_lineno(scope, -1)
+    assert isinstance(scope, ast.FunctionDef)
+    loop = scope.body[-1]
     assert isinstance(loop, ast.For | ast.While)
-    return _round(loop, line, counts)
+    return _round(loop, line, counts, scope)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,12 @@ def round_of(source: str, line: int, **counts: int) -> int | None:
         ("for length in lengths:", {"length": 5}, None),  # whole numbers in no order
         ("for key in shuffled(range(9)):", {"key": 5}, None),
         ("for step in range(9):", {}, None),
+        ("for step in range(1, epochs):", {"step": 4}, 4),
+        ("for step in range(begin, 9):", {"step": 4}, None),  # which may be another one on another rank
+        ("for i in range(rank, 9, world_size):", {"i": 4}, None),
+        ("for i in reversed(range(layers)):", {"i": 4}, None),
+        ("for i in itertools.count(rank):", {"i": 4}, None),
+        ("for i, batch in enumerate(loader, seen):", {"i": 4}, None),
     ],
 )
 def test_the_round_of_a_for(header: str, counts: dict[str, int], expected: int | None) -> None:
@@ -40,10 +50,14 @@ def test_at_its_head_a_loop_is_between_two_rounds() -> None:
 
 
 def test_a_while_is_counted_by_what_each_round_adds() -> None:
-    source = "while step < 9:\n    before()\n    step += 1\n    after()"
-    assert round_of(source, 2, step=4) == 4
-    assert round_of(source, 4, step=5) == 4  # the same round
+    source = "step = 0\nwhile step < 9:\n    before()\n    step += 1\n    after()"
+    assert round_of(source, 3, step=4) == 4
+    assert round_of(source, 5, step=5) == 4  # the same round
+
+
+def test_a_while_that_begins_anywhere_has_no_counter() -> None:
+    assert round_of("step = begin\nwhile step < 9:\n    before()\n    step += 1", 3, step=4) is None
 
 
 def test_a_while_that_adds_under_a_condition_has_no_counter() -> None:
-    assert round_of("while step < 9:\n    if good():\n        step += 1\n    after()", 4, step=5) is None
+    assert round_of("step = 0\nwhile step < 9:\n    if good():\n        step += 1\n    after()", 5, step=5) is None

@@ -37,9 +37,9 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
             return 0
         if not sources.around(a.describe()) or not sources.around(b.describe()):
             return None
-        others = loops_of(sources, b.describe())
+        scope, others = sources.around(a.describe())[0], loops_of(sources, b.describe())
         for loop in (loop for loop in loops_of(sources, a.describe()) if loop in others):
-            here, there = _round(loop, a.line, counts), _round(loop, b.line, other_counts)
+            here, there = _round(loop, a.line, counts, scope), _round(loop, b.line, other_counts, scope)
             if here is None or there is None:
                 return None
             if here != there:
@@ -83,48 +83,70 @@ def _counted(rank: RankEvidence) -> list[_Counted]:
     return found
 
 
-def _round(loop: ast.For | ast.While, line: int, counts: Mapping[str, int]) -> int | None:
-    """Return the number of the round that a line of a loop is in; larger ones are later. None where no counter shows it."""
+def _round(
+    loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None = None
+) -> int | None:
+    """Return the number of the round that a line of a loop is in; larger ones are later. None where no counter shows it, or one
+    that may begin elsewhere on another rank (`range(rank, n, world_size)`). ``scope`` is the function.
+    """
     if line < loop.body[0].lineno:  # about to begin another round, or none
         return None
     if isinstance(loop, ast.For):
         name, sign = _counter(loop.target, loop.iter)
         return sign * counts[name] if name in counts else None
     for statement in loop.body:
-        if (
-            isinstance(statement, ast.AugAssign)
-            and isinstance(statement.op, ast.Add)
-            and isinstance(statement.target, ast.Name)
-        ):
-            by, name = statement.value, statement.target.id
-            if isinstance(by, ast.Constant) and isinstance(by.value, int) and by.value > 0 and name in counts:
-                return counts[name] - by.value * (line > statement.lineno)
+        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
+            continue
+        by = _number(statement.value)
+        name = statement.target.id if isinstance(statement.target, ast.Name) else ""
+        if by is not None and by > 0 and name in counts and _begins_with_a_number(name, scope):
+            return counts[name] - by * (line > statement.lineno)
     return None
+
+
+def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:
+    """Return whether all that is assigned to a variable in a function are numbers of the source."""
+    assigned = [
+        node.value
+        for node in (ast.walk(scope) if scope is not None else ())
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+    ]
+    return bool(assigned) and all(_number(value) is not None for value in assigned)
+
+
+def _number(node: ast.expr) -> int | None:
+    """Return a whole number as the source has it; None for anything else."""
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _number(node.operand)
+        return -value if value is not None else None
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
 def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
     """Return the variable of a ``for`` that counts its rounds, and 1, or -1 where it counts down; ('', 0) where none does."""
     if not isinstance(over, ast.Call):
         return "", 0
-    called = (
-        over.func.attr
-        if isinstance(over.func, ast.Attribute)
-        else over.func.id
-        if isinstance(over.func, ast.Name)
-        else ""
-    )
+    called = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
+    numbers = [_number(argument) for argument in over.args]
     first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else None
     if called in ("range", "trange", "count") and isinstance(target, ast.Name):
-        step = over.args[2] if len(over.args) > 2 else None
-        return target.id, -1 if isinstance(step, ast.UnaryOp) and isinstance(step.op, ast.USub) else 1
+        begins_alike = called != "count" and len(numbers) == 1
+        known = begins_alike or None not in (numbers[:1] + numbers[2:] if called != "count" else numbers)
+        step = (numbers[2:3] or [1])[0] if called != "count" else (numbers[1:2] or [1])[0]
+        return (target.id, 1 if step > 0 else -1) if known and step else ("", 0)
     if called == "enumerate" and isinstance(first, ast.Name):
-        return first.id, 1
+        return (
+            (first.id, 1)
+            if len(over.args) == 1 and all(_number(k.value) is not None for k in over.keywords)
+            else ("", 0)
+        )
     if called == "zip" and isinstance(target, ast.Tuple):
         pairs = (_counter(t, o) for t, o in zip(target.elts, over.args, strict=False))
         return next((pair for pair in pairs if pair[0]), ("", 0))
     if called == "reversed" and over.args:
         name, sign = _counter(target, over.args[0])
-        return name, -sign
+        ends = [_number(n) for n in over.args[0].args] if isinstance(over.args[0], ast.Call) else [None]
+        return (name, -sign) if None not in ends else ("", 0)
     return _counter(target, over.args[0]) if called in _AROUND and over.args else ("", 0)
 
 
