@@ -215,9 +215,8 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
     if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
         return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
-    if cause == "extra_collective" and _are_behind(evidence, culprits):
-        return culprits, cause, why  # they have not come to what their step lacks
-    odd = anomaly(evidence)
+    # Who is behind has not come to what its step lacks.
+    odd = None if cause == "extra_collective" and _are_behind(evidence, culprits) else anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
