@@ -195,7 +195,7 @@ def caller_of(evidence: Evidence, where: str) -> str:
             if inner.describe() == where:
                 return outer.describe()
     for rank in evidence.ranks:  # a rank that has ended left its calls alone
-        for call in reversed(rank.board.collectives if rank.board is not None else ()):
+        for call in reversed(rank.collectives):
             if call.site == where and call.callers:
                 return call.way[1]
     return ""

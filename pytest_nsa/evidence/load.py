@@ -239,13 +239,12 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
                     files[frame.file.rpartition("/")[2]] = frame.file
                     yield frame.file, frame.line
         yield from ((error.file, error.line) for error in rank.exceptions)
-        sites = {c.site for c in rank.board.collectives} if rank.board is not None else set()
+        sites = {c.site for c in rank.collectives}
         for match in map(LOCATION.match, sorted(sites)):
             if match is not None:
                 files.setdefault(match["file"].rpartition("/")[2], match["file"])
                 yield match["file"], int(match["line"])
-        latest = rank.board.collectives[-LATEST:] if rank.board is not None else ()
-        callers.update(place for call in latest for place in call.way[1:])
+        callers.update(place for call in rank.collectives[-LATEST:] for place in call.way[1:])
     for match in map(LOCATION.match, sorted(callers)):
         if match is not None and match["file"] in files:
             yield files[match["file"]], int(match["line"])

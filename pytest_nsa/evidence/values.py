@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.board import BoardSnapshot, Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import ThreadStack, telling_thread
 from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
@@ -101,9 +101,13 @@ class RankEvidence:
     backend: str = ""
     machine: str = ""
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
-    counters: tuple[
-        tuple[str, Mapping[str, int]], ...
-    ] = ()  # of loops, by location in the user's code, outermost first
+    # Of loops, by location in the user's code, outermost first.
+    counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The last calls that its board holds, oldest first; () where it left none."""
+        return self.board.collectives if self.board is not None else ()
 
     @property
     def stack(self) -> ThreadStack | None:

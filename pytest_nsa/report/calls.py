@@ -19,7 +19,7 @@ def columns_of(evidence: Evidence) -> dict[str, dict[int, Column]]:
     """Return collectives by group, number and rank; sends and receives, which pair otherwise, are left out."""
     found: dict[str, dict[int, Column]] = {}
     for rank in evidence.ranks:
-        for c in rank.board.collectives if rank.board is not None else ():
+        for c in rank.collectives:
             if c.peer == -1:
                 found.setdefault(c.group, {}).setdefault(c.sequence, {})[rank.rank] = c
     return found

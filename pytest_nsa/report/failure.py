@@ -185,7 +185,7 @@ def _slider(evidence: Evidence) -> Markup:
     moments: dict[int, list[tuple[float, str]]] = {}
     for rank in evidence.ranks:
         found = [(s, f"{phase}{f', step {n}' if n else ''}") for s, _, phase, n in phase_spans(rank, axis.end)]
-        for c in rank.board.collectives if rank.board is not None else ():
+        for c in rank.collectives:
             found.append((c.entered, f"in {c.describe()}"))
             if c.left:
                 found.append((c.left, f"after {c.describe()}"))

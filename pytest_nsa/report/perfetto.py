@@ -31,7 +31,7 @@ def _flows(evidence: Evidence) -> Iterator[dict[str, Any]]:
     """Yield the arrows, in the order in which the ranks entered."""
     places: dict[tuple[str, int], list[tuple[float, int]]] = {}
     for rank in evidence.ranks:
-        for c in rank.board.collectives if rank.board is not None else ():
+        for c in rank.collectives:
             if c.peer == -1:
                 places.setdefault(c.place, []).append((c.entered, rank.rank))
     for number, (place, entered) in enumerate(places.items(), 1):
@@ -59,7 +59,7 @@ def _of(rank: RankEvidence, evidence: Evidence) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": pid, "tid": track, "name": "thread_name", "args": {"name": name}}
     for start, stop, phase, step in phase_spans(rank, end):
         yield _slice(pid, _PHASES, phase, start - begin, stop - start, {"step": step})
-    for c in rank.board.collectives if rank.board is not None else ():
+    for c in rank.collectives:
         facts = {"group": c.group, "sequence": c.sequence, "site": c.site, "step": c.step, "left": not c.is_inside}
         yield _slice(
             pid, _COLLECTIVES, c.describe(), c.entered - begin, (c.left or max(end, c.entered)) - c.entered, facts

@@ -117,14 +117,12 @@ def _is_finalizer(rank: RankEvidence) -> bool:
 
 def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return what a rank entered in the same group before ``at``, as far as its ring goes back."""
-    board = evidence.ranks[rank].board
-    return [c for c in (board.collectives if board else ()) if c.group == at.group and c.sequence < at.sequence]
+    return [c for c in evidence.ranks[rank].collectives if c.group == at.group and c.sequence < at.sequence]
 
 
 def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return what a rank entered before ``at``, of all groups, sends and receives too."""
-    board = evidence.ranks[rank].board
-    return [c for c in (board.collectives if board else ()) if c.index < at.index and c.op != NEW_GROUP]
+    return [c for c in evidence.ranks[rank].collectives if c.index < at.index and c.op != NEW_GROUP]
 
 
 def _made_by_both(evidence: Evidence, rank: int, mine: Collective, another: int, other: Collective) -> list[Collective]:

@@ -193,7 +193,7 @@ def _named(call: Collective) -> str:
 
 
 def _calls(rank: RankEvidence) -> list[Collective]:
-    return [c for c in (rank.board.collectives if rank.board else ()) if c.op == NEW_GROUP and c.note]
+    return [c for c in rank.collectives if c.op == NEW_GROUP and c.note]
 
 
 def _all_members(calls: list[Collective], world_size: int) -> set[tuple[int, ...]]:

@@ -55,7 +55,7 @@ def _meetings(evidence: Evidence) -> dict[tuple[str, int], dict[int, Claim]]:
 
 
 def _claims(rank: RankEvidence) -> list[Claim]:
-    calls = [c for c in (rank.board.collectives if rank.board is not None else ()) if c.op == NEW_GROUP]
+    calls = [c for c in rank.collectives if c.op == NEW_GROUP]
     found = [(c, text) for c in calls if (text := _CLAIM.fullmatch(c.note)) is not None]
     return [
         Claim(

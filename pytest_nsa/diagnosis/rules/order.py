@@ -350,8 +350,8 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
     """Return the ranks whose call is not what their own calls of all groups so far expect next, but a call that they know."""
     departing = []
     for rank, collective in found.items():
-        board = evidence.ranks[rank].board
-        shapes = [c.shape for c in (board.collectives if board else ()) if c.index < collective.index and c.peer == -1]
+        calls = evidence.ranks[rank].collectives
+        shapes = [c.shape for c in calls if c.index < collective.index and c.peer == -1]
         expected = expected_next(shapes)
         if expected is None or collective.shape not in shapes:
             return ()

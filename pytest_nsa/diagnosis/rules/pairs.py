@@ -74,13 +74,10 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 def _first_left(evidence: Evidence, victims: dict[int, Collective], mine: Collective | None) -> int:
     """Return the victim whose half was left out first: one that has not entered the collective that the culprit is in."""
-    entered = {r for r in victims if mine is not None and any(c.place == mine.place for c in _all_calls(evidence, r))}
+    entered = {
+        r for r in victims if mine is not None and any(c.place == mine.place for c in evidence.ranks[r].collectives)
+    }
     return min(set(victims) - entered or victims)
-
-
-def _all_calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
-    board = evidence.ranks[rank].board
-    return board.collectives if board is not None else ()
 
 
 def _in_words(waits: dict[int, Collective]) -> str:
@@ -105,8 +102,7 @@ def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collecti
 
 def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
     """Return how often a rank has entered a send (True) or a receive, by its line."""
-    board = evidence.ranks[rank].board
-    calls = board.collectives if board is not None else ()
+    calls = evidence.ranks[rank].collectives
     return Counter((c.op.startswith("send"), c.site) for c in calls if c.peer != -1)
 
 
@@ -130,8 +126,7 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     if not received or any(c.peer != ANY for c in received) or any(_has_forgotten(r) for r in evidence.ranks):
         return None
     sent = {
-        r.rank: [c for c in (r.board.collectives if r.board else ()) if c.op.startswith("send") and c.peer == receiver]
-        for r in evidence.ranks
+        r.rank: [c for c in r.collectives if c.op.startswith("send") and c.peer == receiver] for r in evidence.ranks
     }
     sent = {rank: calls for rank, calls in sent.items() if calls}
     culprits = tuple(rank for rank, calls in sent.items() if len(calls) == 2 and rank not in halves)
@@ -150,7 +145,7 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
 
 
 def _has_forgotten(rank: RankEvidence) -> bool:
-    calls = rank.board.collectives if rank.board is not None else ()
+    calls = rank.collectives
     return bool(calls) and calls[0].index > 0
 
 
@@ -221,5 +216,4 @@ def _made_fewer(evidence: Evidence, rank: int, ranks: set[int], halves: dict[int
 
 def _calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
     """Return what a rank has called and completed."""
-    board = evidence.ranks[rank].board
-    return tuple(c for c in board.collectives if not c.is_inside) if board is not None else ()
+    return tuple(c for c in evidence.ranks[rank].collectives if not c.is_inside)

@@ -69,7 +69,7 @@ def out_of_their_round(evidence: Evidence, waits: Mapping[int, Collective]) -> A
 
 def is_as_usual(evidence: Evidence, rank: RankEvidence) -> bool:
     """Return whether a rank's calls up to the latest are what its rounds so far expect; False where these are not regular."""
-    calls = rank.board.collectives if rank.board is not None else ()
+    calls = rank.collectives
     found = _latest_round(evidence, rank.rank, calls[-1]) if calls else None
     return found is not None and found.expected is None
 
@@ -107,8 +107,7 @@ def _line(found: Round) -> tuple[object, ...]:
 
 def _latest_round(evidence: Evidence, rank: int, at: Collective) -> Round | None:
     """Return a rank's round up to the call that it waits in; None where its calls do not repeat."""
-    board = evidence.ranks[rank].board
-    ring = [c for c in (board.collectives if board is not None else ()) if c.op != NEW_GROUP and c.index <= at.index]
+    ring = [c for c in evidence.ranks[rank].collectives if c.op != NEW_GROUP and c.index <= at.index]
     calls = ring[-LATEST:]
     tokens = [_token(c) for c in calls]
     found = _period(tokens)

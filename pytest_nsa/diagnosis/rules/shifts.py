@@ -118,8 +118,7 @@ def _has_left_out(calls: list[Collective], awaited: Collective | None, group: st
 
 
 def _calls(evidence: Evidence, rank: int) -> list[Collective]:
-    board = evidence.ranks[rank].board
-    return [c for c in (board.collectives if board is not None else ()) if c.peer == -1 and c.op != NEW_GROUP]
+    return [c for c in evidence.ranks[rank].collectives if c.peer == -1 and c.op != NEW_GROUP]
 
 
 def _line(call: Collective) -> str:

@@ -89,7 +89,7 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     """Who came last to the latest collectives of all ranks, and by how much."""
     by_place: dict[tuple[str, int], dict[int, float]] = {}
     for rank in evidence.ranks:
-        for c in rank.board.collectives if rank.board is not None else ():
+        for c in rank.collectives:
             if c.peer == -1 and not c.group.startswith("ddp"):  # what DDP does by itself goes with its buckets
                 by_place.setdefault(c.place, {})[rank.rank] = c.entered
     whole = sorted((min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks))[-RECENT:]
