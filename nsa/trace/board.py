@@ -255,16 +255,10 @@ class Board:
         self.add("collectives_entered")
         return index
 
-    def leave(self, index: int) -> None:
-        """The collective that `enter` numbered has completed."""
+    def leave(self, index: int, *, refused: bool = False) -> None:
+        """The collective that `enter` numbered has completed. ``refused``: it raised before it began, unseen by others."""
         if self.count("collectives_entered") - index <= self._slots:
             offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
-            _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], time.time())
-        self.add("collectives_left")
-
-    def refuse(self, index: int) -> None:
-        """The call that `enter` numbered raised before it began: the other ranks see nothing of it."""
-        if self.count("collectives_entered") - index <= self._slots:
-            offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
-            _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], -time.time())
+            now = time.time()
+            _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], -now if refused else now)
         self.add("collectives_left")

@@ -336,7 +336,7 @@ class CollectiveRecorder:
             except (ValueError, TypeError, RuntimeError) as error:
                 if was_refused(error, name):
                     self._sequence[label] -= 0 if point_to_point else 1  # the next call is what meets the others'
-                    self.board.refuse(index)
+                    self.board.leave(index, refused=True)
                 raise
             finally:
                 self._inside.depth = 0

@@ -50,11 +50,7 @@ def stack_fact(rank: RankEvidence) -> Fact | None:
 
 def counters_fact(rank: RankEvidence) -> Fact | None:
     """Return the counters of the loops that the rank was in."""
-    says = "; ".join(
-        f"{', '.join(f'{name} = {value}' for name, value in counts.items())} at {place}"
-        for place, counts in rank.counters
-        if counts
-    )
+    says = "; ".join(f"{words} at {place}" for place, words in rank.rounds.items())
     return Fact(rank=rank.rank, kind="counters", file=f"rank{rank.rank}/counters.json", says=says) if says else None
 
 

@@ -116,17 +116,8 @@ class BoardSnapshot:
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The last collectives, oldest first, but for those that were refused."""
-        return tuple(c for c in self._ring if not c.was_refused)
-
-    @property
-    def refused(self) -> tuple[Collective, ...]:
-        """Calls that raised before they began, for an argument that they do not take."""
-        return tuple(c for c in self._ring if c.was_refused)
-
-    @cached_property
-    def _ring(self) -> tuple[Collective, ...]:
         try:
-            return self.decode_ring()
+            return tuple(c for c in self.decode_ring() if not c.was_refused)
         except (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError):
             return ()  # whose file is damaged
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pytest_nsa.evidence.board import Collective
 
@@ -15,15 +15,20 @@ def first_departure(rings: Rings) -> dict[int, Collective] | None:
     Compared are operation and, for operations that demand it, dtype and element count. Point-to-point calls pair by tag
     and are left out; so is what only one rank's ring still holds.
     """
-    by_place: dict[tuple[int, str], dict[int, Collective]] = {}
+    found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in rings.items()})
+    for place in sorted(found, key=lambda place: (place[1], place[0])):
+        if len({c.shape for c in found[place].values()}) > 1:
+            return dict(sorted(found[place].items()))
+    return None
+
+
+def by_place(rings: Mapping[int, Iterable[Collective]]) -> dict[tuple[str, int], dict[int, Collective]]:
+    """Return what each rank entered, by group and sequence number."""
+    found: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, ring in rings.items():
         for c in ring:
-            if c.peer == -1:
-                by_place.setdefault((c.sequence, c.group), {})[rank] = c
-    for place in sorted(by_place):
-        if len({c.shape for c in by_place[place].values()}) > 1:
-            return dict(sorted(by_place[place].items()))
-    return None
+            found.setdefault(c.place, {})[rank] = c
+    return found
 
 
 def can_complete(collective: Collective, rings: Rings) -> bool:

@@ -105,6 +105,12 @@ class RankEvidence:
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
 
     @property
+    def rounds(self) -> dict[str, str]:
+        """The counters of the loops in words, 'step = 3, attempt = 1', by location; of locations that have any."""
+        said = {place: ", ".join(f"{name} = {n}" for name, n in counts.items()) for place, counts in self.counters}
+        return {place: words for place, words in said.items() if words}
+
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """The last calls that its board holds, oldest first; () where it left none."""
         return self.board.collectives if self.board is not None else ()

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.markup import Markup, tag
-from pytest_nsa.report.plain import visible
-from pytest_nsa.report.terminal import number_ranks, rounds_of, short_place
+from pytest_nsa.report.terminal import number_ranks, of_several, short_place
 
 MOST_BRANCHES = 5  # of a frame; those of the fewest ranks beyond share one line
 FOREIGN = 3  # frames of others in a row that are shown; more are folded
@@ -23,7 +22,7 @@ class Node:
     ranks: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     calls: list[Node] = field(default_factory=list)
-    rounds: str = ""  # of the loops that the frame is in: 'step = 3'
+    rounds: dict[str, list[int]] = field(default_factory=dict)  # of the loops that it is in: 'step = 3', and the ranks
 
     def child(self, frame: Frame) -> Node:
         """Return the node of a frame that this one called; made where it is new."""
@@ -40,23 +39,15 @@ def merge(evidence: Evidence) -> Node:
     for rank in evidence.ranks:
         if rank.stack is None:
             continue
-        node = root
+        node, rounds = root, rank.rounds
         node.ranks.append(rank.rank)
         for frame in reversed([f for f in rank.stack.test_frames if not f.is_ours]):
             node = node.child(frame)
             node.ranks.append(rank.rank)
+            if words := rounds.get(frame.describe()):
+                node.rounds.setdefault(words, []).append(rank.rank)
         node.ended.append(rank.rank)
-    _count(root, evidence)
     return root
-
-
-def _count(node: Node, evidence: Evidence) -> None:
-    """Note the rounds of the loops at each of the user's frames."""
-    if node.frame is not None and node.frame.is_user:
-        told = rounds_of([rank for rank in evidence.ranks if rank.rank in node.ranks])
-        node.rounds = told.get(visible(short_place(node.frame.describe())), "")
-    for call in node.calls:
-        _count(call, evidence)
 
 
 def stack_tree(evidence: Evidence, culprits: Iterable[int]) -> Markup | None:
@@ -118,6 +109,5 @@ def _frame(node: Node, *, is_culprits: bool) -> Markup:
     shown = short_place(frame.describe())
     inside = shown if frame.is_user else shown.rpartition("/site-packages/")[2]
     place = tag("code", inside, title=None if inside == shown else shown)
-    return tag(
-        "div", place, tag("span", f" {node.rounds}", class_="quiet") if node.rounds else "", class_=f"frame {kind}"
-    )
+    rounds = of_several(node.rounds) if node.rounds else ""
+    return tag("div", place, tag("span", f" {rounds}", class_="quiet") if rounds else "", class_=f"frame {kind}")

@@ -108,35 +108,36 @@ def _error_lines(text: str) -> str:
 
 def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Report sections: what each rank printed, and its stack when it was stopped or crashed; equal stacks once."""
-    stacks: dict[str, list[int]] = {}
+    stacks: dict[str, list[RankEvidence]] = {}
     for rank in evidence.ranks:
         output = excerpt(rank.folder / "output.log")
         if output:
             yield f"output of rank {rank.rank}", visible(output)
         stack = _stack_text(rank)
         if stack:
-            stacks.setdefault(stack, []).append(rank.rank)
+            stacks.setdefault(stack, []).append(rank)
     for stack, ranks in stacks.items():
-        rounds = rounds_of([r for r in evidence.ranks if r.rank in ranks])
-        lines = [(line, rounds.get(line.removeprefix("> "), "")) for line in stack.splitlines()]
-        yield f"stack of {number_ranks(ranks)}", "\n".join(f"{line}   {said}" if said else line for line, said in lines)
+        rounds = {f"> {visible(short_place(place))}": words for place, words in _rounds_of(ranks).items()}
+        told = [f"{line}   {rounds[line]}" if line in rounds else line for line in stack.splitlines()]
+        yield f"stack of {number_ranks([rank.rank for rank in ranks])}", visible("\n".join(told))
 
 
-def rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
-    """Return the counters of loops in words, by the line of a stack that is in them: 'step = 3, attempt = 1'; where ranks differ,
-    'step = 3 on ranks 0-2; step = 4 on rank 3'.
-    """
+def _rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
+    """Return the counters of the loops that ranks are in, in words, by location."""
     values: dict[str, dict[str, list[int]]] = {}
     for rank in ranks:
-        for place, counts in rank.counters:
-            said = ", ".join(f"{name} = {value}" for name, value in counts.items())
-            if said:
-                values.setdefault(visible(short_place(place)), {}).setdefault(said, []).append(rank.rank)
-    return {
-        place: next(iter(said)) if len(said) == 1 else "; ".join(f"{s} on {number_ranks(r)}" for s, r in said.items())
-        for place, said in values.items()
-        if len(said) <= MAX_STACK
-    }
+        for place, words in rank.rounds.items():
+            values.setdefault(place, {}).setdefault(words, []).append(rank.rank)
+    return {place: words for place, said in values.items() if (words := of_several(said))}
+
+
+def of_several(said: dict[str, list[int]]) -> str:
+    """Return what ranks have in words, by what each has: 'step = 3', where they differ 'step = 3 on ranks 0-2; step = 4 on rank 3';
+    '' where they differ too much.
+    """
+    if len(said) > MAX_STACK:
+        return ""
+    return next(iter(said)) if len(said) == 1 else "; ".join(f"{s} on {number_ranks(r)}" for s, r in said.items())
 
 
 def _stack_text(rank: RankEvidence) -> str:

@@ -14,6 +14,7 @@ from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _AROUND = ("tqdm", "trange", "list", "tuple", "iter", "islice", "track")  # of an iterator: it keeps its order
+_STEP_AT = {"range": 2, "trange": 2, "count": 1}  # the place of the step among what is given to each
 # What calls the user's code once for each time that it is called: no loop of a library's.
 _ONCE = (
     "torch/nn/modules/module.py",
@@ -129,17 +130,15 @@ def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
     called = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
     numbers = [_number(argument) for argument in over.args]
     first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else None
-    if called in ("range", "trange", "count") and isinstance(target, ast.Name):
-        begins_alike = called != "count" and len(numbers) == 1
-        known = begins_alike or None not in (numbers[:1] + numbers[2:] if called != "count" else numbers)
-        step = (numbers[2:3] or [1])[0] if called != "count" else (numbers[1:2] or [1])[0]
-        return (target.id, 1 if step > 0 else -1) if known and step else ("", 0)
+    if called in _STEP_AT and isinstance(target, ast.Name):
+        begin = numbers[:1] if called == "count" or len(numbers) > 1 else []
+        step = numbers[_STEP_AT[called]] if len(numbers) > _STEP_AT[called] else 1
+        if step is None or None in begin:
+            return "", 0
+        return target.id, 1 if step > 0 else -1
     if called == "enumerate" and isinstance(first, ast.Name):
-        return (
-            (first.id, 1)
-            if len(over.args) == 1 and all(_number(k.value) is not None for k in over.keywords)
-            else ("", 0)
-        )
+        begins_alike = len(over.args) == 1 and all(_number(k.value) is not None for k in over.keywords)
+        return (first.id, 1) if begins_alike else ("", 0)
     if called == "zip" and isinstance(target, ast.Tuple):
         pairs = (_counter(t, o) for t, o in zip(target.elts, over.args, strict=False))
         return next((pair for pair in pairs if pair[0]), ("", 0))

@@ -61,11 +61,11 @@ class Departure:
 
     @property
     def is_in_a_later_round(self) -> bool:
-        return self.lead is not None and self.lead > 0
+        return self.lead == 1
 
     @property
     def is_in_an_earlier_round(self) -> bool:
-        return self.lead is not None and self.lead < 0
+        return self.lead == -1
 
     @property
     def is_in_the_same_round(self) -> bool:
@@ -206,7 +206,7 @@ class Departure:
     @property
     def comes_later(self) -> bool:
         """Whether ``mine`` is on a later line, and no loop leads back."""
-        return comes_first(self.parted.there, self.parted.here) and not self.parted.goes_round
+        return self.is_further_down and not self.parted.goes_round
 
     @property
     def are_alternatives(self) -> bool:

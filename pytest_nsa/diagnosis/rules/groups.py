@@ -146,19 +146,18 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
 
 def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:
     """Return the few ranks that made another group where most made one that these made later: their call, and the others'."""
-    made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
-    if any(not c.note.partition(":")[0].isdigit() for calls in made.values() for c in calls):
+    n, made = evidence.job.world_size, {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    if not all(_is_numbered(c) for calls in made.values() for c in calls):
         return None  # groups that their members alone make have no order
     for place in range(max(map(len, made.values()), default=0)):
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
-        groups = Counter(_members(c, evidence.job.world_size) for c in at.values())
+        groups = Counter(_members(c, n) for c in at.values())
         if len(groups) < 2:
             continue
         (most, number), (_, next_most) = groups.most_common(2)
-        odd = tuple(sorted(r for r, c in at.items() if _members(c, evidence.job.world_size) != most))
+        odd = tuple(sorted(r for r, c in at.items() if _members(c, n) != most))
         if number == next_most or len(odd) >= number:
             return None
-        n = evidence.job.world_size
         theirs = {members for r in at if r not in odd for members in _all_members(made[r], n)}
         # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
         made_later = all(
@@ -170,22 +169,23 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
 
 
 def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that wait for each other in a circle to make groups which their members alone make (a name, no number)."""
-    if not making or any(c.note.partition(":")[0].isdigit() for c in making.values()):
+    """Return the ranks that wait for each other in a circle to make groups which their members alone make."""
+    if any(_is_numbered(c) for c in making.values()):
         return ()
-    waits_for = {
-        rank: [
-            m for m in _members(call, evidence.job.world_size) if m != rank and making.get(m, call).note != call.note
-        ]
-        for rank, call in making.items()
-    }
-    way = [min(making)]
-    while waits_for.get(way[-1]):
-        following = waits_for[way[-1]][0]
+    n, way = evidence.job.world_size, [min(making)]
+    while True:
+        call = making[way[-1]]
+        following = next((m for m in _members(call, n) if m in making and making[m].note != call.note), None)
+        if following is None:
+            return ()
         if following in way:
             return tuple(sorted(way[way.index(following) :]))
         way.append(following)
-    return ()
+
+
+def _is_numbered(call: Collective) -> bool:
+    """Return whether torch numbers a group, which all ranks make then; one that its members alone make has a hash for a name."""
+    return call.note.partition(":")[0].isdigit()
 
 
 def _named(call: Collective) -> str:

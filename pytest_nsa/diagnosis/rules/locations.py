@@ -65,8 +65,7 @@ def where_they_part(
             mine, others, common = whole, others_whole, depth
     in_loop = _any_in_loop(sources, mine[:common])
     if parted:
-        below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
-        return Parting(parted[0].describe(), parted[1].describe(), sources, in_loop, below, other_below)
+        return _parting(sources, mine, others, common)
     there, here = _place_in(other, site), _place_in(one, other_site)
     fork = _fork(_all_frames(one), _all_frames(other))
     if there:
@@ -79,11 +78,14 @@ def where_calls_part(evidence: Evidence, mine: Collective, other: Collective) ->
     known = [frame for rank in evidence.ranks for frame in user_frames(rank)]
     one, two = (_frames_of(call, known) or [Frame(*parts_of(call.site))] for call in (mine, other))
     common, parted = _common(one, two)
-    if not parted:
-        return Parting(mine.site, other.site, evidence.sources)
-    below, other_below = (_any_in_loop(evidence.sources, path[common + 1 :]) for path in (one, two))
-    in_loop = _any_in_loop(evidence.sources, one[:common])
-    return Parting(parted[0].describe(), parted[1].describe(), evidence.sources, in_loop, below, other_below)
+    return _parting(evidence.sources, one, two, common) if parted else Parting(mine.site, other.site, evidence.sources)
+
+
+def _parting(sources: Sources, mine: list[Frame], others: list[Frame], common: int) -> Parting:
+    """Return where two paths part that share their ``common`` outermost frames."""
+    in_loop = _any_in_loop(sources, mine[:common])
+    below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
+    return Parting(mine[common].describe(), others[common].describe(), sources, in_loop, below, other_below)
 
 
 def _fork(mine: list[Frame], others: list[Frame]) -> str:

@@ -86,12 +86,9 @@ def first_left_out(evidence: Evidence, rank: int, missed: Collective) -> tuple[s
     if found.made.group == missed.group and found.made.sequence < missed.sequence:
         return None  # the others answered it, so it was none that they did not know
     # What its rounds have next, up to what it made instead; to the end, where it has left the loop.
-    following = [_token(c) for c in found.before[-found.length :]][:AHEAD]
-    made = _token(found.made)
+    following, made = _following(found), _token(found.made)
     left_out = following[: following.index(made)] if made in following else following
-    own = [
-        token for token in left_out if not token[0].startswith("ddp")
-    ]  # what DDP does by itself is no line of the user's
+    own = [token for token in left_out if not token[0].startswith("ddp")]  # DDP's own calls are no line of the user's
     return own[0][3] if any((op, way) == (missed.op, missed.way) for _, op, _, way in own) else None
 
 
@@ -145,8 +142,13 @@ def _left_out(found: Round) -> list[Token]:
     made = _token(found.made)
     if made[0] != found.expected[0] and _are_of_one_line(made[3], found.expected[3]):
         return []
-    following = [_token(c) for c in found.before[-found.length :]][:AHEAD]
+    following = _following(found)
     return following[: following.index(made)] if made in following[1:] else []
+
+
+def _following(found: Round) -> list[Token]:
+    """Return what a rank's rounds have next, from the call that it did not make."""
+    return [_token(c) for c in found.before[-found.length :]][:AHEAD]
 
 
 def _are_of_one_line(one: tuple[str, ...], other: tuple[str, ...]) -> bool:

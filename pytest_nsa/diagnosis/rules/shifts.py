@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.departures import is_same_line
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
 
 
@@ -25,12 +26,8 @@ def first_shift(evidence: Evidence) -> Shift | None:
 
     None where another departure came first, or where the ranks' lines differ by the program's design.
     """
-    by_place: dict[tuple[str, int], dict[int, Collective]] = {}
     rings = {r.rank: _calls(evidence, r.rank) for r in evidence.ranks}
-    for rank, calls in rings.items():
-        for call in calls:
-            by_place.setdefault(call.place, {})[rank] = call
-    for entered in sorted(by_place.values(), key=lambda calls: min(c.entered for c in calls.values())):
+    for entered in sorted(by_place(rings).values(), key=lambda calls: min(c.entered for c in calls.values())):
         if len({c.shape for c in entered.values()}) > 1:
             return None
         ways = {c.way for c in entered.values()}
@@ -62,13 +59,14 @@ def first_apart(
     None where lines differ by the program's design: where they were equal again, other than by one sequence that lags behind.
     """
     rings = {r: [c for c in _calls(evidence, r) if c.group == missed.group] for r in evidence.members(missed.group)}
-    by_place: dict[int, dict[int, Collective]] = {}
-    for rank, calls in rings.items():
-        for call in calls:
-            by_place.setdefault(call.sequence, {})[rank] = call
-    whole = [by_place[n] for n in sorted(by_place) if n < missed.sequence and len(by_place[n]) == len(rings)]
-    sides = [({c.way for r, c in found.items() if r in culprits}, {c.way for r, c in found.items() if r not in culprits})
-             for found in whole]  # fmt: skip
+    whole = [
+        found for place, found in sorted(by_place(rings).items()) if place < missed.place and len(found) == len(rings)
+    ]
+    odd = frozenset(culprits)
+    sides = [
+        ({c.way for r, c in found.items() if r in odd}, {c.way for r, c in found.items() if r not in odd})
+        for found in whole
+    ]
     first = next((i for i, (mine, theirs) in enumerate(sides) if mine != theirs), None)
     if not first or any(len(mine) != 1 or len(theirs) != 1 for mine, theirs in sides):
         return None  # nothing before it shows that the lines are usually equal
@@ -78,8 +76,8 @@ def first_apart(
     lags = any(ours[: len(ours) - k] == others[k:] for k in range(1, len(ours)))
     if not lags and any(a == b for a, b in zip(ours, others, strict=True)):
         return None
-    mine = next(c for r, c in whole[first].items() if r in culprits)
-    theirs = next(c for r, c in whole[first].items() if r not in culprits)
+    mine = next(c for r, c in whole[first].items() if r in odd)
+    theirs = next(c for r, c in whole[first].items() if r not in odd)
     return theirs, mine
 
 
