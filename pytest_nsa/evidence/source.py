@@ -54,6 +54,7 @@ class Sources:
 
     snippets: list[Snippet] = field(default_factory=list)
     _parsed: dict[Snippet, list[ast.stmt]] = field(default_factory=dict)
+    _around: dict[str, tuple[ast.stmt, ...]] = field(default_factory=dict)  # many ranks are at one location
 
     def _snippet(self, file: str, line: int) -> Snippet | None:
         return next((s for s in self.snippets if s.file == file and s.first <= line <= s.last), None)
@@ -65,6 +66,11 @@ class Sources:
 
     def around(self, location: str) -> tuple[ast.stmt, ...]:
         """Return the statements that enclose ``file:line in function``, outermost first; () where its source is not kept."""
+        if location not in self._around:
+            self._around[location] = self._look_around(location)
+        return self._around[location]
+
+    def _look_around(self, location: str) -> tuple[ast.stmt, ...]:
         match = LOCATION.match(location)
         snippet = self._snippet(match["file"], int(match["line"])) if match else None
         if match is None or snippet is None:

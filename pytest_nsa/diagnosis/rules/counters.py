@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pytest_nsa.diagnosis.rules.locations import comes_first, main_thread_that_joins, where_they_part
 from pytest_nsa.diagnosis.rules.source import is_here, loops_of
@@ -13,6 +13,7 @@ from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
+MOST_KINDS = 64  # of ranks, each compared with each
 _AROUND = ("tqdm", "trange", "list", "tuple", "iter", "islice", "track")  # of an iterator: it keeps its order
 _STEP_AT = {"range": 2, "trange": 2, "count": 1}  # the place of the step among what is given to each
 # What calls the user's code once for each time that it is called: no loop of a library's.
@@ -61,6 +62,17 @@ def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Col
     parted = where_they_part(evidence.sources, one, found[rank], two, found[other])
     is_kept = is_here(evidence.sources, parted.here) and is_here(evidence.sources, parted.there)
     return is_kept and comes_first(parted.here, parted.there)
+
+
+def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[int]) -> list[list[int]]:
+    """Return ranks in lists of those that nothing here tells apart: one of each list is compared for all. [] where there are more
+    than `MOST_KINDS`: then it is not known.
+    """
+    kinds: dict[object, list[int]] = {}
+    for r in ranks:
+        rank = evidence.ranks[r]
+        kinds.setdefault((rank.threads, tuple(rank.rounds.items()), found[r].way), []).append(r)
+    return list(kinds.values()) if len(kinds) <= MOST_KINDS else []
 
 
 def _counted(rank: RankEvidence) -> list[_Counted]:

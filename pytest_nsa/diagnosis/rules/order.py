@@ -8,7 +8,7 @@ from collections import Counter
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, swapped, went_ahead
-from pytest_nsa.diagnosis.rules.counters import is_before
+from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
@@ -151,16 +151,17 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
 
 def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -> Finding | None:
     """Find by the loops' counters that all others have gone past the call in which the last ranks wait: these made it alone, where
-    nobody has made one like it before; else the other members of its group left it out.
+    no rank has made one like it before; else the other members of its group left it out.
     """
-    last = tuple(r for r in sorted(found) if all(o == r or not is_before(evidence, o, r, found) for o in found))
-    others = [r for r in found if r not in last]
-    calls = {found[r].place for r in last}
-    if len(calls) != 1 or not others or _chose_otherwise(evidence, found):
+    kinds = alike(evidence, found, sorted(found))
+    least = [a for a in kinds if not any(is_before(evidence, b[0], a[0], found) for b in kinds if b is not a)]
+    further = [kind for kind in kinds if kind not in least]
+    last = tuple(sorted(itertools.chain.from_iterable(least)))
+    if not further or len({found[r].place for r in last}) != 1 or _chose_otherwise(evidence, found):
         return None
-    if not all(is_before(evidence, r, o, found) for r in last for o in others):
+    if not all(is_before(evidence, a[0], b[0], found) for a in least for b in further):
         return None
-    call = found[last[0]]
+    call, others = found[last[0]], frozenset(itertools.chain.from_iterable(further))
     who = describe_ranks(last, evidence.job.world_size)
     made = [c for r in found for c in calls_before(evidence, r, found[r])]
     if all((c.op, c.way) != (call.op, call.way) for c in made):
@@ -237,8 +238,11 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
 def _are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
     """Return whether the culprits are, by the loops' counters, before what each other rank waits in."""
     found = {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
-    others = [rank for rank in found if rank not in culprits]
-    return bool(others) and all(r in found and is_before(evidence, r, o, found) for r in culprits for o in others)
+    if any(rank not in found for rank in culprits):
+        return False
+    mine = alike(evidence, found, culprits)
+    others = alike(evidence, found, found.keys() - set(culprits))
+    return bool(mine and others) and all(is_before(evidence, a[0], b[0], found) for a in mine for b in others)
 
 
 def _is_in_own_handler(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
@@ -327,12 +331,15 @@ def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
 
 def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
     """Return whether two ranks are in the two branches of one ``if``: neither has gone past the other."""
-    places = {r: _places(evidence.ranks[r], c) for r, c in found.items()}
+    numbers = Counter(frozenset(_places(evidence.ranks[r], c)) for r, c in found.items())
+    places = [
+        p for p, number in numbers.items() for _ in range(min(number, 2))
+    ]  # of many at the same, two stand for all
     return any(
         are_alternatives(evidence.sources, a, b)
-        for r, s in itertools.combinations(places, 2)
-        for a in places[r]
-        for b in places[s]
+        for one, other in itertools.combinations(places, 2)
+        for a in one
+        for b in other
     )
 
 
