@@ -39,7 +39,7 @@ _NUMBERS = {
     "on_device": "q",  # 1: collectives were seen that outlast their wait
     "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that came to their end
 }  # fmt: skip
-_TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160}
+_TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "nodes_module": 160, "key": 160}
 
 # A record's `commit` repeats its index + 1 and is written last: where it differs, the record is torn.
 _RECORD: tuple[tuple[str, str], ...] = (

@@ -21,15 +21,32 @@ def group_of(value: Any) -> Any:
 
 
 def new_group_note(args: tuple[Any, ...]) -> str:
-    """'2: 0,1': the name of the group that torch is to make, and its ranks. Of a default group, which names no ranks, what this
-    one calls itself, and the store: '0: rank 1 of 4, by port 29500 of localhost'.
+    """'2: 0,1': the name of the group that torch is to make, and its ranks (`in_runs`). Of a default group, which names no ranks,
+    what this one calls itself, and the store: '0: rank 1 of 4, by port 29500 of localhost'.
     """
     if len(args) <= 5 or not isinstance(args[2], list):
         return ""
+    if args[2]:
+        return f"{args[5]}: {in_runs(args[2])}"
     place = store_place(args[4])
-    return (
-        f"{args[5]}: {','.join(map(str, args[2])) or numbered(args[1], args[0]) + (f', by {place}' if place else '')}"
-    )
+    return f"{args[5]}: {numbered(args[1], args[0])}{f', by {place}' if place else ''}"
+
+
+def in_runs(ranks: list[int]) -> str:
+    """'0-3,8,10', or '0-14:2' for every other: ranks in their order, short enough for a record where they are many."""
+    found, at = [], 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
+        end = at + 1
+        while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - at > 2:
+            found.append(f"{ranks[at]}-{ranks[end - 1]}" + (f":{step}" if step > 1 else ""))
+        else:
+            end = at + 1
+            found.append(str(ranks[at]))
+        at = end
+    return ",".join(found)
 
 
 def numbered(rank: int, world_size: int) -> str:
@@ -44,6 +61,17 @@ def store_place(store: Any) -> str:
     if isinstance(store, dist.FileStore):
         return f"file ...{store.path[-48:]}"
     return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
+
+
+def keys_of_call(store: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the keys of a store that a call is about, as the caller names them, behind the store's own prefix; '' where it has
+    none.
+    """
+    named = args[0] if args else kwargs.get("key", kwargs.get("keys", ""))
+    keys = named if isinstance(named, list | tuple) else [named]
+    prefix = getattr(store, "prefix", "")
+    front = f"{prefix}/" if isinstance(prefix, str) and prefix else ""
+    return ", ".join(front + (k.decode(errors="replace") if isinstance(k, bytes) else str(k)) for k in keys if k)
 
 
 def split_sizes(args: tuple[Any, ...]) -> str:

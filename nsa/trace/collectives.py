@@ -24,6 +24,7 @@ from nsa.trace.calls import (
     global_rank,
     group_of,
     is_done_after_wait,
+    keys_of_call,
     label_of,
     new_group_note,
     numbered,
@@ -244,15 +245,19 @@ class CollectiveRecorder:
             return
 
         def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
-            limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
-            if not limit or threading.current_thread() is not threading.main_thread():
+            if threading.current_thread() is not threading.main_thread():
                 return original(store, *args, **kwargs)
+            limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
             until = self._limit_time
-            self._set_limit(time.time() + limit)
+            self.board.text("key", keys_of_call(store, args, kwargs))
+            if limit:
+                self._set_limit(time.time() + limit)
             try:
                 return original(store, *args, **kwargs)
             finally:
-                self._set_limit(until)
+                self.board.text("key", "")
+                if limit:
+                    self._set_limit(until)
 
         setattr(dist.Store, name, wait_for_a_key)
 
@@ -265,6 +270,7 @@ class CollectiveRecorder:
                 now = time.time()
                 if now - self._looked > LOOKS_AGAIN_S:
                     self.board.number("polled_from", now)
+                    self.board.text("key", keys_of_call(store, args, kwargs))
                 self._looked = now
                 self.board.number("polled_time", now)
             return original(store, *args, **kwargs)

@@ -109,6 +109,7 @@ class BoardSnapshot:
     line: str
     phase_line: str
     nodes_module: str
+    key: str
     path: tuple[int, ...]
     arrived: bytes
     decode_ring: Callable[[], tuple[Collective, ...]] = field(repr=False)
@@ -204,6 +205,7 @@ def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
         line=texts["line"],
         phase_line=texts.get("phase_line", ""),
         nodes_module=texts.get("nodes_module", ""),
+        key=texts.get("key", ""),
         path=_path(layout, numbers, data),
         arrived=data[start : start + min(size, int(numbers["gradients_expected"]))],
         decode_ring=lambda: _ring(layout["ring"], data, int(numbers["collectives_entered"]), phases),

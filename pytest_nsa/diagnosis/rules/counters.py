@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import itertools
 from collections.abc import Iterable, Mapping
 
-from pytest_nsa.diagnosis.rules.locations import comes_first, main_thread_that_joins, where_they_part
-from pytest_nsa.diagnosis.rules.source import is_here, loops_of
+from pytest_nsa.diagnosis.rules.locations import main_thread_that_joins, where_they_part
+from pytest_nsa.diagnosis.rules.source import COMPREHENSIONS, is_here, loops_of, own_parts
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
@@ -61,7 +60,7 @@ def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Col
         return by == -1
     parted = where_they_part(evidence.sources, one, found[rank], two, found[other])
     is_kept = is_here(evidence.sources, parted.here) and is_here(evidence.sources, parted.there)
-    return is_kept and comes_first(parted.here, parted.there)
+    return is_kept and parted.comes_first
 
 
 def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[int]) -> list[list[int]]:
@@ -164,9 +163,5 @@ def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
 def _has_a_loop_of_its_own(sources: Sources, frame: Frame) -> bool:
     """Return whether a line calls the next function from a comprehension, whose rounds nothing counts."""
     found = sources.around(frame.describe())
-    header = found[-1] if found else None
-    whole: list[ast.AST] = [header] if header is not None else []
-    if isinstance(header, ast.For | ast.While | ast.If | ast.With):  # of which the line has the condition alone
-        whole = [node for node in ast.iter_child_nodes(header) if isinstance(node, ast.expr | ast.withitem)]
-    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    return any(isinstance(node, kinds) for node in itertools.chain.from_iterable(map(ast.walk, whole)))
+    parts = own_parts(found[-1]) if found else []
+    return any(isinstance(node, COMPREHENSIONS) for part in parts for node in ast.walk(part))

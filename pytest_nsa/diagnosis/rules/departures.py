@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pytest_nsa.diagnosis.rules.locations import Parting, comes_first, line_in, parts_of
+from pytest_nsa.diagnosis.rules.locations import Parting, line_in, parts_of
 from pytest_nsa.diagnosis.rules.source import (
     are_alternatives,
     calls_each_of_some,
@@ -76,7 +76,7 @@ class Departure:
     @property
     def is_further_down(self) -> bool:
         """Whether ``mine`` is on a later line of the function in which the ranks part."""
-        return comes_first(self.parted.there, self.parted.here)
+        return self.parted.turned.comes_first
 
     @cached_property
     def is_new(self) -> bool:
@@ -201,7 +201,7 @@ class Departure:
     @property
     def comes_first(self) -> bool:
         """Whether ``mine`` is on an earlier line of the function than ``other``."""
-        return comes_first(self.parted.here, self.parted.there)
+        return self.parted.comes_first
 
     @property
     def comes_later(self) -> bool:

@@ -14,6 +14,7 @@ from pytest_nsa.evidence.collectives import can_complete
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
+_RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?")
 
 
 def groups_apart(evidence: Evidence) -> Finding | None:
@@ -117,14 +118,21 @@ def _can_end(evidence: Evidence, call: Collective, making: dict[int, Collective]
 
 
 def _members(call: Collective, world_size: int) -> tuple[int, ...]:
-    found = tuple(int(n) for n in call.note.partition(": ")[2].split(",") if n.isdigit())
-    return found or tuple(range(world_size))
+    """Return the ranks that a new group's note names: '2: 0-3,8', '3: 0-14:2'; all of them where it names none."""
+    found: list[int] = []
+    for part in call.note.partition(": ")[2].split(","):
+        run = _RUN.fullmatch(part)
+        if run is not None:
+            first, last, step = int(run["first"]), int(run["last"] or run["first"]), int(run["step"] or 1)
+            found += range(first, min(last + 1, world_size), max(step, 1))
+    return tuple(found) or tuple(range(world_size))
 
 
 def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
     """Return the ranks that made a group which the others did not make, and its call; the fewer ranks of the two sides.
 
-    Compared are the groups that ranks have made, in their order; one that comes later in another rank's order is no such.
+    Compared are the groups that ranks have made, in their order; one that comes later in another rank's order is no such. What
+    they made before is past: the same members may meet anew.
     """
     made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
     if len(made) < 2:
@@ -138,7 +146,7 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
             continue
         for members, ranks in sorted(kinds.items(), key=lambda kind: len(kind[1])):
             others = [r for r in at if r not in ranks]
-            if all(members not in _all_members(made[r], evidence.job.world_size) for r in others):
+            if all(members not in _all_members(made[r][place:], evidence.job.world_size) for r in others):
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
@@ -158,10 +166,10 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
         odd = tuple(sorted(r for r, c in at.items() if _members(c, n) != most))
         if number == next_most or len(odd) >= number:
             return None
-        theirs = {members for r in at if r not in odd for members in _all_members(made[r], n)}
+        theirs = {members for r in at if r not in odd for members in _all_members(made[r][place:], n)}
         # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
         made_later = all(
-            _members(at[r], n) in theirs and (most in _all_members(made[r], n) or r not in _members(at[r], n))
+            _members(at[r], n) in theirs and (most in _all_members(made[r][place:], n) or r not in _members(at[r], n))
             for r in odd
         )
         return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pytest_nsa.diagnosis.rules.source import end_of_with, is_here, is_in_loop, is_past_the_loop, share_a_loop
+from pytest_nsa.diagnosis.rules.roles import where_they_meet
+from pytest_nsa.diagnosis.rules.source import (
+    end_of_with,
+    is_called_first,
+    is_here,
+    is_in_loop,
+    is_past_the_loop,
+    share_a_loop,
+)
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
@@ -26,17 +34,26 @@ class Parting:
     below: bool = False
     other_below: bool = False
     fork: str = ""
+    called_first: bool | None = None  # whether `fork` calls the one's function before the other's, as `f` in `g(f())`
 
     @property
     def has_left(self) -> bool:
         """Whether the one has left a loop that the other is in."""
-        later = comes_first(self.there, self.here)
+        later = self.turned.comes_first
         return is_past_the_loop(self.sources, self.here, self.there) or (self.other_below and not self.below and later)
 
     @property
     def turned(self) -> Parting:
         """Seen from the other."""
-        return Parting(self.there, self.here, self.sources, self.in_loop, self.other_below, self.below)
+        first = not self.called_first if self.called_first is not None else None
+        return Parting(
+            self.there, self.here, self.sources, self.in_loop, self.other_below, self.below, called_first=first
+        )
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether the one is at an earlier line than the other, or at what one line calls first."""
+        return self.called_first is True or comes_first(self.here, self.there)
 
     @property
     def goes_round(self) -> bool:
@@ -64,13 +81,22 @@ def where_they_part(
         if parted:
             mine, others, common = whole, others_whole, depth
     in_loop = _any_in_loop(sources, mine[:common])
+    meeting = where_they_meet(one, mine, other, others, common) if parted else None
+    if meeting is not None:
+        depth, other_depth = meeting
+        again, parted_there = _common(mine[depth:], others[other_depth:])
+        if parted_there:
+            in_loop = in_loop or _any_in_loop(sources, [*mine[common:depth], *others[common:other_depth]])
+            found = _parting(sources, mine[depth:], others[other_depth:], again)
+            return replace(found, in_loop=found.in_loop or in_loop)
     if parted:
         return _parting(sources, mine, others, common)
     there, here = _place_in(other, site), _place_in(one, other_site)
     fork = _fork(_all_frames(one), _all_frames(other))
+    first = _is_called_first(sources, mine, others, common)
     if there:
-        return Parting(site, there, sources, in_loop, fork=fork)
-    return Parting(here or site, other_site, sources, in_loop, fork=fork)
+        return Parting(site, there, sources, in_loop, fork=fork, called_first=first)
+    return Parting(here or site, other_site, sources, in_loop, fork=fork, called_first=first)
 
 
 def where_calls_part(evidence: Evidence, mine: Collective, other: Collective) -> Parting:
@@ -94,6 +120,12 @@ def _fork(mine: list[Frame], others: list[Frame]) -> str:
     if not depth or not (mine[depth - 1].is_user and mine[depth].is_user and others[depth].is_user):
         return ""
     return mine[depth - 1].describe() if mine[depth].function != others[depth].function else ""
+
+
+def _is_called_first(sources: Sources, mine: list[Frame], others: list[Frame], common: int) -> bool | None:
+    """Return whether the innermost line that both paths share calls the one's next function before the other's."""
+    names = [path[common].function if len(path) > common else "" for path in (mine, others)]
+    return is_called_first(sources, mine[common - 1].describe(), names[0], names[1]) if common else None
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:

@@ -98,7 +98,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     shift = of_a_shift(evidence)
     if shift is not None:
         return shift
-    behind_all = _of_the_last(evidence, found, shown) if crossed else None
+    # What DDP does by itself is counted apart, so that it does not depart from what the others call.
+    by_itself = len({c.group for c in found.values()}) > 1
+    behind_all = _of_the_last(evidence, found, shown) if by_itself else None
     if behind_all is not None:
         return behind_all
     omitted = left_out(evidence, found) if crossed else None

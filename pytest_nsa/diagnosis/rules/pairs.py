@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
@@ -48,22 +49,25 @@ def unpaired(evidence: Evidence) -> Finding | None:
     culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(
         evidence, {r for found in ends.values() for r in found}, halves
     )
-    more = _sent_more(evidence, halves, outside)
+    more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves)
     if more is not None:
         return more
+    culprits = _unasked(evidence, outside, waits, halves) or culprits
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
     if first.finished:
         does = "ended its test without the other half"
+    elif mine is not None and len({waits[r].shape for r in culprits if r in waits}) > 1:
+        does = f"do not meet: {_in_words({r: waits[r] for r in culprits if r in waits})}"
     elif mine is not None:
-        does = f"waits in {mine.describe()}"
+        does = f"{'each ' if len(culprits) > 1 else ''}waits in {mine.describe()}"
     else:
-        does = f"is at {last_seen(first)}"
+        does = f"{'each ' if len(culprits) > 1 else ''}is at {last_seen(first)}"
     who = describe_ranks(culprits, n)
     reason = f"receives and sends do not pair: {_in_words(victims or halves)}"
     if victims:
-        reason += f"; {who} {'each ' if len(culprits) > 1 and not first.finished else ''}{does}"
+        reason += f"; {who} {does}"
     inside = mine is not None and mine.peer != -1
     where = last_seen(first) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
     return Finding(
@@ -144,6 +148,70 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     )  # fmt: skip
 
 
+def _asked_for_more(evidence: Evidence, halves: dict[int, Collective]) -> Finding | None:
+    """Find that a rank began a receive that it never waited for, and went on through a collective that the sender went through,
+    too: that receive takes what is sent for a later one.
+    """
+    for rank, call in halves.items():
+        calls = [c for c in evidence.ranks[rank].collectives if c.index < call.index]
+        ended = (
+            {c.place for c in _calls(evidence, call.peer) if c.peer == -1}
+            if 0 <= call.peer < len(evidence.ranks)
+            else ()
+        )
+        last = max((c.index for c in calls if c.peer == -1 and not c.is_inside and c.place in ended), default=-1)
+        left = [
+            c for c in calls
+            if c.is_inside and c.index < last and (c.op, c.peer, c.note) == (call.op, call.peer, call.note)
+        ]  # fmt: skip
+        if not left or not call.op.startswith("recv"):
+            continue
+        who = describe_ranks((rank,), evidence.job.world_size)
+        reason = (
+            f"{who} began {left[0].describe()} and never waited for it: it takes what is sent for a later one: receives and sends "
+            f"do not pair: {_in_words(halves)}"
+        )
+        return Finding(
+            cause="p2p_unmatched", ranks=(rank,), where=left[0].site, called_from=next(iter(left[0].way[1:]), ""), reason=reason,
+            certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
+        )  # fmt: skip
+    return None
+
+
+def _unasked(
+    evidence: Evidence, outside: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
+) -> tuple[int, ...]:
+    """Return the ranks that wait for one whose rounds between two collectives were all alike, the latest too, and who are in an
+    earlier round than it, of rounds that differ: what they send or receive, it was not to answer.
+    """
+    if len(outside) != 1:
+        return ()
+    (end,) = outside
+    mark = waits.get(end)
+    if mark is None or mark.peer != -1:
+        return ()
+    before = {
+        rank
+        for rank, c in halves.items()
+        if c.peer == end and all(other.place != mark.place for other in evidence.ranks[rank].collectives)
+    }
+    others = [_rounds(evidence, rank, mark) for rank in before]
+    is_regular = len(set(_rounds(evidence, end, mark))) == 1 and len(_rounds(evidence, end, mark)) > 2
+    return tuple(sorted(before)) if before and is_regular and all(len(set(rounds)) > 1 for rounds in others) else ()
+
+
+def _rounds(evidence: Evidence, rank: int, mark: Collective) -> list[tuple[tuple[str, str], ...]]:
+    """Return what a rank has called and completed in each whole round, by operation and line; a round ends with a call of the
+    collective ``mark``.
+    """
+    rounds: list[list[tuple[str, str]]] = [[]]
+    for call in _calls(evidence, rank):
+        if (call.group, call.op, call.root) == (mark.group, mark.op, mark.root) and call.peer == -1:
+            rounds.append([])
+        rounds[-1].append((call.op, call.site))
+    return [tuple(found) for found in rounds[1:]]
+
+
 def _has_forgotten(rank: RankEvidence) -> bool:
     calls = rank.collectives
     return bool(calls) and calls[0].index > 0
@@ -175,12 +243,14 @@ def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collec
     """Return the rank of a circle that made fewer of the calls that are waited for than other ranks did of the same line; else
     the one that more ranks wait for than for any other; all of them where there is none.
     """
-    fewer = tuple(sorted(r for r in ranks if _made_fewer(evidence, r, ranks, halves)))
-    if len(fewer) == 1:
-        return fewer
-    stale = tuple(sorted(r for r in ranks if _has_an_old_tag(evidence, r, halves)))
-    if len(stale) == 1:
-        return stale
+    for calls in (_calls, _entered):
+        fewer = tuple(sorted(r for r in ranks if _made_fewer(evidence, r, ranks, halves, calls)))
+        if len(fewer) == 1:
+            return fewer
+    for shows_it in (_has_an_old_tag, _is_out_of_its_round):
+        odd = tuple(sorted(r for r in ranks if shows_it(evidence, r, halves)))
+        if len(odd) == 1:
+            return odd
     counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
     if len(counts) > 1 and counts[0][1] > counts[1][1]:
         return (counts[0][0],)
@@ -199,19 +269,41 @@ def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]
     return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
 
 
-def _made_fewer(evidence: Evidence, rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:
+def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in."""
+    call = halves[rank]
+    mark = next((c for c in reversed(_calls(evidence, rank)) if c.peer == -1), None)
+    if mark is None:
+        return False
+    *earlier, latest = _rounds(evidence, rank, mark)
+    now = (*latest, (call.op, call.site))
+    return bool(earlier) and all(found[: len(now)] != now for found in earlier)
+
+
+def _made_fewer(
+    evidence: Evidence,
+    rank: int,
+    ranks: set[int],
+    halves: dict[int, Collective],
+    calls: Callable[[Evidence, int], tuple[Collective, ...]],
+) -> bool:
     """Return whether a rank made fewer of the halves that a rank of the circle waits for than all others at that line."""
     for waiter in (w for w in ranks if halves[w].peer == rank):
         op = "recv" if halves[waiter].op.startswith("send") else "send"
-        mine = [c for c in _calls(evidence, rank) if c.peer == waiter and c.op.startswith(op)]
+        mine = [c for c in calls(evidence, rank) if c.peer == waiter and c.op.startswith(op)]
         if not mine:
             continue
         line = mine[-1].site
-        counts = [sum(c.site == line for c in _calls(evidence, r.rank)) for r in evidence.ranks if r.rank != rank]
+        counts = [sum(c.site == line for c in calls(evidence, r.rank)) for r in evidence.ranks if r.rank != rank]
         others = [n for n in counts if n]
         if others and sum(c.site == line for c in mine) < min(others):
             return True
     return False
+
+
+def _entered(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
+    """Return what a rank has called, completed or not."""
+    return evidence.ranks[rank].collectives
 
 
 def _calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:

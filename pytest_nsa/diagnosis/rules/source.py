@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections.abc import Iterator
 
 from pytest_nsa.evidence.source import LOCATION, Sources
 
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 
 
@@ -131,6 +133,48 @@ def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
             if is_in_body and outer in b and any(statement in behind for statement in b):
                 return True
     return False
+
+
+def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool | None:
+    """Return whether a line calls the function ``one`` before ``other``, as Python evaluates it: what is given to a call comes
+    before the call. '' stands for what the line calls that is no function of the user's. None where the line does not tell.
+    """
+    found = sources.around(place)
+    parts = own_parts(found[-1]) if found else []
+    later = (*COMPREHENSIONS, ast.Lambda)
+    if one == other or any(isinstance(node, later) for part in parts for node in ast.walk(part)):
+        return None
+    calls = [call for part in parts for call in _evaluated(part)]
+    names = [_called_name(call) for call in calls]
+    at = [i for i, name in enumerate(names) if name == one]
+    other_at = [i for i, name in enumerate(names) if name == other]
+    if one and other:
+        return at[0] < other_at[0] if len(at) == len(other_at) == 1 else None
+    known, is_one = (at, True) if one else (other_at, False)
+    if len(known) != 1:
+        return None
+    given = {id(node) for node in ast.walk(calls[known[0]])}
+    outside = [i for i, call in enumerate(calls) if id(call) not in given]
+    return is_one if outside and all(i > known[0] for i in outside) and len(given) else None
+
+
+def own_parts(statement: ast.stmt) -> list[ast.AST]:
+    """Return the expressions that a statement's own line evaluates: of a compound one not its body."""
+    if isinstance(statement, ast.For | ast.While | ast.If | ast.With):
+        return [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.expr | ast.withitem)]
+    return [] if isinstance(statement, ast.Try | ast.FunctionDef | ast.ClassDef) else [statement]
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield calls in the order in which Python makes them."""
+    for child in ast.iter_child_nodes(node):
+        yield from _evaluated(child)
+    if isinstance(node, ast.Call):
+        yield node
+
+
+def _called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 def calls_each_of_some(sources: Sources, place: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
 from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
+from pytest_nsa.diagnosis.rules.keys import at_another, waits_for, went_past
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
@@ -27,13 +28,15 @@ _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiproc
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
 _IO = re.compile(
     r"\.recv\w*\(|\.send(all|msg|to|file)?\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
-    r"|\bselect\((?!\[\], \[\], \[\])|\.poll\("
+    r"|\bselect\((?!\[\], \[\], \[\])|\.poll\(|\.eventfd_read\(|\.sigwait(info)?\("
 )
 _FILE_LOCKS = ("/file_baton.py", "/filelock/", "/portalocker/", "/fasteners/")
 _IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
 _IO_WAITS = (
     "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
-    "sock_alloc_send", "sk_stream_wait_memory", "flock", "posix_lock", "io_schedule", "folio_wait",
+    "sock_alloc_send", "sk_stream_wait_memory", "flock", "posix_lock", "io_schedule", "folio_wait", "do_wait_intr",
+    "eventfd", "signalfd", "timerfd", "inotify_read", "do_msgrcv", "do_msgsnd", "mq_timed", "wq_sleep", "n_tty_read",
+    "sigtimedwait",
 )  # fmt: skip
 _CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
 _POOL_FILES = ("/multiprocessing/pool.py", "/concurrent/futures/process.py")
@@ -65,7 +68,10 @@ def blocked(evidence: Evidence) -> Finding | None:
         # A loop that looks for it has more lines than one.
         functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in absent}
         if 2 * len(absent) > len(alive) > len(absent) and len(functions) == 1:
-            return _went_past_a_key(evidence, absent)
+            return went_past(evidence, absent)
+        elsewhere = at_another(evidence, absent) if len(absent) == len(alive) > 2 else None
+        if elsewhere is not None:
+            return elsewhere
     if not absent:
         return _all_wait(evidence, alive)
     whys = {rank.rank: why for rank in absent if (why := _why(rank)) is not None}
@@ -96,24 +102,6 @@ def blocked(evidence: Evidence) -> Finding | None:
         module=owning_module(rank),
         reason=reason,
         confidence=why.confidence,
-        facts=all_facts(evidence.ranks),
-    )
-
-
-def _went_past_a_key(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
-    """Conclude of most ranks, which wait for a key at one line, that the others went on without setting it."""
-    n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
-    gone = tuple(r.rank for r in evidence.ranks if r.rank not in ranks)
-    call = next((c for r in gone if (board := evidence.ranks[r].board) and (c := board.waits_in)), None)
-    went = f"went on to {call.describe()}" if call is not None else "went on"
-    where = last_seen(waiting[0])
-    reason = f"{describe_ranks(gone, n)} {went}; {describe_ranks(ranks, n)} wait for a key of a store that is not set, at {where}"
-    return Finding(
-        cause="missing_collective",
-        ranks=gone,
-        where=where,
-        reason=reason,
-        confidence=0.7,
         facts=all_facts(evidence.ranks),
     )
 
@@ -313,8 +301,7 @@ def _io_by_source(rank: RankEvidence) -> Why | None:
 
 
 def _store(rank: RankEvidence) -> Why | None:
-    missing = "waits for a key of a store that no rank has set"
-    return Why("io_stuck", missing, 0.6) if rank.waits_for_a_key else None
+    return Why("io_stuck", waits_for(rank), 0.6) if rank.waits_for_a_key else None
 
 
 def _meets(rank: RankEvidence) -> Why | None:
