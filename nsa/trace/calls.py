@@ -63,15 +63,11 @@ def store_place(store: Any) -> str:
     return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
 
 
-def keys_of_call(store: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the keys of a store that a call is about, as the caller names them, behind the store's own prefix; '' where it has
-    none.
-    """
+def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the keys that a call of a store is about, as the caller names them; '' where it names none."""
     named = args[0] if args else kwargs.get("key", kwargs.get("keys", ""))
     keys = named if isinstance(named, list | tuple) else [named]
-    prefix = getattr(store, "prefix", "")
-    front = f"{prefix}/" if isinstance(prefix, str) and prefix else ""
-    return ", ".join(front + (k.decode(errors="replace") if isinstance(k, bytes) else str(k)) for k in keys if k)
+    return ", ".join(key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys if key)
 
 
 def split_sizes(args: tuple[Any, ...]) -> str:

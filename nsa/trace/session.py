@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from nsa.trace.board import Board
+from nsa.trace.calls import in_runs
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.divergence import Checksums
 from nsa.trace.events import record
@@ -67,7 +68,9 @@ class TraceSession:
         if checksums and self.is_light:
             raise ValueError(f"check_divergence needs what {LEVEL}=light leaves out: unset it")
         self.recorder.forget()
-        self.recorder.on_group = lambda name, ranks: record(Path(folder), event="group", name=name, ranks=ranks)
+        self.recorder.on_group = lambda name, ranks: record(
+            Path(folder), event="group", name=name, ranks=in_runs(ranks)
+        )
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"

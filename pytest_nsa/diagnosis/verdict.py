@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -117,6 +117,14 @@ def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
         return f"all {world_size} ranks"
     said = [part for run in runs_of(ranks) for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
     return "ranks " + (", ".join(said[:-1]) + f" and {said[-1]}" if len(said) > 1 else said[0])
+
+
+def by_ranks(said: Mapping[int, str], world_size: int) -> str:
+    """Return what is said of each rank, once for all of whom it is the same: 'rank 0 in barrier #1; ranks 1-3 in send (...)'."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(said.items()):
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"{describe_ranks(tuple(of), world_size)} {text}" for text, of in ranks.items())
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:

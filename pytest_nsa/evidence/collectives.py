@@ -1,12 +1,27 @@
-"""Compares the ranks' sequences of collectives: where they part, and whether what a rank waits in can still complete."""
+"""Compares the ranks' sequences of collectives: where they part, whether what a rank waits in can complete, who is in a group."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Mapping
 
 from pytest_nsa.evidence.board import Collective
 
+_RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?")
 Rings = Mapping[int, tuple[Collective, ...]]
+
+
+@functools.lru_cache(maxsize=1024)
+def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
+    """Return the ranks below ``world_size`` of a group as they record it: '0-3,8', or '0-14:2' for every other; () of others."""
+    found: list[int] = []
+    for part in text.split(","):
+        run = _RUN.fullmatch(part)
+        if run is not None:
+            first, last, step = int(run["first"]), int(run["last"] or run["first"]), int(run["step"] or 1)
+            found += range(first, min(last + 1, world_size), max(step, 1))
+    return tuple(found)
 
 
 def first_departure(rings: Rings) -> dict[int, Collective] | None:
@@ -37,6 +52,12 @@ def can_complete(collective: Collective, rings: Rings) -> bool:
     return entered >= collective.size
 
 
+def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
+    """Return whether one of many calls can complete: each that several ranks are in is looked for once."""
+    looked_for = {(c.place, c.size): c for c in calls}
+    return any(can_complete(c, rings) for c in looked_for.values())
+
+
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:
     """Return what each rank waits in, when all wait, not all in the same place, and nothing of it can complete.
 
@@ -45,4 +66,4 @@ def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[
     found = {rank: c for rank, c in blocked.items() if c is not None and c.peer == -1}
     if len(found) < max(2, len(blocked)) or len({c.place for c in found.values()}) < 2:
         return None
-    return None if any(can_complete(c, rings) for c in found.values()) else found
+    return None if any_can_complete(found.values(), rings) else found

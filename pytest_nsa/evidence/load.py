@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import has, is_map, is_number, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
@@ -167,7 +168,7 @@ def _read_rank(
         checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
-        groups={e["name"]: tuple(e["ranks"]) for e in events if e["event"] == "group"},
+        groups={e["name"]: _members(e["ranks"], job.world_size) for e in events if e["event"] == "group"},
         folder=folder,
         sources=sources,
         backend=job.backend,
@@ -175,6 +176,11 @@ def _read_rank(
         counters=_counters(folder),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
+
+
+def _members(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
+    """Return the ranks of a group; earlier versions left a list."""
+    return ranks_of(ranks, world_size) if isinstance(ranks, str) else tuple(ranks)
 
 
 def _gpu_of(machine: str, gpus: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

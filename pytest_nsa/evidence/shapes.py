@@ -45,6 +45,10 @@ def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _ranks(value: Any) -> bool:
+    return is_text(value) or _list_of(_int)(value)
+
+
 def _numbers_by_name(value: Any) -> bool:
     return isinstance(value, dict) and all(value is None or is_number(value) for value in value.values())
 
@@ -95,7 +99,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "parallel": {"kind": is_text},
     "anomaly": {"kind": is_text, "step": _int},
     "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
-    "group": {"name": is_text, "ranks": _list_of(_int)},
+    "group": {"name": is_text, "ranks": _ranks},
 }  # fmt: skip
 REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
 BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}

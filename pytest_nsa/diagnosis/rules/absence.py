@@ -6,7 +6,7 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited, skipped
 from pytest_nsa.diagnosis.rules.source import is_for_a_later_rank
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -79,10 +79,10 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
     """Find sends and receives without their other half: first those whose peer has ended its test."""
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
     alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
-    told = "; ".join(
-        f"rank {rank} waits in {c.describe()}"
-        + (", which ended its test without the other half" if c.peer in finished else "")
-        for rank, c in sorted(alone.items())
+    ended = ", which ended its test without the other half"
+    told = by_ranks(
+        {rank: f"in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
+        evidence.job.world_size,
     )
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(alone)), where=alone[min(alone)].site, reason=told, certain=True,

@@ -22,7 +22,7 @@ from pytest_nsa.diagnosis.rules.locations import (
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, share_a_loop
-from pytest_nsa.diagnosis.verdict import describe_ranks
+from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
 from pytest_nsa.evidence.stacks import Frame
@@ -47,7 +47,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
             return early
         culprits = _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
     if not culprits:
-        shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
+        shown = by_ranks({r: f"in {c.describe()}" for r, c in entered.items()}, evidence.job.world_size)
         return (
             tuple(sorted(entered)),
             "collective_mismatch",

@@ -8,13 +8,12 @@ from collections import Counter
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
-from pytest_nsa.evidence.collectives import can_complete
+from pytest_nsa.evidence.collectives import can_complete, ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
-_RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?")
 
 
 def groups_apart(evidence: Evidence) -> Finding | None:
@@ -43,7 +42,7 @@ def groups_apart(evidence: Evidence) -> Finding | None:
         return None
     local = _local_circle(evidence, making)
     if local:
-        shown = "; ".join(f"rank {r} makes the group of {_named(c)}" for r, c in sorted(making.items()))
+        shown = by_ranks({r: f"in the making of {_named(c)}'s" for r, c in making.items()}, evidence.job.world_size)
         return _finding(
             evidence, "group_order_deadlock", local, making[local[0]].site,
             f"each waits for a member that makes another group first: {shown}",
@@ -59,7 +58,10 @@ def groups_apart(evidence: Evidence) -> Finding | None:
                 f"{describe_ranks(absent, evidence.job.world_size)} did not make group {call.note} at {call.site}: every rank "
                 "has to, its members or not, and later groups have other numbers",
             )  # fmt: skip
-        others = "; ".join(f"rank {r} makes group {c.note}" for r, c in sorted(making.items()) if r not in makers)
+        others = by_ranks(
+            {r: f"in the making of group {c.note}" for r, c in making.items() if r not in makers},
+            evidence.job.world_size,
+        )
         return _finding(
             evidence, "init_timeout", makers, call.site,
             f"{who} alone made group {call.note} at {call.site}, and so number later groups differently"
@@ -79,13 +81,15 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     kinds = {_members(c, evidence.job.world_size) for c in making.values()}
     if len(kinds) == 1:
         ranks = _minority(making)
-        shown = "; ".join(f"rank {r} by {c.note}" for r, c in sorted(making.items()))
+        shown = by_ranks({r: f"by {c.note}" for r, c in making.items()}, evidence.job.world_size)
         return _finding(
             evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to make their group: {shown}",
             certain=len(ranks) < len(making),
         )  # fmt: skip
     if len(kinds) > 1:
-        shown = "; ".join(f"rank {r} makes group {c.note} at {c.site}" for r, c in sorted(making.items()))
+        shown = by_ranks(
+            {r: f"in the making of group {c.note} at {c.site}" for r, c in making.items()}, evidence.job.world_size
+        )
         ranks = _minority(making)
         return _finding(
             evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
@@ -118,14 +122,8 @@ def _can_end(evidence: Evidence, call: Collective, making: dict[int, Collective]
 
 
 def _members(call: Collective, world_size: int) -> tuple[int, ...]:
-    """Return the ranks that a new group's note names: '2: 0-3,8', '3: 0-14:2'; all of them where it names none."""
-    found: list[int] = []
-    for part in call.note.partition(": ")[2].split(","):
-        run = _RUN.fullmatch(part)
-        if run is not None:
-            first, last, step = int(run["first"]), int(run["last"] or run["first"]), int(run["step"] or 1)
-            found += range(first, min(last + 1, world_size), max(step, 1))
-    return tuple(found) or tuple(range(world_size))
+    """Return the ranks that a new group's note names ('2: 0-3,8'); all of them where it names none."""
+    return ranks_of(call.note.partition(": ")[2], world_size) or tuple(range(world_size))
 
 
 def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:

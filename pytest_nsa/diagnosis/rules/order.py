@@ -16,9 +16,9 @@ from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, is_in_handler
-from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
-from pytest_nsa.evidence.collectives import can_complete, first_departure
+from pytest_nsa.evidence.collectives import any_can_complete, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
@@ -85,12 +85,13 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return _ahead_in_unseen_wait(evidence, alive, found)
     if len({c.place for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
         return None
-    if any(can_complete(c, rings(evidence)) for c in found.values()):
+    if any_can_complete(found.values(), rings(evidence)):
         return None
     facts = all_facts(evidence.ranks)
     in_steps = any(c.step for c in found.values())
-    shown = "; ".join(
-        f"rank {r} in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in sorted(found.items())
+    shown = by_ranks(
+        {r: f"in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in found.items()},
+        evidence.job.world_size,
     )
     crossed = len({_group(c) for c in found.values()}) > 1
     if crossed:

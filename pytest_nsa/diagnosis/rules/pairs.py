@@ -10,9 +10,9 @@ from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
-from pytest_nsa.evidence.collectives import can_complete
+from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -31,13 +31,13 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None
     if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
         return None
-    if any(can_complete(c, rings(evidence)) for c in waits.values() if c.peer == -1):
+    if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
         return None
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
     n = evidence.job.world_size
     apart = out_of_their_round(evidence, waits)
-    elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(waits))
+    elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
     if elsewhere is not None:
         return elsewhere
     ends = {rank: _end(evidence, rank, halves) for rank in halves}
@@ -59,13 +59,13 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if first.finished:
         does = "ended its test without the other half"
     elif mine is not None and len({waits[r].shape for r in culprits if r in waits}) > 1:
-        does = f"do not meet: {_in_words({r: waits[r] for r in culprits if r in waits})}"
+        does = f"do not meet: {_in_words(evidence, {r: waits[r] for r in culprits if r in waits})}"
     elif mine is not None:
         does = f"{'each ' if len(culprits) > 1 else ''}waits in {mine.describe()}"
     else:
         does = f"{'each ' if len(culprits) > 1 else ''}is at {last_seen(first)}"
     who = describe_ranks(culprits, n)
-    reason = f"receives and sends do not pair: {_in_words(victims or halves)}"
+    reason = f"receives and sends do not pair: {_in_words(evidence, victims or halves)}"
     if victims:
         reason += f"; {who} {does}"
     inside = mine is not None and mine.peer != -1
@@ -84,8 +84,8 @@ def _first_left(evidence: Evidence, victims: dict[int, Collective], mine: Collec
     return min(set(victims) - entered or victims)
 
 
-def _in_words(waits: dict[int, Collective]) -> str:
-    return "; ".join(f"rank {rank} waits in {c.describe()}" for rank, c in sorted(waits.items()))
+def _in_words(evidence: Evidence, waits: dict[int, Collective]) -> str:
+    return by_ranks({rank: f"in {c.describe()}" for rank, c in waits.items()}, evidence.job.world_size)
 
 
 def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
@@ -111,7 +111,7 @@ def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
 
 
 def _misdirected(evidence: Evidence, halves: dict[int, Collective]) -> Finding:
-    told, first = _in_words(halves), min(halves)
+    told, first = _in_words(evidence, halves), min(halves)
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(halves)), where=last_seen(evidence.ranks[first]),
         reason=f"receives and sends do not pair: {told}; whom they wait for has sent and received as often as they, with others",
@@ -140,7 +140,7 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     n, call = evidence.job.world_size, sent[culprits[0]][-1]
     reason = (
         f"{describe_ranks(culprits, n)} has sent twice to {describe_ranks((receiver,), n)}, which takes from any rank, once "
-        f"for each; the others once: receives and sends do not pair: {_in_words(halves)}"
+        f"for each; the others once: receives and sends do not pair: {_in_words(evidence, halves)}"
     )
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.8,
@@ -169,7 +169,7 @@ def _asked_for_more(evidence: Evidence, halves: dict[int, Collective]) -> Findin
         who = describe_ranks((rank,), evidence.job.world_size)
         reason = (
             f"{who} began {left[0].describe()} and never waited for it: it takes what is sent for a later one: receives and sends "
-            f"do not pair: {_in_words(halves)}"
+            f"do not pair: {_in_words(evidence, halves)}"
         )
         return Finding(
             cause="p2p_unmatched", ranks=(rank,), where=left[0].site, called_from=next(iter(left[0].way[1:]), ""), reason=reason,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import blame, rings
-from pytest_nsa.diagnosis.verdict import Finding
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
 from pytest_nsa.evidence.values import Evidence
@@ -98,7 +98,7 @@ def wrong_numbers(evidence: Evidence) -> Finding | None:
     if entered is None or len({c.op for c in entered.values()}) > 1 or next(iter(entered.values())).op not in _EVEN:
         return None
     culprits, _, _ = blame(evidence, entered)
-    shown = "; ".join(f"rank {r} in {c.describe()}" for r, c in sorted(entered.items()))
+    shown = by_ranks({r: f"in {c.describe()}" for r, c in entered.items()}, evidence.job.world_size)
     return Finding(
         cause="collective_mismatch",
         ranks=culprits,

@@ -12,7 +12,7 @@ from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
 from pytest_nsa.diagnosis.rules.keys import at_another, waits_for, went_past
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
@@ -381,7 +381,7 @@ def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
     inside = [(r, c) for r in alive if r.board is not None and (c := r.board.waits_in) is not None]
     if len(alive) < 2 or len(inside) < len(alive):
         return None
-    shown = "; ".join(f"rank {r.rank} in {c.describe()}" for r, c in inside)
+    shown = by_ranks({r.rank: f"in {c.describe()}" for r, c in inside}, evidence.job.world_size)
     certain = True
     if any(c.peer != -1 for _, c in inside):
         halves = {r.rank: c for r, c in inside if c.peer != -1}
