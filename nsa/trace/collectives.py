@@ -103,7 +103,7 @@ class CollectiveRecorder:
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
-        for name in ("wait", "get", "queue_pop"):
+        for name in ("wait", "get", "multi_get", "queue_pop", "barrier"):
             self._wrap_store(name)
         for name in ("check", "add", "num_keys"):
             self._wrap_look(name)
@@ -241,7 +241,7 @@ class CollectiveRecorder:
     def _wrap_store(self, name: str) -> None:
         """Wrap a call of stores that waits for keys: it has a limit, its own or the store's."""
         original = getattr(dist.Store, name, None)
-        if original is None:  # torch 2.6 has no queues
+        if original is None:  # torch 2.6 has no queues, nor a barrier
             return
 
         def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
@@ -249,7 +249,7 @@ class CollectiveRecorder:
                 return original(store, *args, **kwargs)
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
             until = self._limit_time
-            self.board.text("key", keys_of_call(store, args, kwargs))
+            self.board.text("key", keys_of_call(args, kwargs))
             if limit:
                 self._set_limit(time.time() + limit)
             try:
@@ -270,7 +270,7 @@ class CollectiveRecorder:
                 now = time.time()
                 if now - self._looked > LOOKS_AGAIN_S:
                     self.board.number("polled_from", now)
-                    self.board.text("key", keys_of_call(store, args, kwargs))
+                    self.board.text("key", keys_of_call(args, kwargs))
                 self._looked = now
                 self.board.number("polled_time", now)
             return original(store, *args, **kwargs)

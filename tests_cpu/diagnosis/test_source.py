@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_loop, share_a_loop
+from pytest_nsa.diagnosis.rules.source import calls_nothing, is_called_first, is_in_loop, share_a_loop
 from pytest_nsa.evidence.source import FILE, Sources, read_sources, record_sources
 from pytest_nsa.testing import run_example
 
@@ -96,3 +96,28 @@ def test_spins(group):
         again = json.loads(done.stdout)
         assert (again["cause"], again["ranks"], again["reason"]) == (verdict.cause, [1], verdict.reason)
         assert again["rule"] == "stalls.blocked"
+
+
+@pytest.mark.parametrize(
+    ("line", "one", "other", "first"),
+    [
+        ("mean(step(model, data))", "step", "mean", True),
+        ("mean(step(model, data))", "mean", "step", False),
+        ("total = a.first(x) + b.second(y)", "first", "second", True),
+        ("run(first(), key=second())", "second", "first", False),
+        ("dist.all_reduce(norm(model))", "norm", "", True),  # the other is in the all_reduce itself
+        ("dist.all_reduce(norm(model))", "", "norm", False),
+        ("step(step(data))", "step", "", None),  # one name, called twice
+        ("sum(step(x) for x in mean(data))", "step", "mean", None),
+        ("first(data), dist.all_reduce(data)", "first", "", True),
+        ("dist.all_reduce(data), first(data)", "first", "", None),
+        ("mean(data)", "step", "mean", None),
+    ],
+)
+def test_which_of_two_functions_a_line_calls_first(
+    tmp_path: Path, line: str, one: str, other: str, first: bool | None
+) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(f"def train(model, data):\n    for x in data:\n        {line}\n")
+    record_sources(tmp_path, [(str(file), 3)], Sources())
+    assert is_called_first(read_sources(tmp_path), f"{file}:3 in train", one, other) is first

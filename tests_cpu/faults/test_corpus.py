@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training",
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
-    "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart",
+    "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from nsa.trace.board import RING_SIZE, Board
+from nsa.trace.calls import in_runs, keys_of_call
 from nsa.trace.frames import CALLERS, call_path
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
 from pytest_nsa.evidence.board import BoardReader
+from pytest_nsa.evidence.collectives import ranks_of
 
 
 class Detached(nn.Module):
@@ -121,3 +124,22 @@ def test_of_a_deep_way_the_innermost_callers_are_kept() -> None:
     site, callers = nested(10)
     assert site.endswith("in helper")
     assert [place.rpartition(" in ")[2] for place in callers.split(" < ")] == ["nested"] * CALLERS
+
+
+def test_the_ranks_of_a_group_are_recorded_in_runs() -> None:
+    assert in_runs([0, 1, 2, 3, 8]) == "0-3,8"
+    assert in_runs(list(range(0, 4096, 8))) == "0-4088:8"
+    assert in_runs([3, 1, 0]) == "3,1,0"
+    assert ranks_of("0-999999999:0,5", 4) == (0, 1, 2, 3)  # a stranger's: of the ranks that there are
+    draw = random.Random(0)
+    for _ in range(300):
+        ranks = draw.sample(range(64), draw.randint(1, 64))
+        ranks = sorted(ranks) if draw.random() < 0.7 else ranks
+        assert ranks_of(in_runs(ranks), 64) == tuple(ranks)
+
+
+def test_the_keys_of_a_store_s_call_are_named_as_the_caller_does() -> None:
+    assert keys_of_call((["a", "b"],), {}) == "a, b"
+    assert keys_of_call(("phase/3/done",), {}) == "phase/3/done"
+    assert keys_of_call((), {"key": b"done"}) == "done"
+    assert keys_of_call((), {}) == ""
