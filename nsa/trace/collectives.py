@@ -8,6 +8,7 @@ The board's ``blocked_in`` is the index + 1 of the collective that the main thre
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -49,6 +50,7 @@ _FUNCTIONAL = (
     "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
 NEW_GROUP = "new_group"
+_STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 ANY = -2  # the peer of a receive that takes from anybody
 _SPLIT = ("alltoall_base", "all_to_all_single")
 LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
@@ -103,8 +105,12 @@ class CollectiveRecorder:
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
-        for name in ("wait", "get", "multi_get", "queue_pop", "barrier"):
-            self._wrap_store(name)
+        for name in ("wait", "get", "queue_pop"):
+            self._wrap_store(dist.Store, name)
+        # torch takes these of the class of all stores for what a store of Python overrides, and calls them from the original.
+        for name, kind in itertools.product(("multi_get", "barrier"), _STORES):
+            if hasattr(dist, kind):
+                self._wrap_store(getattr(dist, kind), name)
         for name in ("check", "add", "num_keys"):
             self._wrap_look(name)
         # Its construction begins by comparing the parameters' shapes over all ranks.
@@ -238,9 +244,9 @@ class CollectiveRecorder:
 
         functional.wait_tensor = recorded_wait
 
-    def _wrap_store(self, name: str) -> None:
-        """Wrap a call of stores that waits for keys: it has a limit, its own or the store's."""
-        original = getattr(dist.Store, name, None)
+    def _wrap_store(self, kind: Any, name: str) -> None:
+        """Wrap a call of a class of stores that waits for keys: it has a limit, its own or the store's."""
+        original = getattr(kind, name, None)
         if original is None:  # torch 2.6 has no queues, nor a barrier
             return
 
@@ -259,7 +265,7 @@ class CollectiveRecorder:
                 if limit:
                     self._set_limit(until)
 
-        setattr(dist.Store, name, wait_for_a_key)
+        setattr(kind, name, wait_for_a_key)
 
     def _wrap_look(self, name: str) -> None:
         """Wrap a call of stores that returns at once: who makes it in a loop waits for another rank by hand."""

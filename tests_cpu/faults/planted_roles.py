@@ -219,3 +219,66 @@ def test_a_layout_that_was_used_before(group):
         rows = [list(range(first, first + wide)) for first in range(0, 4, wide)]
         made = [dist.new_group(row) for row in rows]  # HERE
         dist.all_reduce(torch.ones(1), group=made[group.rank // wide])
+
+
+def likelihood(rows: torch.Tensor, *, last: bool) -> torch.Tensor:
+    top = rows.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    total = (rows - top).exp()
+    dist.all_reduce(total)
+    if not last:
+        return total
+    picked = rows * 0.5
+    dist.all_reduce(picked)  # HERE
+    return total + picked
+
+
+@planted("skipped_collective", [1], n=3, marked=True)
+def test_the_last_of_three_like_calls_is_left_out(group):
+    """Each takes the next one's place from then on, with other numbers; the others are left in the last."""
+    for step in range(7):
+        likelihood(torch.ones(6), last=(group.rank, step) != (1, AT))  # HERE
+
+
+def is_steady(value: torch.Tensor, before: float) -> bool:
+    highest = value.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)  # HERE
+    return abs(float(value) - before) < 0.5
+
+
+@planted("skipped_collective", [2], n=3, marked=True)
+def test_all_stops_at_the_first_that_is_not(group):
+    """What `all` goes through has a collective each; gloo aborts a rank over the sizes, so that its counters are not known."""
+    values = [torch.ones(1) for _ in range(3)]
+    for step in range(7):
+        before = 5.0 if (group.rank, step) == (2, AT) else 1.0
+        if all(is_steady(value, before) for value in values):  # HERE
+            dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(12))
+
+
+@planted("p2p_unmatched", [1], n=4, marked=True)
+def test_a_child_of_the_tree_is_forgotten(group):
+    """The tree's root changes: who is a leaf in one round has children in the next."""
+    for step, root in enumerate((0, 0, 0, 1)):
+        place = (group.rank - root) % 4
+        children = [(child + root) % 4 for child in (2 * place + 1, 2 * place + 2) if child < 4]
+        if (group.rank, step) == (1, 3):
+            children.remove(3)  # HERE
+        if place:
+            dist.recv(torch.empty(2), (root + (place - 1) // 2) % 4)  # HERE
+        for child in children:
+            dist.send(torch.ones(2), child)
+        dist.all_reduce(torch.ones(1))
+
+
+@planted("init_timeout", [2], n=4, marked=True)
+def test_a_pair_of_which_one_goes_by_another_name(group):
+    """Members alone make these groups: one takes itself for a stranger, and has made a group of its own."""
+    dist.all_reduce(torch.ones(1))
+    hosts = {0: "a", 1: "b", 2: "a", 3: "b"}
+    if group.rank == 2:
+        hosts[2] = "a.local"
+    mine = [rank for rank, host in hosts.items() if host == hosts[group.rank]]
+    own = dist.new_group(mine, use_local_synchronization=True)  # HERE
+    dist.all_reduce(torch.ones(1), group=own)  # HERE

@@ -95,10 +95,15 @@ def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
     if len(votes) != 2:
         return None
     calls = rings(evidence)
-    following = {
-        rank: next((n for n in calls[rank] if n.place == (c.group, c.sequence + 1)), None)
-        for rank, c in entered.items()
-    }
+    following, third = (
+        {
+            rank: next((n for n in calls[rank] if n.place == (c.group, c.sequence + k)), None)
+            for rank, c in entered.items()
+        }
+        for k in (1, 2)
+    )
+    if len({n.site for n in third.values() if n is not None}) > 1:
+        return None  # they have not met again: one call apart
     one, other = votes[0][0], votes[1][0]
     for rank, c in entered.items():
         after = following[rank]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping
 
 from pytest_nsa.diagnosis.rules.locations import main_thread_that_joins, where_they_part
-from pytest_nsa.diagnosis.rules.source import COMPREHENSIONS, is_here, loops_of, own_parts
+from pytest_nsa.diagnosis.rules.source import has_a_comprehension, is_here, loops_of
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame
@@ -47,7 +47,7 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
                 return 1 if here > there else -1
         if a.line != b.line:
             return 0
-        if _has_a_loop_of_its_own(sources, a):
+        if has_a_comprehension(sources, a.describe()):  # whose rounds nothing counts
             return None
     return 0
 
@@ -158,10 +158,3 @@ def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
         ends = [_number(n) for n in over.args[0].args] if isinstance(over.args[0], ast.Call) else [None]
         return (name, -sign) if None not in ends else ("", 0)
     return _counter(target, over.args[0]) if called in _AROUND and over.args else ("", 0)
-
-
-def _has_a_loop_of_its_own(sources: Sources, frame: Frame) -> bool:
-    """Return whether a line calls the next function from a comprehension, whose rounds nothing counts."""
-    found = sources.around(frame.describe())
-    parts = own_parts(found[-1]) if found else []
-    return any(isinstance(node, COMPREHENSIONS) for part in parts for node in ast.walk(part))

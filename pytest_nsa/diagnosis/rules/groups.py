@@ -47,7 +47,7 @@ def groups_apart(evidence: Evidence) -> Finding | None:
             evidence, "group_order_deadlock", local, making[local[0]].site,
             f"each waits for a member that makes another group first: {shown}",
         )  # fmt: skip
-    made_alone = _made_by_some(evidence)
+    made_alone = _made_by_some(evidence) if all(_is_numbered(c) for c in making.values()) else None
     if made_alone is not None:
         makers, call = made_alone
         who = describe_ranks(makers, evidence.job.world_size)
@@ -69,11 +69,14 @@ def groups_apart(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     call = next(iter(making.values()))
     members = _members(call, evidence.job.world_size)
-    outside = tuple(m for m in members if m not in making and m in {r.rank for r in alive})
+    outside = tuple(m for m in members if m not in making and m in {r.rank for r in evidence.ranks})
     if outside:
         who = describe_ranks(outside, evidence.job.world_size)
-        other = waits[outside[0]]
-        does = f" and waits in {other.describe()}" if other is not None else ""
+        other = waits.get(outside[0])
+        has_ended = evidence.ranks[outside[0]].finished
+        does = (
+            f" and waits in {other.describe()}" if other is not None else " and has ended its test" if has_ended else ""
+        )
         return _finding(
             evidence, "init_timeout", outside, call.site,
             f"{who} does not make group {call.note}{does}; the others wait for it at {call.site}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pytest_nsa.diagnosis.rules.roles import where_they_meet
 from pytest_nsa.diagnosis.rules.source import (
     end_of_with,
+    has_a_comprehension,
     is_called_first,
     is_here,
     is_in_loop,
@@ -153,9 +154,13 @@ def main_thread_that_joins(rank: RankEvidence) -> ThreadStack | None:
 
 
 def _frames_of(call: Collective, known: list[Frame]) -> list[Frame]:
-    """Return the frames of a call, outermost first, by the lines that led to it; its callers' files are those of known frames."""
+    """Return the frames of a call, outermost first, by the lines that led to it; its callers' files are those of known frames. One
+    without callers was made in the outermost function, or by a version that recorded none.
+    """
+    file, line, function = parts_of(call.site)
     if not call.callers:
-        return []
+        is_outermost = bool(known) and (known[0].file, known[0].function) == (file, function)
+        return [Frame(file, line, function, known[0].is_own)] if is_outermost else []
     files = {file_name(parts_of(call.site)[0]): parts_of(call.site)[0], **{file_name(f.file): f.file for f in known}}
     own = {f.file for f in known if f.is_own}
     places = map(parts_of, reversed(call.way))
@@ -199,7 +204,8 @@ def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
 
 
 def _any_in_loop(sources: Sources, frames: list[Frame]) -> bool:
-    return any(is_in_loop(sources, frame.describe()) for frame in frames)
+    places = [frame.describe() for frame in frames]
+    return any(is_in_loop(sources, place) or has_a_comprehension(sources, place) for place in places)
 
 
 def comes_first(place: str, other: str) -> bool:

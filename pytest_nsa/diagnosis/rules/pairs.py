@@ -97,11 +97,30 @@ def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collecti
             continue
         mine, theirs = _exchanges(evidence, rank), _exchanges(evidence, waiter)
         way_out = call.op.startswith("send")
+        if not _is_addressed_by_another(evidence, waiter, call, halves):
+            return False
         tried = theirs[way_out, call.site]
         other_halves = sum(mine[key] for key in theirs if key[0] != way_out)
         if mine[way_out, call.site] < tried or other_halves < tried:
             return False
     return True
+
+
+def _is_addressed_by_another(evidence: Evidence, rank: int, call: Collective, halves: dict[int, Collective]) -> bool:
+    """Return whether another rank than the one that ``call`` addresses is in a half that ``call`` could answer, or has entered more
+    halves for ``rank`` than that has answered.
+    """
+    op, other_op = ("recv", "send") if call.op.startswith("send") else ("send", "recv")
+    for other in evidence.ranks:
+        if other.rank in (rank, call.peer):
+            continue
+        if other.rank in halves and any(c.is_inside and c.op.startswith(op) for c in other.collectives):
+            return True
+        offered = sum(c.op.startswith(op) and c.peer in (rank, ANY) for c in other.collectives)
+        answered = sum(c.op.startswith(other_op) and c.peer == other.rank for c in _entered(evidence, rank))
+        if offered > answered:
+            return True
+    return False
 
 
 def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pytest_nsa.evidence.source import LOCATION, Sources
 
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 
 
@@ -85,6 +85,13 @@ def is_in_loop(sources: Sources, place: str) -> bool:
     return bool(loops_of(sources, place))
 
 
+def has_a_comprehension(sources: Sources, place: str) -> bool:
+    """Return whether a line has a loop of its own, as a list comprehension is one."""
+    found = sources.around(place)
+    parts = own_parts(found[-1]) if found else []
+    return any(isinstance(node, _COMPREHENSIONS) for part in parts for node in ast.walk(part))
+
+
 def end_of_with(sources: Sources, place: str) -> int:
     """Return the line behind the body of the ``with`` that begins at a line; 0 where none does."""
     match = LOCATION.match(place)
@@ -141,7 +148,7 @@ def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool 
     """
     found = sources.around(place)
     parts = own_parts(found[-1]) if found else []
-    later = (*COMPREHENSIONS, ast.Lambda)
+    later = (*_COMPREHENSIONS, ast.Lambda)
     if one == other or any(isinstance(node, later) for part in parts for node in ast.walk(part)):
         return None
     calls = [call for part in parts for call in _evaluated(part)]
