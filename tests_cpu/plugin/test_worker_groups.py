@@ -220,6 +220,7 @@ def test_it(group):
         prefixed.wait(["never"], timedelta(seconds=0.2))
     prefixed.set(f"k{group.rank}", "v")
     prefixed.wait(["k0", "k1"])
+    assert prefixed.multi_get(["k0", "k1"]) == [b"v", b"v"]
     subgroup = dist.new_group([0, 1])
     dist.barrier(subgroup)
     mesh = init_device_mesh("cpu", (2,))
