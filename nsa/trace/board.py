@@ -54,6 +54,12 @@ _INT, _FLOAT = struct.Struct("<q"), struct.Struct("<d")
 _MOVES = ("progress", "modules_entered", "gradients", "collectives_entered", "collectives_left")
 
 
+def _cut(note: str) -> bytes:
+    """Return what of a note a record holds; it ends with '…' where that is not all."""
+    data = note.encode()
+    return data if len(data) <= 96 else data[:93].decode(errors="ignore").encode() + "…".encode()
+
+
 @functools.cache
 def _layout(slots: int = RING_SIZE) -> tuple[dict[str, Any], bytes, int]:
     """Return the layout of a board with ``slots`` collectives, as values and as the file's header, and its size in bytes."""
@@ -241,7 +247,8 @@ class Board:
         """Enter a collective of a group of ``size`` ranks; returns the index to `leave` with.
 
         ``peer``: of a send or receive; ``root``: of a broadcast, reduce, gather or scatter; ``reduction``: sum, max, ...;
-        ``note``: a new group's name and ranks, a tag, split sizes; ``site`` and ``callers`` as `frames.call_path` has them.
+        ``note``: a new group's name and ranks, a tag, split sizes, cut off with '…' where it is long; ``site`` and ``callers`` as
+        `frames.call_path` has them.
         """
         index = self.count("collectives_entered")
         offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
@@ -249,7 +256,7 @@ class Board:
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
             root, time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
-            note.encode()[:96], site.encode()[-256:], callers.encode()[:256],
+            _cut(note), site.encode()[-256:], callers.encode()[:256],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
         self.add("collectives_entered")

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_KEYS = 8  # of a call that waits for many
+
 
 def group_of(value: Any) -> Any:
     """Return the process group that an argument of a functional collective means; None where it is not one."""
@@ -64,10 +66,11 @@ def store_place(store: Any) -> str:
 
 
 def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the keys that a call of a store is about, as the caller names them; '' where it names none."""
+    """Return the keys that a call of a store is about, as the caller names them, eight of many; '' where it names none."""
     named = args[0] if args else kwargs.get("key", kwargs.get("keys", ""))
     keys = named if isinstance(named, list | tuple) else [named]
-    return ", ".join(key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys if key)
+    said = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys[:_KEYS] if key]
+    return ", ".join([*said, "…"] if len(keys) > _KEYS else said)
 
 
 def split_sizes(args: tuple[Any, ...]) -> str:

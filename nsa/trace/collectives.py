@@ -72,6 +72,7 @@ class CollectiveRecorder:
         self._blocked_in = 0
         self._limit_time = 0.0
         self._looked = 0.0  # when the main thread last looked into a store
+        self._key = ""  # what the main thread waits for in a store, or looked for last
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
@@ -80,7 +81,7 @@ class CollectiveRecorder:
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
-        self._blocked_in, self._limit_time, self._looked = 0, 0.0, 0.0
+        self._blocked_in, self._limit_time, self._looked, self._key = 0, 0.0, 0.0, ""
         self._functional.clear()
         self._ends_by_wait.clear()
         self.on_group = _ignore
@@ -254,14 +255,14 @@ class CollectiveRecorder:
             if threading.current_thread() is not threading.main_thread():
                 return original(store, *args, **kwargs)
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
-            until = self._limit_time
-            self.board.text("key", keys_of_call(args, kwargs))
+            until, key = self._limit_time, self._key
+            self._set_key(keys_of_call(args, kwargs))
             if limit:
                 self._set_limit(time.time() + limit)
             try:
                 return original(store, *args, **kwargs)
             finally:
-                self.board.text("key", "")
+                self._set_key(key)
                 if limit:
                     self._set_limit(until)
 
@@ -276,7 +277,7 @@ class CollectiveRecorder:
                 now = time.time()
                 if now - self._looked > LOOKS_AGAIN_S:
                     self.board.number("polled_from", now)
-                    self.board.text("key", keys_of_call(args, kwargs))
+                self._set_key(keys_of_call(args, kwargs))
                 self._looked = now
                 self.board.number("polled_time", now)
             return original(store, *args, **kwargs)
@@ -286,6 +287,11 @@ class CollectiveRecorder:
     def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
         """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has a limit of its own."""
         return _Blocked(self, index, limit)
+
+    def _set_key(self, key: str) -> None:
+        if key != self._key:
+            self._key = key
+            self.board.text("key", key)
 
     def _set_limit(self, until: float) -> None:
         self._limit_time = until

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from pytest_nsa.evidence.board import Collective
@@ -12,15 +14,18 @@ _RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?
 Rings = Mapping[int, tuple[Collective, ...]]
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
-    """Return the ranks below ``world_size`` of a group as they record it: '0-3,8', or '0-14:2' for every other; () of others."""
-    found: list[int] = []
-    for part in text.split(","):
+    """Return the ranks below ``world_size`` of a group as they record it: '0-3,8', or '0-14:2' for every other; each once, in their
+    order. () of any other text, and of one that was cut off ('0,2,7…').
+    """
+    found: dict[int, None] = {}
+    for part in text.split(",", world_size)[:world_size]:  # a stranger's text may be of any length
         run = _RUN.fullmatch(part)
-        if run is not None:
-            first, last, step = int(run["first"]), int(run["last"] or run["first"]), int(run["step"] or 1)
-            found += range(first, min(last + 1, world_size), max(step, 1))
+        if run is None:
+            return ()
+        first, last, step = int(run["first"]), int(run["last"] or run["first"]), int(run["step"] or 1)
+        found |= dict.fromkeys(range(first, min(last + 1, world_size), max(step, 1)))
     return tuple(found)
 
 
@@ -53,9 +58,14 @@ def can_complete(collective: Collective, rings: Rings) -> bool:
 
 
 def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
-    """Return whether one of many calls can complete: each that several ranks are in is looked for once."""
-    looked_for = {(c.place, c.size): c for c in calls}
-    return any(can_complete(c, rings) for c in looked_for.values())
+    """Return whether one of many calls can complete: the ranks' calls are gone through once."""
+    entered = entered_by(rings)
+    return any(entered[c.place] >= c.size for c in calls)
+
+
+def entered_by(rings: Rings) -> Counter[tuple[str, int]]:
+    """Return how many ranks have entered each call, by group and sequence number."""
+    return Counter(itertools.chain.from_iterable({c.place for c in ring} for ring in rings.values()))
 
 
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:

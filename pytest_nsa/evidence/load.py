@@ -180,7 +180,7 @@ def _read_rank(
 
 def _members(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
     """Return the ranks of a group; earlier versions left a list."""
-    return ranks_of(ranks, world_size) if isinstance(ranks, str) else tuple(ranks)
+    return ranks_of(ranks, world_size) if isinstance(ranks, str) else tuple(r for r in ranks if 0 <= r < world_size)
 
 
 def _gpu_of(machine: str, gpus: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

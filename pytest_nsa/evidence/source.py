@@ -145,3 +145,8 @@ def _enclosing(body: list[ast.stmt], line: int) -> Iterator[ast.stmt]:
                 yield from _enclosing(statement.body, line)
             else:
                 yield statement
+
+
+def file_name(file: str) -> str:
+    """Return the last part of a file's path, or of a location: the lines that led to a call have no more."""
+    return file.rpartition("/")[2]

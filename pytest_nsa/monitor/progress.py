@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
-from pytest_nsa.evidence.collectives import Rings, can_complete, first_departure, waits_apart
+from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_apart
 from pytest_nsa.monitor.patience import Past
 
 QUIET_S = 0.2
@@ -159,5 +159,5 @@ class ProgressWatch:
     def is_left_alone(self, ended: Collection[int]) -> bool:
         """Return whether every rank that has not ended waits in a collective that needs one of the ended."""
         waits = [board.blocked for rank, board in self.boards.items() if rank not in ended]
-        rings = self.rings
-        return bool(waits) and all(c is not None and c.peer == -1 and not can_complete(c, rings) for c in waits)
+        found = [c for c in waits if c is not None and c.peer == -1]
+        return 0 < len(found) == len(waits) and not any_can_complete(found, self.rings)

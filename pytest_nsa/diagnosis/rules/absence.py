@@ -47,7 +47,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
     assert missed is not None
     culprits = tuple(r.rank for r in finished)
     who = describe_ranks(culprits, evidence.job.world_size)
-    ended = f"ended {'its' if len(culprits) == 1 else 'their'} test"
+    ended = "ended its test" if len(culprits) == 1 else "ended their tests"
     if missed.op == NEW_GROUP:
         return Finding(
             cause="init_timeout",
@@ -81,7 +81,7 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
     alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
     ended = ", which ended its test without the other half"
     told = by_ranks(
-        {rank: f"in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
+        {rank: f"waits in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
         evidence.job.world_size,
     )
     return Finding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 
@@ -10,7 +11,7 @@ from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
-from pytest_nsa.evidence.collectives import can_complete, ranks_of
+from pytest_nsa.evidence.collectives import any_can_complete, ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
@@ -28,21 +29,23 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
+    if any(c.note.endswith("…") for c in making.values()):
+        return None  # of more ranks than a record holds: who they are is not known
+    n = evidence.job.world_size
     order = _in_another_order(evidence)
     if order is not None:
         ranks, made, usual = order
-        who = describe_ranks(ranks, evidence.job.world_size)
         return _finding(
             evidence, "group_order_deadlock", ranks, made.site,
-            f"{who} made the group of {_named(made)} where the others made that of {_named(usual)}: in another order, and so under "
-            "another number",
+            f"{describe_ranks(ranks, n)} made the group of {_named(made, n)} where the others made that of {_named(usual, n)}: in "
+            "another order, and so under another number",
         )  # fmt: skip
-    waits = {r.rank: awaited(r) for r in alive}
-    if any(c is not None and _can_end(evidence, c, making) for c in waits.values()):
+    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    if _any_can_end(evidence, waits, making):
         return None
     local = _local_circle(evidence, making)
     if local:
-        shown = by_ranks({r: f"in the making of {_named(c)}'s" for r, c in making.items()}, evidence.job.world_size)
+        shown = by_ranks({r: f"in the making of the group of {_named(c, n)}" for r, c in making.items()}, n)
         return _finding(
             evidence, "group_order_deadlock", local, making[local[0]].site,
             f"each waits for a member that makes another group first: {shown}",
@@ -50,55 +53,53 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     made_alone = _made_by_some(evidence) if all(_is_numbered(c) for c in making.values()) else None
     if made_alone is not None:
         makers, call = made_alone
-        who = describe_ranks(makers, evidence.job.world_size)
+        who = describe_ranks(makers, n)
         absent = tuple(r.rank for r in evidence.ranks if r.rank not in makers)
         if len(makers) > len(absent):  # every rank has to make it, members or not: the few that do not are the odd ones
             return _finding(
                 evidence, "init_timeout", absent, call.site,
-                f"{describe_ranks(absent, evidence.job.world_size)} did not make group {call.note} at {call.site}: every rank "
-                "has to, its members or not, and later groups have other numbers",
+                f"{describe_ranks(absent, n)} did not make group {call.note} at {call.site}: every rank has to, its members or "
+                "not, and later groups have other numbers",
             )  # fmt: skip
-        others = by_ranks(
-            {r: f"in the making of group {c.note}" for r, c in making.items() if r not in makers},
-            evidence.job.world_size,
-        )
+        others = by_ranks({r: f"in the making of group {c.note}" for r, c in making.items() if r not in makers}, n)
         return _finding(
             evidence, "init_timeout", makers, call.site,
             f"{who} alone made group {call.note} at {call.site}, and so number later groups differently"
             + (f": {others}" if others else ""),
         )  # fmt: skip
     call = next(iter(making.values()))
-    members = _members(call, evidence.job.world_size)
-    outside = tuple(m for m in members if m not in making and m in {r.rank for r in evidence.ranks})
+    outside = tuple(sorted(m for m in _members(call, n) - set(making) if not _has_entered(evidence.ranks[m], call)))
     if outside:
-        who = describe_ranks(outside, evidence.job.world_size)
-        other = waits.get(outside[0])
-        has_ended = evidence.ranks[outside[0]].finished
-        does = (
-            f" and waits in {other.describe()}" if other is not None else " and has ended its test" if has_ended else ""
-        )
+        does = {m: _instead(evidence.ranks[m], call) for m in outside}
         return _finding(
-            evidence, "init_timeout", outside, call.site,
-            f"{who} does not make group {call.note}{does}; the others wait for it at {call.site}",
+            evidence, "init_timeout", outside, call.site, f"{by_ranks(does, n)}; the others wait in the making of it at {call.site}"
         )  # fmt: skip
-    kinds = {_members(c, evidence.job.world_size) for c in making.values()}
-    if len(kinds) == 1:
-        ranks = _minority(making)
-        shown = by_ranks({r: f"by {c.note}" for r, c in making.items()}, evidence.job.world_size)
+    ranks = _minority(making)
+    if len({_members(c, n) for c in making.values()}) == 1:
+        shown = by_ranks({r: f"by {c.note}" for r, c in making.items()}, n)
         return _finding(
             evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to make their group: {shown}",
             certain=len(ranks) < len(making),
         )  # fmt: skip
-    if len(kinds) > 1:
-        shown = by_ranks(
-            {r: f"in the making of group {c.note} at {c.site}" for r, c in making.items()}, evidence.job.world_size
-        )
-        ranks = _minority(making)
-        return _finding(
-            evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
-            f"the ranks make groups in different orders, or of different members: {shown}",
-        )  # fmt: skip
-    return None
+    shown = by_ranks({r: f"in the making of group {c.note} at {c.site}" for r, c in making.items()}, n)
+    return _finding(
+        evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
+        f"the ranks make groups in different orders, or of different members: {shown}",
+    )  # fmt: skip
+
+
+def _has_entered(rank: RankEvidence, making: Collective) -> bool:
+    """Return whether a rank has been in the making of the same group."""
+    return any(c.op == NEW_GROUP and _common_note(c) == _common_note(making) for c in rank.collectives)
+
+
+def _instead(rank: RankEvidence, making: Collective) -> str:
+    """Return what a rank does that others wait for in the making of a group, in words."""
+    other = awaited(rank)
+    where = (
+        f" and waits in {other.describe()}" if other is not None else " and has ended its test" if rank.finished else ""
+    )
+    return f"without group {making.note}{where}"
 
 
 def _finding(
@@ -115,18 +116,28 @@ def _finding(
     )
 
 
-def _can_end(evidence: Evidence, call: Collective, making: dict[int, Collective]) -> bool:
-    """Return whether all that a call needs are in it."""
-    if call.op != NEW_GROUP:
-        return call.peer != -1 or can_complete(call, rings(evidence))
-    members = _members(call, evidence.job.world_size)
-    # A group of all whose ranks do not meet has been under way for as long as the stall: that it will end is not to be expected.
-    return len(members) < len(evidence.ranks) and all(m in making and making[m].note == call.note for m in members)
+def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[int, Collective]) -> bool:
+    """Return whether all that one of the calls needs are in it."""
+    others = [c for c in waits.values() if c.op != NEW_GROUP]
+    if any(c.peer != -1 for c in others) or any_can_complete(others, rings(evidence)):
+        return True
+    n = evidence.job.world_size
+    for note, call in {c.note: c for c in making.values()}.items():
+        members = _members(call, n)
+        # A group of all whose ranks do not meet has been under way for as long as the stall: it is not to be expected to end.
+        if len(members) < n and all(m in making and making[m].note == note for m in members):
+            return True
+    return False
 
 
-def _members(call: Collective, world_size: int) -> tuple[int, ...]:
+def _members(call: Collective, world_size: int) -> frozenset[int]:
     """Return the ranks that a new group's note names ('2: 0-3,8'); all of them where it names none."""
-    return ranks_of(call.note.partition(": ")[2], world_size) or tuple(range(world_size))
+    return _named_in(call.note.partition(": ")[2], world_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _named_in(text: str, world_size: int) -> frozenset[int]:
+    return frozenset(ranks_of(text, world_size) or range(world_size))  # a frozenset's hash is worked out once
 
 
 def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
@@ -140,14 +151,14 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
         return None
     for place in range(max(map(len, made.values()))):
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
-        kinds: dict[tuple[int, ...], list[int]] = {}
+        kinds: dict[frozenset[int], list[int]] = {}
         for rank, call in at.items():
             kinds.setdefault(_members(call, evidence.job.world_size), []).append(rank)
         if len(kinds) < 2:
             continue
+        later = Counter(m for r in at for m in _all_members(made[r][place:], evidence.job.world_size))
         for members, ranks in sorted(kinds.items(), key=lambda kind: len(kind[1])):
-            others = [r for r in at if r not in ranks]
-            if all(members not in _all_members(made[r][place:], evidence.job.world_size) for r in others):
+            if later[members] == len(ranks):  # no other rank makes it later
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
@@ -156,8 +167,6 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
 def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:
     """Return the few ranks that made another group where most made one that these made later: their call, and the others'."""
     n, made = evidence.job.world_size, {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
-    if not all(_is_numbered(c) for calls in made.values() for c in calls):
-        return None  # groups that their members alone make have no order
     for place in range(max(map(len, made.values()), default=0)):
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
         groups = Counter(_members(c, n) for c in at.values())
@@ -167,7 +176,7 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
         odd = tuple(sorted(r for r, c in at.items() if _members(c, n) != most))
         if number == next_most or len(odd) >= number:
             return None
-        theirs = {members for r in at if r not in odd for members in _all_members(made[r][place:], n)}
+        theirs = {members for r in set(at) - set(odd) for members in _all_members(made[r][place:], n)}
         # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
         made_later = all(
             _members(at[r], n) in theirs and (most in _all_members(made[r][place:], n) or r not in _members(at[r], n))
@@ -184,7 +193,7 @@ def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[in
     n, way = evidence.job.world_size, [min(making)]
     while True:
         call = making[way[-1]]
-        following = next((m for m in _members(call, n) if m in making and making[m].note != call.note), None)
+        following = min((m for m in _members(call, n) if m in making and making[m].note != call.note), default=None)
         if following is None:
             return ()
         if following in way:
@@ -193,25 +202,33 @@ def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[in
 
 
 def _is_numbered(call: Collective) -> bool:
-    """Return whether torch numbers a group, which all ranks make then; one that its members alone make has a hash for a name."""
+    """Return whether torch numbers a group, which all ranks make then, in one order; one that its members alone make has a hash for
+    a name.
+    """
     return call.note.partition(":")[0].isdigit()
 
 
-def _named(call: Collective) -> str:
-    return f"ranks {call.note.partition(': ')[2]}"
+def _named(call: Collective, world_size: int) -> str:
+    return describe_ranks(tuple(sorted(_members(call, world_size))), world_size)
 
 
 def _calls(rank: RankEvidence) -> list[Collective]:
-    return [c for c in rank.collectives if c.op == NEW_GROUP and c.note]
+    """Return the makings of numbered groups that a rank has entered, in their order."""
+    return [c for c in rank.collectives if c.op == NEW_GROUP and _is_numbered(c) and not c.note.endswith("…")]
 
 
-def _all_members(calls: list[Collective], world_size: int) -> set[tuple[int, ...]]:
+def _all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:
     return {_members(call, world_size) for call in calls}
 
 
 def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks whose group fewer ranks make; all where none is rarer. What each calls itself is its own."""
-    notes = {r: _ITSELF.sub("", c.note) for r, c in making.items()}
+    notes = {r: _common_note(c) for r, c in making.items()}
     numbers = Counter(notes.values())
     fewest, most = min(numbers.values()), max(numbers.values())
     return tuple(sorted(r for r, note in notes.items() if fewest == most or numbers[note] == fewest))
+
+
+def _common_note(making: Collective) -> str:
+    """Return a new group's note without what a rank calls itself."""
+    return _ITSELF.sub("", making.note)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+_SHOWN = 8  # keys that a reason names
 
 
 def waits_for(rank: RankEvidence) -> str:
@@ -15,19 +18,27 @@ def waits_for(rank: RankEvidence) -> str:
     return f"waits for a key of a store that no rank has set{f': {key}' if key else ''}"
 
 
+def _some(keys: list[str]) -> str:
+    return ", ".join([*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else keys)
+
+
 def key_of(rank: RankEvidence) -> str:
     """Return the keys that a rank waits for in a store; '' where they are not known."""
-    return rank.board.key if rank.board is not None else ""
+    is_main = rank.stack is not None and rank.stack.is_main  # what another thread waits for is not kept
+    return rank.board.key if rank.board is not None and is_main else ""
 
 
 def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     """Conclude of most ranks, which wait for a key at one line, that the others went on without setting it."""
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
-    gone = tuple(r.rank for r in evidence.ranks if r.rank not in ranks)
+    gone = tuple(sorted({r.rank for r in evidence.ranks} - set(ranks)))
     call = next((c for r in gone if (board := evidence.ranks[r].board) and (c := board.waits_in)), None)
     went = f"went on to {call.describe()}" if call is not None else "went on"
     where = last_seen(waiting[0])
-    reason = f"{describe_ranks(gone, n)} {went}; {describe_ranks(ranks, n)} wait for a key of a store that is not set, at {where}"
+    keys = sorted({key for r in waiting if (key := key_of(r))})
+    named = f": {_some(keys)}" if keys else ""
+    who = f"{describe_ranks(ranks, n)} {'wait' if len(ranks) > 1 else 'waits'}"
+    reason = f"{describe_ranks(gone, n)} {went}; {who} for a key of a store that is not set{named}, at {where}"
     return Finding(
         cause="missing_collective",
         ranks=gone,
@@ -41,17 +52,19 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
 def at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
     """Find that of ranks which all wait at one line, most for one key, the others wait for another."""
     keys = {r.rank: key_of(r) for r in waiting}
-    places = {last_seen(r) for r in waiting}
+    ways = {tuple(f.describe() for f in user_frames(r)) for r in waiting}
     (usual, number), *more = Counter(keys.values()).most_common()
-    if not more or not all(keys.values()) or len(places) > 1 or 2 * number <= len(keys):
+    if not more or not all(keys.values()) or len(ways) > 1 or 2 * number <= len(keys):
         return None
     n, odd = evidence.job.world_size, tuple(r for r, key in sorted(keys.items()) if key != usual)
-    shown = ", ".join(sorted({keys[r] for r in odd}))
+    theirs = sorted({keys[r] for r in odd})
+    who = f"{describe_ranks(odd, n)} {'wait' if len(odd) > 1 else 'waits'}"
+    what = f"the key {theirs[0]} of a store" if len(theirs) == 1 else f"keys of a store of their own ({_some(theirs)})"
     return Finding(
         cause="missing_collective",
         ranks=odd,
-        where=places.pop(),
-        reason=f"{describe_ranks(odd, n)} waits for the key {shown} of a store, where the others wait for {usual}",
+        where=last_seen(waiting[0]),
+        reason=f"{who} for {what}, where the others wait for {usual}",
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )

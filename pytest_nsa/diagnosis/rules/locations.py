@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.rules.roles import where_they_meet
@@ -15,7 +16,7 @@ from pytest_nsa.diagnosis.rules.source import (
     share_a_loop,
 )
 from pytest_nsa.evidence.board import Collective
-from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -54,7 +55,7 @@ class Parting:
     @property
     def comes_first(self) -> bool:
         """Whether the one is at an earlier line than the other, or at what one line calls first."""
-        return self.called_first is True or comes_first(self.here, self.there)
+        return self.called_first if self.called_first is not None else comes_first(self.here, self.there)
 
     @property
     def goes_round(self) -> bool:
@@ -81,13 +82,15 @@ def where_they_part(
         depth, parted = _common(whole, others_whole)
         if parted:
             mine, others, common = whole, others_whole, depth
-    in_loop = _any_in_loop(sources, mine[:common])
+    in_loop = _any_in_loop(sources, mine[:common], mine[common:])
     meeting = where_they_meet(one, mine, other, others, common) if parted else None
     if meeting is not None:
         depth, other_depth = meeting
         again, parted_there = _common(mine[depth:], others[other_depth:])
         if parted_there:
-            in_loop = in_loop or _any_in_loop(sources, [*mine[common:depth], *others[common:other_depth]])
+            in_loop = in_loop or any(
+                _any_in_loop(sources, path[common:to], path[to:]) for path, to in ((mine, depth), (others, other_depth))
+            )
             found = _parting(sources, mine[depth:], others[other_depth:], again)
             return replace(found, in_loop=found.in_loop or in_loop)
     if parted:
@@ -110,7 +113,7 @@ def where_calls_part(evidence: Evidence, mine: Collective, other: Collective) ->
 
 def _parting(sources: Sources, mine: list[Frame], others: list[Frame], common: int) -> Parting:
     """Return where two paths part that share their ``common`` outermost frames."""
-    in_loop = _any_in_loop(sources, mine[:common])
+    in_loop = _any_in_loop(sources, mine[:common], mine[common:])
     below, other_below = (_any_in_loop(sources, path[common + 1 :]) for path in (mine, others))
     return Parting(mine[common].describe(), others[common].describe(), sources, in_loop, below, other_below)
 
@@ -203,9 +206,13 @@ def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
     return depth, ()
 
 
-def _any_in_loop(sources: Sources, frames: list[Frame]) -> bool:
-    places = [frame.describe() for frame in frames]
-    return any(is_in_loop(sources, place) or has_a_comprehension(sources, place) for place in places)
+def _any_in_loop(sources: Sources, frames: list[Frame], inner: Sequence[Frame] = ()) -> bool:
+    """Return whether a loop makes the call of one of the frames; the first of the ``inner`` ones is what the last has called."""
+    called = [*(frame.function for frame in (*frames, *inner)[1:]), ""]
+    return any(
+        is_in_loop(sources, frame.describe()) or has_a_comprehension(sources, frame.describe(), function)
+        for frame, function in zip(frames, called, strict=False)
+    )
 
 
 def comes_first(place: str, other: str) -> bool:
@@ -227,10 +234,6 @@ def where_ways_part(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, 
     """Return the outermost lines of two ways to a call that differ; the calls' own where none does."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next(((a, b) for a, b in pairs if a != b), (one[0], other[0]))
-
-
-def file_name(file: str) -> str:
-    return file.rpartition("/")[2]
 
 
 def parts_of(place: str) -> tuple[str, int, str]:

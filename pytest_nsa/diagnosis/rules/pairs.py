@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import itertools
+from collections import Counter, defaultdict
+from heapq import nsmallest
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
@@ -35,20 +36,23 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
-    n = evidence.job.world_size
     apart = out_of_their_round(evidence, waits)
     elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
     if elsewhere is not None:
         return elsewhere
-    ends = {rank: _end(evidence, rank, halves) for rank in halves}
-    outside = {end for found in ends.values() for end in found if end not in halves}
-    if outside and all(_has_made_its_half(evidence, end, halves) for end in outside):
+    ends = _ends(halves, len(evidence.ranks))
+    outside = ends - set(halves)
+    waiters: dict[int, list[int]] = defaultdict(list)
+    for rank, c in halves.items():
+        waiters[c.peer].append(rank)
+    waited_for = {rank for end in outside for rank in waiters[end]}
+    if outside and waited_for <= _addressed_by_another(evidence, halves) and all(
+        _has_made_its_half(evidence, end, waiters[end], halves) for end in outside
+    ):  # fmt: skip
         return _misdirected(evidence, halves)
     if apart is not None:
         outside &= set(apart.ranks)
-    culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(
-        evidence, {r for found in ends.values() for r in found}, halves
-    )
+    culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(evidence, ends, halves)
     more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves)
     if more is not None:
         return more
@@ -56,18 +60,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
-    if first.finished:
-        does = "ended its test without the other half"
-    elif mine is not None and len({waits[r].shape for r in culprits if r in waits}) > 1:
-        does = f"do not meet: {_in_words(evidence, {r: waits[r] for r in culprits if r in waits})}"
-    elif mine is not None:
-        does = f"{'each ' if len(culprits) > 1 else ''}waits in {mine.describe()}"
-    else:
-        does = f"{'each ' if len(culprits) > 1 else ''}is at {last_seen(first)}"
-    who = describe_ranks(culprits, n)
     reason = f"receives and sends do not pair: {_in_words(evidence, victims or halves)}"
     if victims:
-        reason += f"; {who} {does}"
+        reason += f"; {_what_they_do(evidence, culprits, waits)}"
     inside = mine is not None and mine.peer != -1
     where = last_seen(first) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
     return Finding(
@@ -88,17 +83,33 @@ def _in_words(evidence: Evidence, waits: dict[int, Collective]) -> str:
     return by_ranks({rank: f"in {c.describe()}" for rank, c in waits.items()}, evidence.job.world_size)
 
 
-def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
+def _what_they_do(evidence: Evidence, culprits: tuple[int, ...], waits: dict[int, Collective]) -> str:
+    """Return what the ranks do that others wait for, in words."""
+    n = evidence.job.world_size
+    who, is_one = describe_ranks(culprits, n), len(culprits) == 1
+    calls = {r: waits[r] for r in culprits if r in waits}
+    if all(evidence.ranks[r].finished for r in culprits):
+        return f"{who} ended {'its test' if is_one else 'their tests'} without the other half"
+    if len({c.shape for c in calls.values()}) > 1:
+        return f"{who} do not meet: {_in_words(evidence, calls)}"
+    does = {
+        r: f"in {calls[r].describe()}" if r in calls
+        else "at the end of its test" if evidence.ranks[r].finished else f"at {last_seen(evidence.ranks[r])}"
+        for r in culprits
+    }  # fmt: skip
+    if len(set(does.values())) > 1:
+        return by_ranks(does, n)
+    return f"{who} {'' if is_one else 'each '}{'waits' if calls else 'is'} {does[culprits[0]]}"
+
+
+def _has_made_its_half(evidence: Evidence, rank: int, waiters: list[int], halves: dict[int, Collective]) -> bool:
     """Return whether a rank that others wait for has sent and received at their lines as often as they have tried to: it left
     nothing out, and they address another rank than theirs.
     """
-    for waiter, call in halves.items():
-        if call.peer != rank:
-            continue
-        mine, theirs = _exchanges(evidence, rank), _exchanges(evidence, waiter)
+    mine = _exchanges(evidence, rank)
+    for waiter in waiters:
+        call, theirs = halves[waiter], _exchanges(evidence, waiter)
         way_out = call.op.startswith("send")
-        if not _is_addressed_by_another(evidence, waiter, call, halves):
-            return False
         tried = theirs[way_out, call.site]
         other_halves = sum(mine[key] for key in theirs if key[0] != way_out)
         if mine[way_out, call.site] < tried or other_halves < tried:
@@ -106,21 +117,30 @@ def _has_made_its_half(evidence: Evidence, rank: int, halves: dict[int, Collecti
     return True
 
 
-def _is_addressed_by_another(evidence: Evidence, rank: int, call: Collective, halves: dict[int, Collective]) -> bool:
-    """Return whether another rank than the one that ``call`` addresses is in a half that ``call`` could answer, or has entered more
-    halves for ``rank`` than that has answered.
+def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> set[int]:
+    """Return the ranks for which another rank than the one that their call addresses is in a half that it could answer, or has
+    entered more halves for them than they have answered.
     """
-    op, other_op = ("recv", "send") if call.op.startswith("send") else ("send", "recv")
-    for other in evidence.ranks:
-        if other.rank in (rank, call.peer):
-            continue
-        if other.rank in halves and any(c.is_inside and c.op.startswith(op) for c in other.collectives):
-            return True
-        offered = sum(c.op.startswith(op) and c.peer in (rank, ANY) for c in other.collectives)
-        answered = sum(c.op.startswith(other_op) and c.peer == other.rank for c in _entered(evidence, rank))
-        if offered > answered:
-            return True
-    return False
+    made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, who, to or from whom
+    under_way: dict[bool, list[int]] = {True: [], False: []}
+    for rank in evidence.ranks:
+        for call in (c for c in rank.collectives if c.peer != -1):
+            sends = call.op.startswith("send")
+            made[sends, rank.rank, call.peer] += 1
+            # What takes from anybody and is complete has been answered by somebody.
+            if call.is_inside and (rank.rank in halves or call.peer == ANY):
+                under_way[sends].append(rank.rank)
+    offers: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    for (sends, rank_, peer), number in made.items():
+        if number > made.get((not sends, peer, rank_), 0):
+            offers[sends, peer].append(rank_)
+    found = set()
+    for rank_, call in halves.items():
+        answer = not call.op.startswith("send")
+        others = itertools.chain(under_way[answer], offers[answer, rank_])
+        if any(other not in (rank_, call.peer) for other in others):
+            found.add(rank_)
+    return found
 
 
 def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
@@ -214,14 +234,31 @@ def _unasked(
         for rank, c in halves.items()
         if c.peer == end and all(other.place != mark.place for other in evidence.ranks[rank].collectives)
     }
-    others = [_rounds(evidence, rank, mark) for rank in before]
-    is_regular = len(set(_rounds(evidence, end, mark))) == 1 and len(_rounds(evidence, end, mark)) > 2
-    return tuple(sorted(before)) if before and is_regular and all(len(set(rounds)) > 1 for rounds in others) else ()
+    # It waits at the mark, and so its latest round is whole.
+    own = _rounds(evidence, end, mark)
+    is_regular = len(set(own)) == 1 and len(own) > 2
+    are_few = 2 * len(halves) < len(
+        evidence.ranks
+    )  # where most ranks do what is new to all, it is the one that does not
+    differ = all(_is_unlike_before(_rounds(evidence, rank, mark), halves[rank], are_few) for rank in before)
+    return tuple(sorted(before)) if before and is_regular and differ else ()
+
+
+def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:
+    """Return whether a rank's whole rounds differ, or none began as the latest one, with the call that it waits in."""
+    return len(set(rounds[:-1])) > 1 or (may_be_new and _begins_anew(rounds, call))
+
+
+def _begins_anew(rounds: list[tuple[tuple[str, str], ...]], call: Collective) -> bool:
+    """Return whether none of a rank's whole rounds began as the latest one, with the call that it waits in."""
+    *whole, latest = rounds or [()]
+    now = (*latest, (call.op, call.site))
+    return bool(whole) and all(found[: len(now)] != now for found in whole)
 
 
 def _rounds(evidence: Evidence, rank: int, mark: Collective) -> list[tuple[tuple[str, str], ...]]:
-    """Return what a rank has called and completed in each whole round, by operation and line; a round ends with a call of the
-    collective ``mark``.
+    """Return what a rank has called and completed, by operation and line, from each of its calls of the collective ``mark`` to the
+    next; the last one is as long as it has come.
     """
     rounds: list[list[tuple[str, str]]] = [[]]
     for call in _calls(evidence, rank):
@@ -244,26 +281,34 @@ def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> boo
     return {call.op.startswith("send"), other.op.startswith("send")} == {True, False}
 
 
-def _end(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> set[int]:
-    """Return the rank at which the chain of ranks that wait for each other ends, or those of the circle that it runs into."""
-    way = [rank]
-    while True:
-        call = halves[way[-1]]
-        if call.peer < 0 or call.peer >= len(evidence.ranks):  # from any rank
-            return {way[-1]}
-        if call.peer not in halves:
-            return {call.peer}
-        if call.peer in way:
-            return set(way[way.index(call.peer) :])
-        way.append(call.peer)
+def _ends(halves: dict[int, Collective], world_size: int) -> set[int]:
+    """Return the ranks at which the chains of ranks that wait for each other end, and those of the circles that they run into."""
+    ends: set[int] = set()
+    seen: set[int] = set()
+    for rank in halves:
+        way: dict[int, int] = {}  # the place of each rank of this chain
+        at = rank
+        while at in halves and at not in seen:
+            seen.add(at)
+            way[at] = len(way)
+            if not 0 <= halves[at].peer < world_size:  # from any rank
+                ends.add(at)
+                break
+            at = halves[at].peer
+        if at not in halves:
+            ends.add(at)
+        elif at in way:
+            ends |= set(list(way)[way[at] :])
+    return ends
 
 
 def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the rank of a circle that made fewer of the calls that are waited for than other ranks did of the same line; else
-    the one that more ranks wait for than for any other; all of them where there is none.
+    """Return the one rank of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at
+    the same line; else the one with an old tag or out of its round; else the one that more ranks wait for than for any other; all
+    of them where there is none.
     """
-    for calls in (_calls, _entered):
-        fewer = tuple(sorted(r for r in ranks if _made_fewer(evidence, r, ranks, halves, calls)))
+    for completed in (True, False):
+        fewer = _made_fewer(evidence, ranks, halves, completed=completed)
         if len(fewer) == 1:
             return fewer
     for shows_it in (_has_an_old_tag, _is_out_of_its_round):
@@ -290,39 +335,36 @@ def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]
 
 def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
     """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in."""
-    call = halves[rank]
     mark = next((c for c in reversed(_calls(evidence, rank)) if c.peer == -1), None)
-    if mark is None:
-        return False
-    *earlier, latest = _rounds(evidence, rank, mark)
-    now = (*latest, (call.op, call.site))
-    return bool(earlier) and all(found[: len(now)] != now for found in earlier)
+    return mark is not None and _begins_anew(_rounds(evidence, rank, mark), halves[rank])
 
 
 def _made_fewer(
-    evidence: Evidence,
-    rank: int,
-    ranks: set[int],
-    halves: dict[int, Collective],
-    calls: Callable[[Evidence, int], tuple[Collective, ...]],
-) -> bool:
-    """Return whether a rank made fewer of the halves that a rank of the circle waits for than all others at that line."""
-    for waiter in (w for w in ranks if halves[w].peer == rank):
-        op = "recv" if halves[waiter].op.startswith("send") else "send"
-        mine = [c for c in calls(evidence, rank) if c.peer == waiter and c.op.startswith(op)]
+    evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, completed: bool
+) -> tuple[int, ...]:
+    """Return the ranks that made fewer of the halves which a rank of the circle waits for than all others at that line."""
+    made: dict[str, Counter[int]] = defaultdict(Counter)  # by line, how many calls of each rank
+    for rank in evidence.ranks:
+        for call in rank.collectives:
+            if not (completed and call.is_inside):
+                made[call.site][rank.rank] += 1
+    # Of a line, the two smallest counts tell the smallest of all others' for each rank.
+    fewest = {line: nsmallest(2, counts.values()) for line, counts in made.items()}
+    found = set()
+    for waiter in ranks:
+        peer, sends = halves[waiter].peer, not halves[waiter].op.startswith("send")
+        mine = [
+            c.site
+            for c in (evidence.ranks[peer].collectives if peer in ranks else ())
+            if c.peer == waiter and c.op.startswith("send") == sends and not (completed and c.is_inside)
+        ]
         if not mine:
             continue
-        line = mine[-1].site
-        counts = [sum(c.site == line for c in calls(evidence, r.rank)) for r in evidence.ranks if r.rank != rank]
-        others = [n for n in counts if n]
-        if others and sum(c.site == line for c in mine) < min(others):
-            return True
-    return False
-
-
-def _entered(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
-    """Return what a rank has called, completed or not."""
-    return evidence.ranks[rank].collectives
+        line = mine[-1]
+        of_others = fewest[line][1:] if made[line][peer] == fewest[line][0] else fewest[line][:1]
+        if of_others and mine.count(line) < of_others[0]:
+            found.add(peer)
+    return tuple(sorted(found))
 
 
 def _calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:

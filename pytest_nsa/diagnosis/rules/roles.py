@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import RankEvidence
+
+LOOKED_AT = 32  # frames below the parting: a deep recursion has many of one function
+Way = tuple[str, ...]  # the lines that led to a call, innermost first
 
 
 def where_they_meet(
@@ -17,44 +21,36 @@ def where_they_meet(
 
     ``mine`` and ``others`` are the frames of the two, outermost first.
     """
-    depths = [
-        (i, j)
-        for i in range(parted + 1, len(mine))
-        for j in range(parted + 1, len(others))
-        if (mine[i].file, mine[i].function) == (others[j].file, others[j].function)
-    ]
+    depths: dict[tuple[tuple[str, str], tuple[str, str]], tuple[int, int]] = {}
+    for i, frame in enumerate(mine[: parted + LOOKED_AT]):
+        for j, another in enumerate(others[: parted + LOOKED_AT]):
+            if min(i, j) > parted and (frame.file, frame.function) == (another.file, another.function):
+                step = ((_line(mine[i - 1]), frame.function), (_line(others[j - 1]), frame.function))
+                depths.setdefault(step, (i, j))
     if not depths:
         return None
-    together = list(_made_together(one, other))
-    for i, j in depths:
-        callers = (_line(mine[i - 1]), _line(others[j - 1]))
-        function = _line(mine[i]).rpartition(" in ")[2]
-        for a, b in together:
-            at, other_at = (_called_by(way, caller) for way, caller in zip((a.way, b.way), callers, strict=True))
-            if at == other_at != "" and at.endswith(f" in {function}"):
-                return i, j
-    return None
+    known = {
+        (step, other_step)
+        for way, other_way in _made_together(one, other)
+        for step, other_step in itertools.product(_steps(way), _steps(other_way))
+        if step[1:] == other_step[1:]
+    }
+    met = {(a[:2], b[:2]) for a, b in known}
+    return next((found for step, found in depths.items() if step in met), None)
 
 
-def _made_together(one: RankEvidence, other: RankEvidence) -> Iterator[tuple[Collective, Collective]]:
-    """Yield the calls that two ranks made at one place of a group's sequence, where both are the same and have completed."""
+def _made_together(one: RankEvidence, other: RankEvidence) -> set[tuple[Way, Way]]:
+    """Return the ways to the calls that two ranks made at one place of a sequence, where both are the same and have completed."""
     theirs = {c.place: c for c in other.collectives if c.peer == -1 and not c.is_inside}
-    for call in one.collectives:
-        found = theirs.get(call.place)
-        if found is not None and call.peer == -1 and not call.is_inside and found.shape == call.shape:
-            yield call, found
+    pairs = ((c, theirs.get(c.place)) for c in one.collectives if c.peer == -1 and not c.is_inside)
+    return {(c.way, found.way) for c, found in pairs if found is not None and found.shape == c.shape}
 
 
-def _called_by(way: tuple[str, ...], caller: str) -> str:
-    """Return the line that a caller's line has led to, of the way to a call; '' where it is not on it."""
-    inner = next((i for i, place in enumerate(way) if _short(place) == caller), 0)
-    return _short(way[inner - 1]) if inner else ""
+def _steps(way: Way) -> Iterator[tuple[str, str, str]]:
+    """Yield each call of a function on a way, innermost first: the caller's line, the function, and the line in it that led on."""
+    for called, caller in itertools.pairwise(way):
+        yield file_name(caller), called.rpartition(" in ")[2], file_name(called)
 
 
 def _line(frame: Frame) -> str:
-    return _short(frame.describe())
-
-
-def _short(place: str) -> str:
-    """Return a location by its file's name alone: the ways to calls have no more."""
-    return place.rpartition("/")[2]
+    return file_name(frame.describe())

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.departures import is_new_call, rounds_between
-from pytest_nsa.diagnosis.rules.locations import file_name, parts_of, where_they_part
+from pytest_nsa.diagnosis.rules.locations import parts_of, where_they_part
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 LATEST = 64  # calls of a rank that are looked at

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pytest_nsa.evidence.source import LOCATION, Sources
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Match)
+_BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 
 
@@ -85,11 +87,15 @@ def is_in_loop(sources: Sources, place: str) -> bool:
     return bool(loops_of(sources, place))
 
 
-def has_a_comprehension(sources: Sources, place: str) -> bool:
-    """Return whether a line has a loop of its own, as a list comprehension is one."""
+def has_a_comprehension(sources: Sources, place: str, called: str = "") -> bool:
+    """Return whether a line has a loop of its own, as a list comprehension is one; not where it calls ``called`` beside
+    it, and not in it.
+    """
     found = sources.around(place)
-    parts = own_parts(found[-1]) if found else []
-    return any(isinstance(node, _COMPREHENSIONS) for part in parts for node in ast.walk(part))
+    nodes = [node for part in (own_parts(found[-1]) if found else []) for node in ast.walk(part)]
+    within = {id(n) for node in nodes if isinstance(node, _COMPREHENSIONS) for n in ast.walk(node)}
+    calls = {id(node) for node in nodes if isinstance(node, ast.Call) and _called_name(node) == called}
+    return bool(within) and not (calls and calls.isdisjoint(within))
 
 
 def end_of_with(sources: Sources, place: str) -> int:
@@ -151,7 +157,10 @@ def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool 
     later = (*_COMPREHENSIONS, ast.Lambda)
     if one == other or any(isinstance(node, later) for part in parts for node in ast.walk(part)):
         return None
-    calls = [call for part in parts for call in _evaluated(part)]
+    try:
+        calls = [call for part in parts for call in _evaluated(part)]
+    except (_Undecided, RecursionError):
+        return None
     names = [_called_name(call) for call in calls]
     at = [i for i, name in enumerate(names) if name == one]
     other_at = [i for i, name in enumerate(names) if name == other]
@@ -162,19 +171,29 @@ def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool 
         return None
     given = {id(node) for node in ast.walk(calls[known[0]])}
     outside = [i for i, call in enumerate(calls) if id(call) not in given]
-    return is_one if outside and all(i > known[0] for i in outside) and len(given) else None
+    return is_one if outside and all(i > known[0] for i in outside) else None
 
 
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
     """Return the expressions that a statement's own line evaluates: of a compound one not its body."""
-    if isinstance(statement, ast.For | ast.While | ast.If | ast.With):
+    if isinstance(statement, _COMPOUND):
         return [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.expr | ast.withitem)]
-    return [] if isinstance(statement, ast.Try | ast.FunctionDef | ast.ClassDef) else [statement]
+    return [] if isinstance(statement, _BLOCKS) else [statement]
+
+
+class _Undecided(Exception):
+    """What a line calls depends on a value: a conditional expression, ``and``, a chain of comparisons."""
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield calls in the order in which Python makes them."""
-    for child in ast.iter_child_nodes(node):
+    """Yield calls in the order in which Python makes them. Raises `_Undecided` where it may leave one out."""
+    may_leave_out = isinstance(node, ast.IfExp | ast.BoolOp) or (isinstance(node, ast.Compare) and len(node.ops) > 1)
+    if may_leave_out and any(isinstance(n, ast.Call) for n in ast.walk(node)):
+        raise _Undecided
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+        children.sort(key=lambda child: child is not node.value)  # the value comes before what it is assigned to
+    for child in children:
         yield from _evaluated(child)
     if isinstance(node, ast.Call):
         yield node
