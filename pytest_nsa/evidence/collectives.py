@@ -51,21 +51,10 @@ def by_place(rings: Mapping[int, Iterable[Collective]]) -> dict[tuple[str, int],
     return found
 
 
-def can_complete(collective: Collective, rings: Rings) -> bool:
-    """Return whether every rank of its group has entered it: then it ends by itself, however long it takes."""
-    entered = sum(any(c.place == collective.place for c in ring) for ring in rings.values())
-    return entered >= collective.size
-
-
 def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
-    """Return whether one of many calls can complete: the ranks' calls are gone through once."""
-    entered = entered_by(rings)
+    """Return whether every rank of its group has entered one of the calls: then it ends by itself, however long it takes."""
+    entered = Counter(itertools.chain.from_iterable({c.place for c in ring} for ring in rings.values()))
     return any(entered[c.place] >= c.size for c in calls)
-
-
-def entered_by(rings: Rings) -> Counter[tuple[str, int]]:
-    """Return how many ranks have entered each call, by group and sequence number."""
-    return Counter(itertools.chain.from_iterable({c.place for c in ring} for ring in rings.values()))
 
 
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:

@@ -10,7 +10,7 @@ import pytest
 from nsa.trace.board import Board
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.board import Collective
-from pytest_nsa.evidence.collectives import can_complete, first_departure, waits_apart
+from pytest_nsa.evidence.collectives import any_can_complete, first_departure, waits_apart
 from pytest_nsa.evidence.load import load
 from tests_cpu.diagnosis.test_evidence import make_folder
 
@@ -50,8 +50,8 @@ def test_sends_and_receives_are_no_collectives() -> None:
 
 def test_a_collective_that_all_entered_can_complete() -> None:
     c = entered(group="1", size=2)
-    assert can_complete(c, {0: (c,), 1: (c,), 2: ()})
-    assert not can_complete(c, {0: (c,), 1: (), 2: ()})
+    assert any_can_complete([c], {0: (c,), 1: (c,), 2: ()})
+    assert not any_can_complete([c], {0: (c,), 1: (), 2: ()})
 
 
 def test_two_subgroups_at_work_do_not_wait_apart() -> None:

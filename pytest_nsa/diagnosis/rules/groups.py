@@ -8,7 +8,7 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import rings
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, doing
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, ranks_of
@@ -29,8 +29,8 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
-    if any(c.note.endswith("…") for c in making.values()):
-        return None  # of more ranks than a record holds: who they are is not known
+    if any(_is_cut(c) for c in making.values()):
+        return None
     n = evidence.job.world_size
     order = _in_another_order(evidence)
     if order is not None:
@@ -70,7 +70,7 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     call = next(iter(making.values()))
     outside = tuple(sorted(m for m in _members(call, n) - set(making) if not _has_entered(evidence.ranks[m], call)))
     if outside:
-        does = {m: _instead(evidence.ranks[m], call) for m in outside}
+        does = {m: f"{doing(evidence.ranks[m])}, without group {call.note}" for m in outside}
         return _finding(
             evidence, "init_timeout", outside, call.site, f"{by_ranks(does, n)}; the others wait in the making of it at {call.site}"
         )  # fmt: skip
@@ -90,16 +90,8 @@ def groups_apart(evidence: Evidence) -> Finding | None:
 
 def _has_entered(rank: RankEvidence, making: Collective) -> bool:
     """Return whether a rank has been in the making of the same group."""
-    return any(c.op == NEW_GROUP and _common_note(c) == _common_note(making) for c in rank.collectives)
-
-
-def _instead(rank: RankEvidence, making: Collective) -> str:
-    """Return what a rank does that others wait for in the making of a group, in words."""
-    other = awaited(rank)
-    where = (
-        f" and waits in {other.describe()}" if other is not None else " and has ended its test" if rank.finished else ""
-    )
-    return f"without group {making.note}{where}"
+    note = _common_note(making)
+    return any(c.op == NEW_GROUP and _common_note(c) == note for c in rank.collectives)
 
 
 def _finding(
@@ -208,13 +200,18 @@ def _is_numbered(call: Collective) -> bool:
     return call.note.partition(":")[0].isdigit()
 
 
+def _is_cut(call: Collective) -> bool:
+    """Return whether a group has more ranks than its record holds: who they are is not known."""
+    return call.note.endswith("…")
+
+
 def _named(call: Collective, world_size: int) -> str:
     return describe_ranks(tuple(sorted(_members(call, world_size))), world_size)
 
 
 def _calls(rank: RankEvidence) -> list[Collective]:
     """Return the makings of numbered groups that a rank has entered, in their order."""
-    return [c for c in rank.collectives if c.op == NEW_GROUP and _is_numbered(c) and not c.note.endswith("…")]
+    return [c for c in rank.collectives if c.op == NEW_GROUP and _is_numbered(c) and not _is_cut(c)]
 
 
 def _all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:

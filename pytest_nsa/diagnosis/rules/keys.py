@@ -22,6 +22,10 @@ def _some(keys: list[str]) -> str:
     return ", ".join([*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else keys)
 
 
+def _who_waits(ranks: tuple[int, ...], world_size: int) -> str:
+    return f"{describe_ranks(ranks, world_size)} {'wait' if len(ranks) > 1 else 'waits'}"
+
+
 def key_of(rank: RankEvidence) -> str:
     """Return the keys that a rank waits for in a store; '' where they are not known."""
     is_main = rank.stack is not None and rank.stack.is_main  # what another thread waits for is not kept
@@ -37,7 +41,7 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     where = last_seen(waiting[0])
     keys = sorted({key for r in waiting if (key := key_of(r))})
     named = f": {_some(keys)}" if keys else ""
-    who = f"{describe_ranks(ranks, n)} {'wait' if len(ranks) > 1 else 'waits'}"
+    who = _who_waits(ranks, n)
     reason = f"{describe_ranks(gone, n)} {went}; {who} for a key of a store that is not set{named}, at {where}"
     return Finding(
         cause="missing_collective",
@@ -58,7 +62,7 @@ def at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | Non
         return None
     n, odd = evidence.job.world_size, tuple(r for r, key in sorted(keys.items()) if key != usual)
     theirs = sorted({keys[r] for r in odd})
-    who = f"{describe_ranks(odd, n)} {'wait' if len(odd) > 1 else 'waits'}"
+    who = _who_waits(odd, n)
     what = f"the key {theirs[0]} of a store" if len(theirs) == 1 else f"keys of a store of their own ({_some(theirs)})"
     return Finding(
         cause="missing_collective",

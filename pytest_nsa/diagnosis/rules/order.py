@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, swapped, went_ahead
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
@@ -309,6 +309,14 @@ def _ahead_in_unseen_wait(
 
 def awaited(rank: RankEvidence) -> Collective | None:
     return rank.board.waits_in if rank.board is not None else None
+
+
+def doing(rank: RankEvidence) -> str:
+    """Return what a rank is in or at, in words."""
+    call = awaited(rank)
+    if call is not None:
+        return f"in {call.describe()}"
+    return "at the end of its test" if rank.finished else f"at {last_seen(rank)}"
 
 
 def _group(collective: Collective) -> str:

@@ -9,7 +9,7 @@ from heapq import nsmallest
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, of_a_shift, of_rounds
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
@@ -92,14 +92,10 @@ def _what_they_do(evidence: Evidence, culprits: tuple[int, ...], waits: dict[int
         return f"{who} ended {'its test' if is_one else 'their tests'} without the other half"
     if len({c.shape for c in calls.values()}) > 1:
         return f"{who} do not meet: {_in_words(evidence, calls)}"
-    does = {
-        r: f"in {calls[r].describe()}" if r in calls
-        else "at the end of its test" if evidence.ranks[r].finished else f"at {last_seen(evidence.ranks[r])}"
-        for r in culprits
-    }  # fmt: skip
+    does = {r: doing(evidence.ranks[r]) for r in culprits}
     if len(set(does.values())) > 1:
         return by_ranks(does, n)
-    return f"{who} {'' if is_one else 'each '}{'waits' if calls else 'is'} {does[culprits[0]]}"
+    return f"{who} {'' if is_one else 'each '}waits {does[culprits[0]]}"
 
 
 def _has_made_its_half(evidence: Evidence, rank: int, waiters: list[int], halves: dict[int, Collective]) -> bool:
@@ -127,19 +123,19 @@ def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> 
         for call in (c for c in rank.collectives if c.peer != -1):
             sends = call.op.startswith("send")
             made[sends, rank.rank, call.peer] += 1
-            # What takes from anybody and is complete has been answered by somebody.
+            # A completed receive from any rank has its message.
             if call.is_inside and (rank.rank in halves or call.peer == ANY):
                 under_way[sends].append(rank.rank)
     offers: dict[tuple[bool, int], list[int]] = defaultdict(list)
-    for (sends, rank_, peer), number in made.items():
-        if number > made.get((not sends, peer, rank_), 0):
-            offers[sends, peer].append(rank_)
+    for (sends, caller, peer), number in made.items():
+        if number > made[not sends, peer, caller]:
+            offers[sends, peer].append(caller)
     found = set()
-    for rank_, call in halves.items():
+    for waiter, call in halves.items():
         answer = not call.op.startswith("send")
-        others = itertools.chain(under_way[answer], offers[answer, rank_])
-        if any(other not in (rank_, call.peer) for other in others):
-            found.add(rank_)
+        others = itertools.chain(under_way[answer], offers[answer, waiter])
+        if any(other not in (waiter, call.peer) for other in others):
+            found.add(waiter)
     return found
 
 

@@ -21,22 +21,20 @@ def where_they_meet(
 
     ``mine`` and ``others`` are the frames of the two, outermost first.
     """
-    depths: dict[tuple[tuple[str, str], tuple[str, str]], tuple[int, int]] = {}
+    depths: dict[tuple[str, str, str], tuple[int, int]] = {}  # by the two callers' lines and the function
     for i, frame in enumerate(mine[: parted + LOOKED_AT]):
         for j, another in enumerate(others[: parted + LOOKED_AT]):
             if min(i, j) > parted and (frame.file, frame.function) == (another.file, another.function):
-                step = ((_line(mine[i - 1]), frame.function), (_line(others[j - 1]), frame.function))
-                depths.setdefault(step, (i, j))
+                depths.setdefault((_line(mine[i - 1]), _line(others[j - 1]), frame.function), (i, j))
     if not depths:
         return None
-    known = {
-        (step, other_step)
+    met = {
+        (caller, other_caller, called.rpartition(" in ")[2])
         for way, other_way in _made_together(one, other)
-        for step, other_step in itertools.product(_steps(way), _steps(other_way))
-        if step[1:] == other_step[1:]
+        for (called, caller), (other_called, other_caller) in itertools.product(_steps(way), _steps(other_way))
+        if called == other_called
     }
-    met = {(a[:2], b[:2]) for a, b in known}
-    return next((found for step, found in depths.items() if step in met), None)
+    return next((found for called, found in depths.items() if called in met), None)
 
 
 def _made_together(one: RankEvidence, other: RankEvidence) -> set[tuple[Way, Way]]:
@@ -46,10 +44,9 @@ def _made_together(one: RankEvidence, other: RankEvidence) -> set[tuple[Way, Way
     return {(c.way, found.way) for c, found in pairs if found is not None and found.shape == c.shape}
 
 
-def _steps(way: Way) -> Iterator[tuple[str, str, str]]:
-    """Yield each call of a function on a way, innermost first: the caller's line, the function, and the line in it that led on."""
-    for called, caller in itertools.pairwise(way):
-        yield file_name(caller), called.rpartition(" in ")[2], file_name(called)
+def _steps(way: Way) -> Iterator[tuple[str, str]]:
+    """Return each call of a function on a way, innermost first: the line in it that led on, and the caller's line."""
+    return itertools.pairwise(map(file_name, way))
 
 
 def _line(frame: Frame) -> str:
