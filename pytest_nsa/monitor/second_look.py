@@ -19,6 +19,7 @@ from pytest_nsa.wire.messages import DUMP_SIGNAL
 SAMPLE_S = 0.4
 COUNTERS_ASKED = "counters.asked"  # nsa/trace/counters.py looks for it
 DUMP_WAIT_S = 2.0
+STARVED_WAIT_S = 8.0  # the same for a rank that wants the CPU: on a busy machine it may not have come to its handler
 SURELY_WHOLE = 10  # looks at a dump that has not grown
 MAX_CHILDREN = 4
 
@@ -49,14 +50,22 @@ def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
         append_line(evidence, {"event": "process", "time": time.time(), "rank": rank, **facts})
 
 
-def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
-    """Ask each rank (rank -> its stacks.txt) for a dump by ``send(rank)``, and wait until the dumps are whole."""
+def dump_stacks(
+    ranks: Mapping[int, Path], send: Callable[[int], None], is_runnable: Callable[[int], bool] = lambda rank: False
+) -> None:
+    """Ask each rank (rank -> its stacks.txt) for a dump by ``send(rank)``, and wait until the dumps are whole.
+
+    ``is_runnable(rank)`` says whether the rank's process wants the CPU: the handler runs as soon as it gets some, so that such
+    a rank is waited for longer than one that is stopped or inside a system call that no signal interrupts.
+    """
     sizes = {rank: _size(path) for rank, path in ranks.items()}
     for rank in ranks:
         send(rank)
-    deadline = time.monotonic() + DUMP_WAIT_S
+    asked = time.monotonic()
     waiting = dict.fromkeys(ranks, (-1, 0))  # the size at the last look, and how often it was that before
-    while waiting and time.monotonic() < deadline:
+    while waiting and (waited := time.monotonic() - asked) < STARVED_WAIT_S:
+        if waited > DUMP_WAIT_S and not any(map(is_runnable, waiting)):
+            return
         time.sleep(0.02)
         for rank, (last, times) in list(waiting.items()):
             size = _size(ranks[rank])
@@ -66,6 +75,12 @@ def dump_stacks(ranks: Mapping[int, Path], send: Callable[[int], None]) -> None:
                 del waiting[rank]
             else:
                 waiting[rank] = (size, times)
+
+
+def is_runnable(pid: int) -> bool:
+    """Return whether a process runs or waits for a CPU (state R)."""
+    state = look_at(pid)
+    return state is not None and state.state == "R"
 
 
 def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:

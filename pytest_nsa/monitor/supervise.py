@@ -12,7 +12,14 @@ from typing import Any
 
 from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import ask_for_counters, dump_children, dump_stacks, note_process, sample_processes
+from pytest_nsa.monitor.second_look import (
+    ask_for_counters,
+    dump_children,
+    dump_stacks,
+    is_runnable,
+    note_process,
+    sample_processes,
+)
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
@@ -199,7 +206,7 @@ class RanksRun:
         self._note("sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
-        dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL))
+        dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL), lambda rank: is_runnable(alive[rank]))
         for rank, pid in alive.items():
             absent = dump_native(pid, self.job.rank_folder(rank) / "native.txt") if pid else "it runs on another node"
             self._note("native", rank=rank, absent=absent)

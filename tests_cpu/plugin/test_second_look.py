@@ -1,0 +1,44 @@
+"""The dump of a rank's stacks is waited for as long as the rank may still write it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.monitor import second_look
+from pytest_nsa.wire.messages import DUMP_SIGNAL
+
+# A process whose handler takes a second of CPU, as that of a rank which gets little of it does, before the dump is there.
+LATE = f"""
+import signal, sys, time
+def dump(*_):
+    until = time.process_time() + 1.0
+    while time.process_time() < until: pass
+    open(sys.argv[1], "w").write("Current thread 0x1 (most recent call first):\\n  File \\"a.py\\", line 1 in f\\n")
+signal.signal({int(DUMP_SIGNAL)}, dump)
+print("ready", flush=True)
+while True: signal.pause()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_that_wants_the_cpu_is_waited_for_and_one_that_is_stopped_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(second_look, "DUMP_WAIT_S", 0.3)
+    monkeypatch.setattr(second_look, "STARVED_WAIT_S", 60.0)
+    dump = tmp_path / "stacks.txt"
+    with subprocess.Popen([sys.executable, "-c", LATE, dump], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        if stopped:
+            rank.send_signal(signal.SIGSTOP)
+        second_look.dump_stacks(
+            {0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: second_look.is_runnable(rank.pid)
+        )
+        assert dump.exists() != stopped
+        rank.kill()
