@@ -77,12 +77,6 @@ def dump_stacks(
                 waiting[rank] = (size, times)
 
 
-def is_runnable(pid: int) -> bool:
-    """Return whether a process runs or waits for a CPU (state R)."""
-    state = look_at(pid)
-    return state is not None and state.state == "R"
-
-
 def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
     """Ask the ranks' own children (data loaders' workers) for a dump, into the rank's file behind a line ``# process PID``.
 

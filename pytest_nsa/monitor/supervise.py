@@ -12,17 +12,11 @@ from typing import Any
 
 from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import (
-    ask_for_counters,
-    dump_children,
-    dump_stacks,
-    is_runnable,
-    note_process,
-    sample_processes,
-)
+from pytest_nsa.monitor.second_look import ask_for_counters, dump_children, dump_stacks, note_process, sample_processes
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
+from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL, Job

@@ -35,9 +35,8 @@ class ProcessState:
 def look_at(pid: int) -> ProcessState | None:
     """Read /proc for ``pid``; None when it has gone."""
     proc = Path("/proc") / str(pid)
-    try:
-        fields = (proc / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = _stat(proc)
+    if not fields:
         return None
     user, kernel = _cpu_seconds(fields)
     switches = next(
@@ -47,7 +46,7 @@ def look_at(pid: int) -> ProcessState | None:
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
-        main_cpu_s=sum(_cpu_seconds(_read(proc / "task" / str(pid) / "stat").rpartition(")")[2].split())),
+        main_cpu_s=sum(_cpu_seconds(_stat(proc / "task" / str(pid)))),
         kernel_s=kernel,
         faults=int(fields[7]),
         voluntary_switches=int(switches),
@@ -57,6 +56,16 @@ def look_at(pid: int) -> ProcessState | None:
         threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
     )
+
+
+def is_runnable(pid: int) -> bool:
+    """Return whether a process runs or waits for a CPU (state R)."""
+    return _stat(Path("/proc") / str(pid))[:1] == ["R"]
+
+
+def _stat(folder: Path) -> list[str]:
+    """Return the fields of a process's or thread's ``stat`` file behind the command's name; [] when it has gone."""
+    return _read(folder / "stat").rpartition(")")[2].split()
 
 
 def _cpu_seconds(fields: list[str]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor import second_look
+from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 # A process whose handler takes a second of CPU, as that of a rank which gets little of it does, before the dump is there.
@@ -37,8 +38,6 @@ def test_a_rank_that_wants_the_cpu_is_waited_for_and_one_that_is_stopped_is_not(
         assert rank.stdout.readline() == "ready\n"
         if stopped:
             rank.send_signal(signal.SIGSTOP)
-        second_look.dump_stacks(
-            {0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: second_look.is_runnable(rank.pid)
-        )
+        second_look.dump_stacks({0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: is_runnable(rank.pid))
         assert dump.exists() != stopped
         rank.kill()
