@@ -112,6 +112,14 @@ def test_spins(group):
         ("first(data), dist.all_reduce(data)", "first", "", True),
         ("dist.all_reduce(data), first(data)", "first", "", None),
         ("mean(data)", "step", "mean", None),
+        ("total[step(data)] = mean(data)", "mean", "step", True),
+        ("total[step(data)] += mean(data)", "step", "mean", True),
+        ("total[step(data)]: float = mean(data)", "mean", "step", True),
+        ("mean(data) if data else step(data)", "mean", "step", None),  # one of them is left out
+        ("mean(data) and step(data)", "mean", "step", None),
+        ("mean(step(data) if data else 0)", "step", "mean", None),
+        ("run(mean(data) > 0 > step(data))", "mean", "step", None),
+        ("run(0 if data else 1, step(data), mean(data))", "step", "mean", True),  # no call depends on the condition
     ],
 )
 def test_which_of_two_functions_a_line_calls_first(

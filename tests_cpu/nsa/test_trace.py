@@ -131,6 +131,9 @@ def test_the_ranks_of_a_group_are_recorded_in_runs() -> None:
     assert in_runs(list(range(0, 4096, 8))) == "0-4088:8"
     assert in_runs([3, 1, 0]) == "3,1,0"
     assert ranks_of("0-999999999:0,5", 4) == (0, 1, 2, 3)  # a stranger's: of the ranks that there are
+    assert ranks_of("3,1,3,0-3", 4) == (3, 1, 0, 2)  # each once, in the order in which they are named
+    assert ranks_of("0,2,7…", 8) == () == ranks_of("0-2;5", 8)  # cut off, and no runs
+    assert ranks_of(",".join(["0"] * 100_000) + ",1", 2) == (0,)  # no more parts are read than there are ranks
     draw = random.Random(0)
     for _ in range(300):
         ranks = draw.sample(range(64), draw.randint(1, 64))

@@ -191,8 +191,8 @@ def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
     if may_leave_out and any(isinstance(n, ast.Call) for n in ast.walk(node)):
         raise _Undecided
     children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-        children.sort(key=lambda child: child is not node.value)  # the value comes before what it is assigned to
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        children.sort(key=lambda child: child is not node.value)  # before what it is assigned to; `+=` takes its target first
     for child in children:
         yield from _evaluated(child)
     if isinstance(node, ast.Call):
