@@ -1,6 +1,6 @@
 """Diagnosis by number of ranks: real ranks on this machine, and folders of many made from a recorded one.
 
-    python benchmarks/scale.py [--real 2 4 8 ...] [--made 256 1024 ...] [--crossed 256 1024 ...] [--json FILE]
+    python benchmarks/scale.py [--real 2 4 8 ...] [--made 256 1024 ...] [--crossed 256 1024 ...] [--many 256 1024 ...] [--json FILE]
 
 Real: a test in which one rank skips a collective, with as many ranks as given; seconds of the test, and from the stop to the
 verdict. Made: the recorded evidence of a fault on three ranks, with its waiting rank repeated (by links: reading, parsing and the

@@ -8,7 +8,6 @@ The board's ``blocked_in`` is the index + 1 of the collective that the main thre
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -25,7 +24,6 @@ from nsa.trace.calls import (
     global_rank,
     group_of,
     is_done_after_wait,
-    keys_of_call,
     label_of,
     new_group_note,
     numbered,
@@ -38,6 +36,7 @@ from nsa.trace.calls import (
 from nsa.trace.compiled import outside_graphs
 from nsa.trace.frames import call_path
 from nsa.trace.limits import limit_of_call, limit_of_group
+from nsa.trace.stores import Limit, StoreRecorder
 
 _METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",
@@ -50,10 +49,8 @@ _FUNCTIONAL = (
     "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
 NEW_GROUP = "new_group"
-_STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 ANY = -2  # the peer of a receive that takes from anybody
 _SPLIT = ("alltoall_base", "all_to_all_single")
-LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
 
@@ -70,9 +67,8 @@ class CollectiveRecorder:
         self._functional: dict[int, int] = {}  # address of a result -> index on the board
         self._lock = threading.Lock()
         self._blocked_in = 0
-        self._limit_time = 0.0
-        self._looked = 0.0  # when the main thread last looked into a store
-        self._key = ""  # what the main thread waits for in a store, or looked for last
+        self._limit = Limit(board)
+        self._stores = StoreRecorder(board, self._limit)
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
@@ -81,7 +77,8 @@ class CollectiveRecorder:
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
-        self._blocked_in, self._limit_time, self._looked, self._key = 0, 0.0, 0.0, ""
+        self._blocked_in, self._limit.until = 0, 0.0
+        self._stores.forget()
         self._functional.clear()
         self._ends_by_wait.clear()
         self.on_group = _ignore
@@ -106,14 +103,7 @@ class CollectiveRecorder:
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
-        for name in ("wait", "get", "queue_pop"):
-            self._wrap_store(dist.Store, name)
-        # torch takes these of the class of all stores for what a store of Python overrides, and calls them from the original.
-        for name, kind in itertools.product(("multi_get", "barrier"), _STORES):
-            if hasattr(dist, kind):
-                self._wrap_store(getattr(dist, kind), name)
-        for name in ("check", "add", "num_keys"):
-            self._wrap_look(name)
+        self._stores.install()
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 
@@ -245,57 +235,9 @@ class CollectiveRecorder:
 
         functional.wait_tensor = recorded_wait
 
-    def _wrap_store(self, kind: Any, name: str) -> None:
-        """Wrap a call of a class of stores that waits for keys: it has a limit, its own or the store's."""
-        original = getattr(kind, name, None)
-        if original is None:  # torch 2.6 has no queues, nor a barrier
-            return
-
-        def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
-            if threading.current_thread() is not threading.main_thread():
-                return original(store, *args, **kwargs)
-            limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
-            until, key = self._limit_time, self._key
-            self._set_key(keys_of_call(args, kwargs))
-            if limit:
-                self._set_limit(time.time() + limit)
-            try:
-                return original(store, *args, **kwargs)
-            finally:
-                self._set_key(key)
-                if limit:
-                    self._set_limit(until)
-
-        setattr(kind, name, wait_for_a_key)
-
-    def _wrap_look(self, name: str) -> None:
-        """Wrap a call of stores that returns at once: who makes it in a loop waits for another rank by hand."""
-        original = getattr(dist.Store, name)
-
-        def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                now = time.time()
-                if now - self._looked > LOOKS_AGAIN_S:
-                    self.board.number("polled_from", now)
-                self._set_key(keys_of_call(args, kwargs))
-                self._looked = now
-                self.board.number("polled_time", now)
-            return original(store, *args, **kwargs)
-
-        setattr(dist.Store, name, recorded)
-
     def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
         """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has a limit of its own."""
         return _Blocked(self, index, limit)
-
-    def _set_key(self, key: str) -> None:
-        if key != self._key:
-            self._key = key
-            self.board.text("key", key)
-
-    def _set_limit(self, until: float) -> None:
-        self._limit_time = until
-        self.board.number("limit_time", until)
 
     @property
     def is_waiting(self) -> bool:
@@ -386,19 +328,19 @@ class _Blocked:
     def __enter__(self) -> None:
         recorder = self.recorder
         self.on_main = threading.get_ident() == threading.main_thread().ident
-        self.outer, self.until = recorder._blocked_in, recorder._limit_time
+        self.outer, self.until = recorder._blocked_in, recorder._limit.until
         if self.on_main:
             recorder._blocked_in = self.index + 1
             recorder.board.number("blocked_in", self.index + 1)
             if self.limit:
-                recorder._set_limit(time.time() + self.limit)
+                recorder._limit.set(time.time() + self.limit)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         recorder = self.recorder
         recorder._blocked_in = self.outer
         if self.on_main:
             if self.limit:
-                recorder._set_limit(self.until)
+                recorder._limit.set(self.until)
             if kind is None:
                 recorder.board.number(
                     "blocked_in", self.outer

@@ -14,9 +14,9 @@ from pytest_nsa.evidence.stacks import Frame
 
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.1  # of a core, on a busy machine
-_RECORDER = "nsa/trace/collectives.py"  # its wrappers are in every recorded call
+_RECORDERS = ("nsa/trace/collectives.py", "nsa/trace/stores.py")  # their wrappers are in every recorded call
 _STORE_OF_OURS = ("pytest_nsa/rank/store.py", "pytest_nsa/wire/messages.py")  # the store of ranks is a class of Python
-_TORCH_S = ("torch/distributed/", "nn/parallel/distributed.py", "torch/futures/", _RECORDER, *_STORE_OF_OURS)
+_TORCH_S = ("torch/distributed/", "nn/parallel/distributed.py", "torch/futures/", *_RECORDERS, *_STORE_OF_OURS)
 # What torch puts between a call of Python and its own code.
 _DISPATCH = (
     "torch/_ops.py", "torch/_library/", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_contextlib.py",
@@ -67,7 +67,7 @@ def _depth(frames: Sequence[Frame]) -> int:
 
 def in_recorded_call(frames: Sequence[Frame]) -> bool:
     """Return whether a thread is inside a call that the board records, and not in something that it calls by the way."""
-    return any(_RECORDER in f.file for f in frames[: _depth(frames) + 3]) and bool(torch_s_wait(frames))
+    return any(_is_recorder(f) for f in frames[: _depth(frames) + 3]) and bool(torch_s_wait(frames))
 
 
 def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:
@@ -80,9 +80,13 @@ def waits_for_a_result(frames: Sequence[Frame], line: str) -> bool:
     return frames[0].function == _ENGINE or (frames[0].is_user and bool(_FOR_A_RESULT.search(line)))
 
 
+def _is_recorder(frame: Frame) -> bool:
+    return any(file in frame.file for file in _RECORDERS)
+
+
 def waits_for_a_key(frames: Sequence[Frame], line: str) -> bool:
     """Return whether a thread waits for a key of a store: which rank should set it is not known. ``line``: the user's source."""
-    recorded = next((f for f in frames[: _depth(frames) + 1] if _RECORDER in f.file), None)
+    recorded = next((f for f in frames[: _depth(frames) + 1] if _is_recorder(f)), None)
     if recorded is not None and recorded.function == "wait_for_a_key":
         return True
     if not frames or not _STORE_CALL.search(line):

@@ -92,3 +92,16 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
     verdict = diagnose(load(folder))
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (culprit,))
     assert verdict.where == "a.py:5 in f"
+
+
+@pytest.mark.parametrize(("cut", "is_judged"), [("", True), ("…", False)])
+def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(tmp_path: Path, cut: str, is_judged: bool) -> None:
+    folder = make_folder(tmp_path / "t", world_size=3)
+    for rank, members in enumerate(("0,1", "1,2", "0,2")):  # each waits for one that makes another group
+        board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=3)
+        board.leave(board.enter("allreduce", "0", 1, "float32", 4, "a.py:1 in f", size=3))
+        index = board.enter("new_group", "0", 2, "", 0, f"a.py:{3 + rank} in f", size=2, note=f"1: {members}{cut}")
+        board.number("blocked_in", index + 1)
+    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "hang_after", "stood_still_s": 4.0}\n')
+    verdict = diagnose(load(folder))
+    assert (verdict.rule == "groups.groups_apart") is is_judged, verdict.rule

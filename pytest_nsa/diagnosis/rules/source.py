@@ -192,7 +192,9 @@ def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
         raise _Undecided
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.Assign | ast.AnnAssign):
-        children.sort(key=lambda child: child is not node.value)  # before what it is assigned to; `+=` takes its target first
+        children.sort(
+            key=lambda child: child is not node.value
+        )  # before what it is assigned to; `+=` takes its target first
     for child in children:
         yield from _evaluated(child)
     if isinstance(node, ast.Call):

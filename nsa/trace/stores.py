@@ -1,0 +1,101 @@
+"""Records which keys of a store the main thread waits for, and that it looks into one again and again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from nsa.trace.board import Board
+from nsa.trace.calls import keys_of_call
+from nsa.trace.limits import limit_of_call, limit_of_group
+
+LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
+_WAITS = ("wait", "get", "queue_pop")
+# torch takes these of the class of all stores for what a store of Python overrides, and calls them from the original.
+_WAITS_OF_A_CLASS = ("multi_get", "barrier")
+_LOOKS = ("check", "add", "num_keys")
+_STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
+
+
+class Limit:
+    """Until when the call that the main thread waits in may last, on the board; 0 where it has no limit of its own."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.until = 0.0
+
+    def set(self, until: float) -> None:
+        self.until = until
+        self._board.number("limit_time", until)
+
+
+class StoreRecorder:
+    """Wraps the methods of torch's stores in this process for as long as the process lives."""
+
+    def __init__(self, board: Board, limit: Limit) -> None:
+        self._board = board
+        self._limit = limit
+        self._looked = 0.0  # when the main thread last looked into a store
+        self._key = ""  # what the main thread waits for, or looked for last
+
+    def forget(self) -> None:
+        """Another test begins in this process, on a new board."""
+        self._looked, self._key = 0.0, ""
+
+    def install(self) -> None:
+        """Replace the methods. What torch's version does not have is left out."""
+        for name in _WAITS:
+            self.wrap_wait(dist.Store, name)
+        for name, kind in itertools.product(_WAITS_OF_A_CLASS, _STORES):
+            if hasattr(dist, kind):
+                self.wrap_wait(getattr(dist, kind), name)
+        for name in _LOOKS:
+            self.wrap_look(dist.Store, name)
+
+    def wrap_wait(self, kind: Any, name: str) -> None:
+        """Wrap a call of a class of stores that waits for keys: it has a limit, its own or the store's."""
+        original = getattr(kind, name, None)
+        if original is None:  # torch 2.6 has no queues, nor a barrier
+            return
+
+        def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
+            if threading.current_thread() is not threading.main_thread():
+                return original(store, *args, **kwargs)
+            limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
+            until, key = self._limit.until, self._key
+            self._set_key(keys_of_call(args, kwargs))
+            if limit:
+                self._limit.set(time.time() + limit)
+            try:
+                return original(store, *args, **kwargs)
+            finally:
+                self._set_key(key)
+                if limit:
+                    self._limit.set(until)
+
+        setattr(kind, name, wait_for_a_key)
+
+    def wrap_look(self, kind: Any, name: str) -> None:
+        """Wrap a call of a class of stores that returns at once: who makes it in a loop waits for another rank by hand."""
+        original = getattr(kind, name)
+
+        def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                now = time.time()
+                if now - self._looked > LOOKS_AGAIN_S:
+                    self._board.number("polled_from", now)
+                self._set_key(keys_of_call(args, kwargs))
+                self._looked = now
+                self._board.number("polled_time", now)
+            return original(store, *args, **kwargs)
+
+        setattr(kind, name, recorded)
+
+    def _set_key(self, key: str) -> None:
+        if key != self._key:
+            self._key = key
+            self._board.text("key", key)

@@ -1,0 +1,100 @@
+"""What the tracers record of a store: the keys that the main thread waits for, and those that it looks for."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.trace.board import Board
+from nsa.trace.stores import Limit, StoreRecorder
+from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+
+
+class Recorded:
+    """A class of stores whose calls are recorded, and what its board says within each of them."""
+
+    def __init__(self, folder: Path) -> None:
+        board = Board(folder / "board.bin", rank=0, world_size=1)
+        self.recorder = StoreRecorder(board, Limit(board))
+        self._reader = BoardReader(folder / "board.bin")
+        self.within: list[BoardSnapshot] = []
+        recorded = self
+
+        class Store:
+            timeout = datetime.timedelta(seconds=8)
+
+            def get(self, key: str) -> None:
+                recorded.within.append(recorded.now())
+                if key == "raises":
+                    raise RuntimeError(key)
+
+            def wait(self, keys: list[str], timeout: Any = None) -> None:
+                recorded.within.append(recorded.now())
+                self.get(keys[0] + "/inner")
+                recorded.within.append(recorded.now())
+
+            def check(self, keys: list[str]) -> bool:
+                return False
+
+        for name in ("get", "wait"):
+            self.recorder.wrap_wait(Store, name)
+        self.recorder.wrap_look(Store, "check")
+        self.store = Store()
+
+    def now(self) -> BoardSnapshot:
+        snapshot = self._reader.read()
+        assert snapshot is not None
+        return snapshot
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
+
+
+def test_a_call_within_another_gives_way_to_its_key_and_its_limit(recorded: Recorded) -> None:
+    recorded.store.wait(["phase/1"], datetime.timedelta(seconds=20))
+    before, inner, after = recorded.within
+    assert [board.key for board in (before, inner, after)] == ["phase/1", "phase/1/inner", "phase/1"]
+    assert inner.limit_time < before.limit_time - 5  # 8 s, the store's own, within the 20 s of the outer call
+    assert after.limit_time == before.limit_time
+    assert (recorded.now().key, recorded.now().limit_time) == ("", 0.0)
+
+
+def test_no_key_of_a_call_that_has_ended_stays_on_the_board(recorded: Recorded) -> None:
+    with pytest.raises(RuntimeError):
+        recorded.store.get("raises")
+    assert recorded.within[0].key == "raises"
+    assert (recorded.now().key, recorded.now().limit_time) == ("", 0.0)
+
+
+def test_a_look_names_its_keys_until_the_next_one(recorded: Recorded) -> None:
+    recorded.store.check(["flag/1", "flag/2"])
+    assert recorded.now().key == "flag/1, flag/2"
+    recorded.store.get("done")  # waits, and goes back to what was looked for
+    assert (recorded.within[0].key, recorded.now().key) == ("done", "flag/1, flag/2")
+    recorded.store.check(["flag/3"])
+    assert recorded.now().key == "flag/3"
+
+
+def test_another_thread_s_calls_are_not_the_main_thread_s(recorded: Recorded) -> None:
+    def other() -> None:
+        recorded.store.get("other")
+        recorded.store.check(["other"])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert [board.key for board in (*recorded.within, recorded.now())] == ["", ""]
+
+
+def test_a_new_test_begins_without_a_key(recorded: Recorded) -> None:
+    recorded.store.check(["of the test before"])
+    recorded.recorder.forget()
+    recorded.store.check(["of the test before"])  # named again: the new test's board does not have it yet
+    recorded.store.get("done")
+    assert recorded.now().key == "of the test before"
