@@ -1,11 +1,13 @@
 """Diagnosis by number of ranks: real ranks on this machine, and folders of many made from a recorded one.
 
-    python benchmarks/scale.py [--real 2 4 8 ...] [--made 256 1024 ...] [--crossed 256 1024 ...] [--many 256 1024 ...] [--json FILE]
+    python benchmarks/scale.py [--real 2 4 8 ...] [--made 256 1024 ...] [--crossed 256 1024 ...] [--paired 256 1024 ...]
+                               [--json FILE]
 
 Real: a test in which one rank skips a collective, with as many ranks as given; seconds of the test, and from the stop to the
 verdict. Made: the recorded evidence of a fault on three ranks, with its waiting rank repeated (by links: reading, parsing and the
 rules are measured, not a disk); seconds and peak memory of `diagnose(load(folder))` in a process of its own. Crossed: the same of
-a fault on a mesh of two by two, whose ranks wait in three groups: rules that compare ranks across groups are measured.
+a fault on a mesh of two by two, whose ranks wait in three groups: rules that compare ranks across groups are measured. Paired: a
+run of two pairs of ranks, each with a group of its own, sends and receives; the pair that waits is repeated: groups grow in number.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from figures import keep
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from nsa.trace.calls import in_runs  # noqa: E402  the repository's own, from any folder
+from pytest_nsa.evidence.collectives import ranks_of  # noqa: E402
 
 
 class Planted(NamedTuple):
@@ -50,6 +55,23 @@ def test_skips(group):
         if not (group.rank == {n} // 3 and step == 2):
             dist.all_reduce(torch.ones(2))
 """
+PAIRS = """
+import torch, torch.distributed as dist
+from pytest_nsa import world_size
+
+@world_size({n})
+def test_pairs(group):
+    pair = [dist.new_group([first, first + 1]) for first in range(0, {n}, 2)][group.rank // 2]
+    for step in range(6):
+        dist.all_reduce(torch.ones(8), group=pair)
+        if group.rank % 2:
+            dist.recv(torch.ones(4), group.rank - 1)
+        else:
+            dist.send(torch.ones(4), group.rank + 1)
+        if not (group.rank == 1 and step == 4):
+            dist.all_reduce(torch.ones(2), group=pair)
+        dist.barrier()
+"""
 DIAGNOSES = """
 import json, resource, sys, time
 from pathlib import Path
@@ -64,14 +86,19 @@ print(json.dumps({"cause": verdict.cause, "ranks": verdict.ranks, "s": time.mono
 
 def real(n: int, folder: Path) -> dict[str, Any]:
     """Run pytest on ``n`` ranks once; return the figures."""
-    (folder / "test_scale.py").write_text(SKIPS.format(n=n))
+    verdict = json.loads((_run(SKIPS.format(n=n), folder) / "verdict.json").read_text())
+    right = (verdict["cause"], verdict["ranks"]) == ("skipped_collective", [n // 3])
+    return {"ranks": n, "right": right, "test_s": verdict["duration_s"], "verdict_s": verdict["time_to_verdict_s"]}
+
+
+def _run(test: str, folder: Path) -> Path:
+    """Run pytest on the source of one test; return its evidence."""
+    (folder / "test_scale.py").write_text(test)
     options = ["-p", "no:cacheprovider", "-q", "-o", "ranks_timeout=120", "--artifacts", str(folder / "artifacts")]
     subprocess.run(
         [sys.executable, "-m", "pytest", *options, "test_scale.py"], cwd=folder, capture_output=True, check=False
     )
-    verdict = json.loads(next((folder / "artifacts" / "latest").glob("*/verdict.json")).read_text())
-    right = (verdict["cause"], verdict["ranks"]) == ("skipped_collective", [n // 3])
-    return {"ranks": n, "right": right, "test_s": verdict["duration_s"], "verdict_s": verdict["time_to_verdict_s"]}
+    return next((folder / "artifacts" / "latest").glob("*/verdict.json")).parent
 
 
 def make(n: int, source: Path, folder: Path, culprit: int) -> int:
@@ -80,24 +107,85 @@ def make(n: int, source: Path, folder: Path, culprit: int) -> int:
     Groups keep their names and grow with their members. Returns the culprit's new number, ``n // 3``.
     """
     only = n // 3
-    recorded = json.loads((source / "job.json").read_text())
-    others = [rank for rank in range(recorded["world_size"]) if rank != culprit]
+    others = [rank for rank in range(_world_size(source)) if rank != culprit]
     copies: dict[int, list[int]] = {rank: [] for rank in others} | {culprit: [only]}
     for index, rank in enumerate(r for r in range(n) if r != only):
         copies[others[index % len(others)]].append(rank)
-    files = {origin: _files(source / f"rank{origin}", copies) for origin in copies}
-    for rank in range(n):
-        (folder / f"rank{rank}").mkdir()
-    for origin, (first, *more) in copies.items():
-        for name, data in files[origin].items():
-            (folder / f"rank{first}" / name).write_bytes(data)
-            for rank in more:
-                os.link(folder / f"rank{first}" / name, folder / f"rank{rank}" / name)
-        beats = folder / f"heartbeat_rank{first}.jsonl"
-        beats.write_bytes((source / f"heartbeat_rank{origin}.jsonl").read_bytes())
-        for rank in more:
-            os.link(beats, folder / f"heartbeat_rank{rank}.jsonl")
-    (folder / "job.json").write_text(json.dumps({**recorded, "world_size": n}))
+
+    def grow(event: dict[str, Any], sizes: dict[str, int]) -> None:
+        members = sorted(new for member in _members(event, n) for new in copies[member])
+        event["ranks"] = in_runs(members)
+        sizes[event["name"]] = len(members)
+
+    changed: dict[int, dict[str, bytes]] = {}
+    for origin in copies:
+        sizes: dict[str, int] = {}
+        events = _events(source / f"rank{origin}", lambda event, sizes=sizes: grow(event, sizes))
+        board = _board(
+            source / f"rank{origin}", lambda fields, sizes=sizes: fields.update(size=sizes.get(fields["group"], n))
+        )
+        changed[origin] = {"events.jsonl": events, "board.bin": board}
+    _lay_out(source, folder, copies, lambda origin, rank: changed[origin] if rank == copies[origin][0] else {})
+    return only
+
+
+def repeat(n: int, source: Path, folder: Path) -> None:
+    """Make a folder of ``n`` ranks from a recorded one of two pairs: the second pair is repeated, each time with a group and with
+    partners of its own.
+    """
+    copies = {0: [0], 1: [1], 2: list(range(2, n, 2)), 3: list(range(3, n, 2))}
+
+    def own(origin: int, rank: int) -> dict[str, bytes]:
+        shift = rank - origin
+
+        names: dict[str, str] = {}
+
+        def move(event: dict[str, Any]) -> None:
+            members, name = _members(event, 4), event["name"]
+            if members == [2, 3]:
+                members, event["name"] = [2 + shift, 3 + shift], f"{name}.{shift}"
+            elif len(members) == 4:
+                members = list(range(n))
+            names[name], event["ranks"] = event["name"], in_runs(members)
+
+        def move_record(fields: dict[str, Any]) -> None:
+            if fields["peer"] != -1:
+                fields["peer"] += shift
+            fields["group"] = names.get(fields["group"], fields["group"])
+            fields["size"] = n if fields["size"] == 4 else fields["size"]
+
+        events = _events(source / f"rank{origin}", move)
+        return {"events.jsonl": events, "board.bin": _board(source / f"rank{origin}", move_record)}
+
+    _lay_out(source, folder, copies, own)
+
+
+def _lay_out(
+    source: Path, folder: Path, copies: dict[int, list[int]], own: Callable[[int, int], dict[str, bytes]]
+) -> None:
+    """Write a folder in which each recorded rank stands for the ``copies`` of it.
+
+    ``own(origin, rank)`` gives the files that a rank has of its own; the others are links to those of the first copy.
+    """
+    for origin, ranks in copies.items():
+        recorded = {file.name: file.read_bytes() for file in (source / f"rank{origin}").iterdir() if file.is_file()}
+        beats = source / f"heartbeat_rank{origin}.jsonl"
+        first = folder / f"rank{ranks[0]}"
+        for rank in ranks:
+            here = folder / f"rank{rank}"
+            here.mkdir()
+            written = own(origin, rank) if here != first else {**recorded, **own(origin, rank)}
+            for name, data in written.items():
+                (here / name).write_bytes(data)
+            for name in recorded.keys() - written.keys():
+                os.link(first / name, here / name)
+            at = folder / f"heartbeat_rank{rank}.jsonl"
+            at.write_bytes(beats.read_bytes()) if here == first else os.link(
+                folder / f"heartbeat_{first.name}.jsonl", at
+            )
+    n = sum(map(len, copies.values()))
+    job = json.loads((source / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps({**job, "world_size": n}))
     if (source / "source.jsonl").is_file():
         (folder / "source.jsonl").write_bytes((source / "source.jsonl").read_bytes())
     with (folder / "host.jsonl").open("w") as host:
@@ -107,37 +195,45 @@ def make(n: int, source: Path, folder: Path, culprit: int) -> int:
                 host.write(json.dumps({**event, "rank": rank}) + "\n")
             if "rank" not in event:
                 host.write(line + "\n")
-    return only
 
 
-def _files(rank: Path, copies: dict[int, list[int]]) -> dict[str, bytes]:
-    """Return a recorded rank's files, with the groups that it is in grown to the new ranks of their members."""
-    from nsa.trace.calls import in_runs
+def _world_size(source: Path) -> int:
+    return int(json.loads((source / "job.json").read_text())["world_size"])
 
-    found = {file.name: file.read_bytes() for file in rank.iterdir()}
-    everybody = sum(map(len, copies.values()))
-    sizes: dict[bytes, int] = {}
-    lines = []
-    for event in map(json.loads, found["events.jsonl"].splitlines()):
+
+def _members(event: dict[str, Any], world_size: int) -> list[int]:
+    """Return the ranks of a recorded group: a list, or in runs ('0-3,8')."""
+    ranks = event["ranks"]
+    return list(ranks_of(ranks, world_size) if isinstance(ranks, str) else ranks)
+
+
+def _events(rank: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return a recorded rank's events, those of groups changed."""
+    events = [json.loads(line) for line in (rank / "events.jsonl").read_text().splitlines()]
+    for event in events:
         if event["event"] == "group":
-            members = sorted(new for member in event["ranks"] for new in copies[member])
-            event["ranks"] = in_runs(members)
-            sizes[event["name"].encode()] = len(members)
-        lines.append(json.dumps(event) + "\n")
-    found["events.jsonl"] = "".join(lines).encode()
-    found["board.bin"] = _grown(found["board.bin"], sizes, everybody)
-    return found
+            change(event)
+    return "".join(json.dumps(event) + "\n" for event in events).encode()
 
 
-def _grown(data: bytes, sizes: dict[bytes, int], everybody: int) -> bytes:
-    """Return a board whose collectives are of groups of ``sizes`` ranks, by name; of ``everybody`` where a group is not named."""
-    ring = json.loads(data[:4096].rstrip(b"\0 "))["ring"]
+def _board(rank: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return a recorded rank's board, the group, the size and the peer of its collectives changed."""
+    changed = bytearray((rank / "board.bin").read_bytes())
+    ring = json.loads(bytes(changed[:4096]).rstrip(b"\0 "))["ring"]
     names, codes = zip(*ring["record"], strict=True)
-    at_group, at_size = (struct.calcsize("<" + "".join(codes[: names.index(name)])) for name in ("group", "size"))
-    changed = bytearray(data)
+    places = {name: (struct.calcsize("<" + "".join(codes[:at])), "<" + codes[at]) for at, name in enumerate(names)}
     for start in range(ring["offset"], ring["offset"] + ring["size"] * ring["stride"], ring["stride"]):
-        group = struct.unpack_from(f"<{codes[names.index('group')]}", data, start + at_group)[0].rstrip(b"\0")
-        struct.pack_into("<q", changed, start + at_size, sizes.get(group, everybody))
+        fields = {
+            name: struct.unpack_from(places[name][1], changed, start + places[name][0])[0]
+            for name in ("group", "size", "peer")
+        }
+        if not fields["size"]:  # no call was recorded here
+            continue
+        fields["group"] = fields["group"].rstrip(b"\0").decode()
+        change(fields)
+        for name, value in (*fields.items(), ("group", fields["group"].encode())):
+            if name != "group" or isinstance(value, bytes):
+                struct.pack_into(places[name][1], changed, start + places[name][0], value)
     return bytes(changed)
 
 
@@ -149,11 +245,23 @@ def made(n: int, folder: Path, planted: Planted) -> dict[str, Any]:
     (folder / "run").mkdir()
     source = unpack(planted.module, folder / "source")[planted.test]
     culprit = make(n, source, folder / "run", planted.culprit)
+    return _diagnosed(n, folder / "run", planted.cause, culprit)
+
+
+def paired(n: int, folder: Path) -> dict[str, Any]:
+    """Diagnose a folder of ``n`` ranks in ``n // 2`` groups; return the figures."""
+    evidence = _run(PAIRS.format(n=4), folder)
+    (folder / "run").mkdir()
+    repeat(n, evidence, folder / "run")
+    return _diagnosed(n, folder / "run", "skipped_collective", 1)
+
+
+def _diagnosed(n: int, run: Path, cause: str, culprit: int) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", DIAGNOSES, str(folder / "run")], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", DIAGNOSES, str(run)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     found = json.loads(done.stdout)
-    right = (found["cause"], found["ranks"]) == (planted.cause, [culprit])
+    right = (found["cause"], found["ranks"]) == (cause, [culprit])
     return {"ranks": n, "right": right, "s": round(found["s"], 2), "mib": round(found["mib"])}
 
 
@@ -162,13 +270,21 @@ def main() -> None:
     parser.add_argument("--real", type=int, nargs="*", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--made", type=int, nargs="*", default=[256, 1024, 4096, 16384])
     parser.add_argument("--crossed", type=int, nargs="*", default=[256, 1024, 4096, 16384])
+    parser.add_argument("--paired", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {"real": [], "made": [], "crossed": []}
+    for kind, least in (("real", 2), ("made", 3), ("crossed", 4), ("paired", 4)):
+        for n in getattr(arguments, kind):
+            if n < least or (kind == "paired" and n % 2):
+                parser.error(
+                    f"--{kind} {n}: " + ("pairs need an even number" if n >= least else f"at least {least} ranks")
+                )
+    figures: dict[str, Any] = {"real": [], "made": [], "crossed": [], "paired": []}
     runs: dict[str, Callable[[int, Path], dict[str, Any]]] = {
         "real": real,
         "made": partial(made, planted=ONE_GROUP),
         "crossed": partial(made, planted=GROUPS),
+        "paired": paired,
     }
     for kind, run in runs.items():
         for n in getattr(arguments, kind):

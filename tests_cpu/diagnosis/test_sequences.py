@@ -95,7 +95,9 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
 
 
 @pytest.mark.parametrize(("cut", "is_judged"), [("", True), ("…", False)])
-def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(tmp_path: Path, cut: str, is_judged: bool) -> None:
+def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(
+    tmp_path: Path, cut: str, is_judged: bool
+) -> None:
     folder = make_folder(tmp_path / "t", world_size=3)
     for rank, members in enumerate(("0,1", "1,2", "0,2")):  # each waits for one that makes another group
         board = Board(folder / f"rank{rank}" / "board.bin", rank=rank, world_size=3)
