@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sysconfig
@@ -41,16 +42,24 @@ class Frame:
     @property
     def is_ours(self) -> bool:
         """Of the plugin, or of its tracers' wrappers: no evidence."""
-        return any(part in self.file for part in _OURS)
+        return _is_ours(self.file)
 
     @property
     def is_user(self) -> bool:
         """Neither Python's own, nor an installed package, nor a compiler's output, nor this plugin's machinery."""
-        if self.is_own:
-            return True
-        ours = self.is_ours or self.file.startswith("<")
-        library = self.file.startswith(_LIBRARIES) or _PYTHON_LIBRARY.search(self.file)
-        return not ours and not library and not _GENERATED.search(self.file)
+        return self.is_own or _is_user_s(self.file)
+
+
+# Asked a hundred times for each of thousands of ranks, whose stacks lie in the same few files.
+@functools.lru_cache(maxsize=4096)
+def _is_ours(file: str) -> bool:
+    return any(part in file for part in _OURS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_user_s(file: str) -> bool:
+    library = file.startswith(("<", *_LIBRARIES)) or _PYTHON_LIBRARY.search(file)
+    return not library and not _is_ours(file) and not _GENERATED.search(file)
 
 
 @dataclass(frozen=True, slots=True)
