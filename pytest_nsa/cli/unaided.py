@@ -20,7 +20,7 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.report.plain import visible
-from pytest_nsa.system.procfs import ProcessState, difference, look_at
+from pytest_nsa.system.procfs import ProcessState, difference, look_at, stat_of
 from pytest_nsa.wire.files import append_line, parse
 from pytest_nsa.wire.messages import Job
 
@@ -62,10 +62,7 @@ def ranks_of(pid: int) -> dict[int, int]:
 
 
 def _parent(path: Path) -> int:
-    try:
-        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return int(next(iter(stat_of(path)[1:]), 0))
 
 
 def python_stacks(pid: int) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
-from pytest_nsa.system.procfs import catches, children_of, difference, look_at
+from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append_line, read_text
@@ -51,12 +51,12 @@ def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
 
 
 def dump_stacks(
-    ranks: Mapping[int, Path], send: Callable[[int], None], is_runnable: Callable[[int], bool] = lambda rank: False
+    ranks: Mapping[int, Path], send: Callable[[int], None], wants_to: Callable[[int], bool] = lambda rank: False
 ) -> None:
     """Ask each rank (rank -> its stacks.txt) for a dump by ``send(rank)``, and wait until the dumps are whole.
 
-    ``is_runnable(rank)`` says whether the rank's process wants the CPU: the handler runs as soon as it gets some, so that such
-    a rank is waited for longer than one that is stopped or inside a system call that no signal interrupts.
+    ``wants_to(rank)`` says whether the rank's process `wants_to_dump`: it is waited for longer than one that is stopped or inside
+    a system call that no signal interrupts.
     """
     sizes = {rank: _size(path) for rank, path in ranks.items()}
     for rank in ranks:
@@ -64,7 +64,7 @@ def dump_stacks(
     asked = time.monotonic()
     waiting = dict.fromkeys(ranks, (-1, 0))  # the size at the last look, and how often it was that before
     while waiting and (waited := time.monotonic() - asked) < STARVED_WAIT_S:
-        if waited > DUMP_WAIT_S and not any(map(is_runnable, waiting)):
+        if waited > DUMP_WAIT_S and not any(map(wants_to, waiting)):
             return
         time.sleep(0.02)
         for rank, (last, times) in list(waiting.items()):
@@ -75,6 +75,11 @@ def dump_stacks(
                 del waiting[rank]
             else:
                 waiting[rank] = (size, times)
+
+
+def wants_to_dump(pid: int) -> bool:
+    """Return whether a process wants the CPU and has a handler for dumps, which runs as soon as it gets some."""
+    return is_runnable(pid) and catches(pid, DUMP_SIGNAL)
 
 
 def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:

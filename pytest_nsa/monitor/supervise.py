@@ -12,11 +12,17 @@ from typing import Any
 
 from pytest_nsa.monitor.native import dump_native
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import ask_for_counters, dump_children, dump_stacks, note_process, sample_processes
+from pytest_nsa.monitor.second_look import (
+    ask_for_counters,
+    dump_children,
+    dump_stacks,
+    note_process,
+    sample_processes,
+    wants_to_dump,
+)
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
-from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
@@ -200,7 +206,9 @@ class RanksRun:
         self._note("sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
-        dump_stacks(stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL), lambda rank: is_runnable(alive[rank]))
+        dump_stacks(
+            stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL), lambda rank: wants_to_dump(alive[rank])
+        )
         for rank, pid in alive.items():
             absent = dump_native(pid, self.job.rank_folder(rank) / "native.txt") if pid else "it runs on another node"
             self._note("native", rank=rank, absent=absent)

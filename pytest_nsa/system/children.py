@@ -10,6 +10,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from pytest_nsa.system.procfs import stat_of
+
 _MAX_ROUNDS = 100
 _LAST_BREATH_S = 2.0
 
@@ -45,7 +47,7 @@ def end_groups_of_the_dead(leaders: Collection[int], since: float) -> None:
         time.sleep(0.01)  # the kernel ends them with the zygote, not before our own news of it
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            fields = stat_of(path)
             group, began = int(fields[2]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
             is_ours = group in leaders and not _is_alive(group) and began >= since
             if is_ours and path.stat().st_uid == os.getuid():
@@ -53,10 +55,7 @@ def end_groups_of_the_dead(leaders: Collection[int], since: float) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return stat_of(Path(f"/proc/{pid}"))[:1] not in ([], ["Z"], ["X"])
 
 
 def end_leftovers() -> list[str]:

@@ -35,7 +35,7 @@ class ProcessState:
 def look_at(pid: int) -> ProcessState | None:
     """Read /proc for ``pid``; None when it has gone."""
     proc = Path("/proc") / str(pid)
-    fields = _stat(proc)
+    fields = stat_of(proc)
     if not fields:
         return None
     user, kernel = _cpu_seconds(fields)
@@ -46,7 +46,7 @@ def look_at(pid: int) -> ProcessState | None:
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
-        main_cpu_s=sum(_cpu_seconds(_stat(proc / "task" / str(pid)))),
+        main_cpu_s=sum(_cpu_seconds(stat_of(proc / "task" / str(pid)))),
         kernel_s=kernel,
         faults=int(fields[7]),
         voluntary_switches=int(switches),
@@ -60,11 +60,13 @@ def look_at(pid: int) -> ProcessState | None:
 
 def is_runnable(pid: int) -> bool:
     """Return whether a process runs or waits for a CPU (state R)."""
-    return _stat(Path("/proc") / str(pid))[:1] == ["R"]
+    return stat_of(Path("/proc") / str(pid))[:1] == ["R"]
 
 
-def _stat(folder: Path) -> list[str]:
-    """Return the fields of a process's or thread's ``stat`` file behind the command's name; [] when it has gone."""
+def stat_of(folder: Path) -> list[str]:
+    """Return the fields of ``stat`` in a process's or thread's folder of /proc, from its state on, which is behind the command's
+    name; [] when it has gone.
+    """
     return _read(folder / "stat").rpartition(")")[2].split()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor import second_look
-from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 # A process whose handler takes a second of CPU, as that of a rank which gets little of it does, before the dump is there.
@@ -38,6 +37,22 @@ def test_a_rank_that_wants_the_cpu_is_waited_for_and_one_that_is_stopped_is_not(
         assert rank.stdout.readline() == "ready\n"
         if stopped:
             rank.send_signal(signal.SIGSTOP)
-        second_look.dump_stacks({0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: is_runnable(rank.pid))
+        second_look.dump_stacks(
+            {0: dump}, lambda _: rank.send_signal(DUMP_SIGNAL), lambda _: second_look.wants_to_dump(rank.pid)
+        )
         assert dump.exists() != stopped
+        rank.kill()
+
+
+def test_a_rank_that_has_no_handler_yet_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is at work, before it could write a dump; the limit is so long that waiting for it would show."""
+    monkeypatch.setattr(second_look, "DUMP_WAIT_S", 0.1)
+    monkeypatch.setattr(second_look, "STARVED_WAIT_S", 1e6)
+    code = "print('ready', flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        second_look.dump_stacks(
+            {0: tmp_path / "stacks.txt"}, lambda _: None, lambda _: second_look.wants_to_dump(rank.pid)
+        )
         rank.kill()
