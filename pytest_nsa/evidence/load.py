@@ -234,7 +234,10 @@ def with_sources(evidence: Evidence) -> Evidence:
 
 
 def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
-    """Yield where the user's code was: in stacks, exceptions and calls of collectives, and what led to the latest of these."""
+    """Yield where the user's code was: in stacks, exceptions and calls of collectives, and what led to the latest of these.
+
+    Then the functions of packages that it has called: a trainer's loop, in which one rank may be in a callback.
+    """
     files: dict[str, str] = {}  # of a caller the name of its file alone is known
     callers: set[str] = set()
     for rank in evidence.ranks:
@@ -254,6 +257,8 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
     for match in map(LOCATION.match, sorted(callers)):
         if match is not None and match["file"] in files:
             yield files[match["file"]], int(match["line"])
+    stacks = dict.fromkeys(rank.stack for rank in evidence.ranks if rank.stack is not None)
+    yield from dict.fromkeys((f.file, f.line) for stack in stacks for f in stack.test_frames if f.is_package_s)
 
 
 def find_test_folders(folder: Path) -> list[Path]:

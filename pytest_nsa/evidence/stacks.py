@@ -23,6 +23,7 @@ _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multipro
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
 # For a folder that comes from another machine, whose Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
+_PACKAGE = re.compile(r"/(site|dist)-packages/(?!torch/|_?pytest/|pluggy/|xdist/)")
 _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})
 
 
@@ -48,6 +49,11 @@ class Frame:
     def is_user(self) -> bool:
         """Neither Python's own, nor an installed package, nor a compiler's output, nor this plugin's machinery."""
         return self.is_own or _is_user_s(self.file)
+
+    @property
+    def is_package_s(self) -> bool:
+        """Of an installed package that calls collectives for the user, as a trainer does: not torch itself."""
+        return not self.is_user and not self.is_ours and _PACKAGE.search(self.file) is not None
 
 
 # Asked a hundred times for each of thousands of ranks, whose stacks lie in the same few files.

@@ -30,7 +30,7 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
     """Return 1 where a rank is in a later round than another of the loops that both are in, outermost first, -1 where it is in an
     earlier one, 0 where all of these rounds are equal; None where a loop has no counter, or it is not known.
     """
-    mine, theirs = _counted(one), _counted(other)
+    (mine, calls_package), (theirs, other_calls_package) = _counted(one), _counted(other)
     if not mine or not theirs:
         return None
     for (a, counts), (b, other_counts) in zip(mine, theirs, strict=False):
@@ -49,7 +49,8 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
             return 0
         if has_a_comprehension(sources, a.describe()):  # whose rounds nothing counts
             return None
-    return 0
+    # A trainer's loop, say, that has called a callback on one of them: its rounds are not counted.
+    return None if calls_package or other_calls_package else 0
 
 
 def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Collective]) -> bool:
@@ -74,25 +75,25 @@ def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[i
     return list(kinds.values()) if len(kinds) <= MOST_KINDS else []
 
 
-def _counted(rank: RankEvidence) -> list[_Counted]:
+def _counted(rank: RankEvidence) -> tuple[list[_Counted], bool]:
     """Return the user's frames of a rank, outermost first, with their counters, as far as its stack shows that they are called by
-    each other alone; [] where its stack is another one.
+    each other alone, and whether the last of them calls an installed package; [] where its stack is another one.
     """
     stack = main_thread_that_joins(rank) or rank.stack
     frames = [f for f in stack.frames if not f.is_ours][::-1] if stack is not None else []
     first = next((i for i, frame in enumerate(frames) if frame.is_user), len(frames))
-    left, found = list(rank.counters), []
+    left, found = list(rank.counters), list[_Counted]()
     for frame in frames[first:]:
         if not frame.is_user:
             if not any(part in frame.file for part in _ONCE):
-                break
+                return found, frame.is_package_s
             continue
         while left and left[0][0] != frame.describe():
             left.pop(0)
         if not left:
-            return []
+            return [], False
         found.append((frame, left.pop(0)[1]))
-    return found
+    return found, False
 
 
 def _round(
