@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from nsa.trace.calls import in_runs  # noqa: E402  the repository's own, from any folder
-from pytest_nsa.evidence.collectives import ranks_of  # noqa: E402
+from pytest_nsa.evidence.load import members_of  # noqa: E402
 
 
 class Planted(NamedTuple):
@@ -112,20 +112,23 @@ def make(n: int, source: Path, folder: Path, culprit: int) -> int:
     for index, rank in enumerate(r for r in range(n) if r != only):
         copies[others[index % len(others)]].append(rank)
 
-    def grow(event: dict[str, Any], sizes: dict[str, int]) -> None:
-        members = sorted(new for member in _members(event, n) for new in copies[member])
-        event["ranks"] = in_runs(members)
-        sizes[event["name"]] = len(members)
-
-    changed: dict[int, dict[str, bytes]] = {}
-    for origin in copies:
+    def own(origin: int, rank: int) -> dict[str, bytes]:
+        if rank != copies[origin][0]:
+            return {}
         sizes: dict[str, int] = {}
-        events = _events(source / f"rank{origin}", lambda event, sizes=sizes: grow(event, sizes))
-        board = _board(
-            source / f"rank{origin}", lambda fields, sizes=sizes: fields.update(size=sizes.get(fields["group"], n))
-        )
-        changed[origin] = {"events.jsonl": events, "board.bin": board}
-    _lay_out(source, folder, copies, lambda origin, rank: changed[origin] if rank == copies[origin][0] else {})
+
+        def grow(event: dict[str, Any]) -> None:
+            members = sorted(new for member in members_of(event["ranks"], n) for new in copies[member])
+            event["ranks"] = in_runs(members)
+            sizes[event["name"]] = len(members)
+
+        def grow_record(fields: dict[str, Any]) -> None:
+            fields["size"] = sizes.get(fields["group"], n)
+
+        events = _events(source / f"rank{origin}", grow)
+        return {"events.jsonl": events, "board.bin": _board(source / f"rank{origin}", grow_record)}
+
+    _lay_out(source, folder, copies, own)
     return only
 
 
@@ -137,11 +140,10 @@ def repeat(n: int, source: Path, folder: Path) -> None:
 
     def own(origin: int, rank: int) -> dict[str, bytes]:
         shift = rank - origin
-
         names: dict[str, str] = {}
 
         def move(event: dict[str, Any]) -> None:
-            members, name = _members(event, 4), event["name"]
+            members, name = list(members_of(event["ranks"], 4)), event["name"]
             if members == [2, 3]:
                 members, event["name"] = [2 + shift, 3 + shift], f"{name}.{shift}"
             elif len(members) == 4:
@@ -167,22 +169,19 @@ def _lay_out(
 
     ``own(origin, rank)`` gives the files that a rank has of its own; the others are links to those of the first copy.
     """
-    for origin, ranks in copies.items():
-        recorded = {file.name: file.read_bytes() for file in (source / f"rank{origin}").iterdir() if file.is_file()}
-        beats = source / f"heartbeat_rank{origin}.jsonl"
-        first = folder / f"rank{ranks[0]}"
-        for rank in ranks:
-            here = folder / f"rank{rank}"
+    for origin, (first, *more) in copies.items():
+        recorded = {file.name: file.read_bytes() for file in (source / f"rank{origin}").iterdir()}
+        beats = folder / f"heartbeat_rank{first}.jsonl"
+        beats.write_bytes((source / f"heartbeat_rank{origin}.jsonl").read_bytes())
+        for rank in more:
+            os.link(beats, folder / f"heartbeat_rank{rank}.jsonl")
+        for rank in (first, *more):
+            here, written = folder / f"rank{rank}", own(origin, rank)
             here.mkdir()
-            written = own(origin, rank) if here != first else {**recorded, **own(origin, rank)}
-            for name, data in written.items():
+            for name, data in ({**recorded, **written} if rank == first else written).items():
                 (here / name).write_bytes(data)
-            for name in recorded.keys() - written.keys():
-                os.link(first / name, here / name)
-            at = folder / f"heartbeat_rank{rank}.jsonl"
-            at.write_bytes(beats.read_bytes()) if here == first else os.link(
-                folder / f"heartbeat_{first.name}.jsonl", at
-            )
+            for name in recorded.keys() - written.keys() if rank != first else ():
+                os.link(folder / f"rank{first}" / name, here / name)
     n = sum(map(len, copies.values()))
     job = json.loads((source / "job.json").read_text())
     (folder / "job.json").write_text(json.dumps({**job, "world_size": n}))
@@ -199,12 +198,6 @@ def _lay_out(
 
 def _world_size(source: Path) -> int:
     return int(json.loads((source / "job.json").read_text())["world_size"])
-
-
-def _members(event: dict[str, Any], world_size: int) -> list[int]:
-    """Return the ranks of a recorded group: a list, or in runs ('0-3,8')."""
-    ranks = event["ranks"]
-    return list(ranks_of(ranks, world_size) if isinstance(ranks, str) else ranks)
 
 
 def _events(rank: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -231,9 +224,8 @@ def _board(rank: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
             continue
         fields["group"] = fields["group"].rstrip(b"\0").decode()
         change(fields)
-        for name, value in (*fields.items(), ("group", fields["group"].encode())):
-            if name != "group" or isinstance(value, bytes):
-                struct.pack_into(places[name][1], changed, start + places[name][0], value)
+        for name, value in {**fields, "group": fields["group"].encode()}.items():
+            struct.pack_into(places[name][1], changed, start + places[name][0], value)
     return bytes(changed)
 
 

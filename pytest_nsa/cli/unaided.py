@@ -62,7 +62,8 @@ def ranks_of(pid: int) -> dict[int, int]:
 
 
 def _parent(path: Path) -> int:
-    return int(next(iter(stat_of(path)[1:]), 0))
+    fields = stat_of(path)
+    return int(fields[1]) if fields else 0
 
 
 def python_stacks(pid: int) -> tuple[str, str]:

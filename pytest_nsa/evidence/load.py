@@ -168,7 +168,7 @@ def _read_rank(
         checksums=folder / "checksums.jsonl",
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
-        groups={e["name"]: _members(e["ranks"], job.world_size) for e in events if e["event"] == "group"},
+        groups={e["name"]: members_of(e["ranks"], job.world_size) for e in events if e["event"] == "group"},
         folder=folder,
         sources=sources,
         backend=job.backend,
@@ -178,7 +178,7 @@ def _read_rank(
     )
 
 
-def _members(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
+def members_of(ranks: str | list[int], world_size: int) -> tuple[int, ...]:
     """Return the ranks of a group; earlier versions left a list."""
     return ranks_of(ranks, world_size) if isinstance(ranks, str) else tuple(r for r in ranks if 0 <= r < world_size)
 
