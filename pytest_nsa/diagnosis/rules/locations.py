@@ -73,12 +73,12 @@ def where_they_part(
     """
     site, other_site = call.site, other_call.site
     mine, others = user_frames(one), user_frames(other)
-    mine, others = mine or _frames_of(call, others), others or _frames_of(other_call, mine)
+    mine, others = _aligned(mine or _frames_of(call, others), others or _frames_of(other_call, mine))
     common, parted = _common(mine, others)
     is_in_call = bool(mine and others) and (mine[-1].describe(), others[-1].describe()) == (site, other_site)
     if not parted and is_in_call and common == min(len(mine), len(others)):
         # One is in a callback: they part in the library that calls it.
-        whole, others_whole = _all_frames(one), _all_frames(other)
+        whole, others_whole = _aligned(_all_frames(one), _all_frames(other))
         depth, parted = _common(whole, others_whole)
         if parted:
             mine, others, common = whole, others_whole, depth
@@ -96,7 +96,7 @@ def where_they_part(
     if parted:
         return _parting(sources, mine, others, common)
     there, here = _place_in(other, site), _place_in(one, other_site)
-    fork = _fork(_all_frames(one), _all_frames(other))
+    fork = _fork(*_aligned(_all_frames(one), _all_frames(other)))
     first = _is_called_first(sources, mine, others, common)
     if there:
         return Parting(site, there, sources, in_loop, fork=fork, called_first=first)
@@ -175,6 +175,15 @@ def _all_frames(rank: RankEvidence) -> list[Frame]:
     """Return the frames of a rank's main thread, outermost first, without our own."""
     frames = rank.stack.frames if rank.stack is not None else ()
     return [frame for frame in frames if not frame.is_ours][::-1]
+
+
+def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[Frame]]:
+    """Return both paths from the outermost frame that both have: a dump of a deep stack is cut off at its outer end."""
+    if not (mine and others):
+        return mine, others
+    if mine[0] in others:
+        return mine, others[others.index(mine[0]) :]
+    return (mine[mine.index(others[0]) :], others) if others[0] in mine else (mine, others)
 
 
 def _place_in(rank: RankEvidence, site: str) -> str:
