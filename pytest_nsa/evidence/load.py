@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,12 +51,14 @@ def load(folder: Path, *others: Path) -> Evidence:
     began = next((e["time"] for e in host if e["event"] == "started"), 0.0)
     started = began or job.created
     refused = next((e["reason"] for e in host if e["event"] == "refused"), "")
-    return Evidence(
-        job=job,
-        ranks=tuple(
+    with _collector_paused():
+        ranks = tuple(
             _load_rank(_folder_of(folders, r), r, [*of_all, *of_rank.get(r, ())], sources, job, unread)
             for r in range(job.world_size)
-        ),
+        )
+    return Evidence(
+        job=job,
+        ranks=ranks,
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stopped_by=stop.get("by", ""),
         stood_still_s=stop.get("stood_still_s", 0.0),
@@ -73,6 +77,18 @@ def load(folder: Path, *others: Path) -> Evidence:
         ),
         xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
     )
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from looking through what is read again and again: of thousands of ranks all of it stays."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _folder_of(folders: Sequence[Path], rank: int) -> Path:

@@ -137,15 +137,24 @@ def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
         if header := _THREAD.match(line):
             threads.append([])
             current = threads[-1] if header[1] == "Current thread" else current
-        elif threads and (match := _FRAME.match(line)):
-            number = int(match["line"]) if match["line"].isdigit() else 0
-            threads[-1].append(Frame(match["file"], number, match["function"], is_own=match["file"] == own))
+        elif threads and (frame := _frame(line, own)) is not None:
+            threads[-1].append(frame)
     stacks = [frames for frames in threads if frames]
     # faulthandler names no main thread before Python 3.14: it is one that does not begin in threading's bootstrap, and of those
     # (threads of C++ that call Python are others) the one that got the signal.
     outer = [f for f in stacks if f[-1].function != "_bootstrap"]
     main = next((f for f in outer if f is current), outer[-1] if outer else None)
     return tuple(ThreadStack(tuple(f), is_main=f is main) for f in stacks)
+
+
+# Thousands of ranks are at the same few lines.
+@functools.lru_cache(maxsize=4096)
+def _frame(line: str, own: str) -> Frame | None:
+    match = _FRAME.match(line)
+    if match is None:
+        return None
+    number = int(match["line"]) if match["line"].isdigit() else 0
+    return Frame(match["file"], number, match["function"], is_own=match["file"] == own)
 
 
 def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
