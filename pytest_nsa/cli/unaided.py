@@ -6,8 +6,6 @@ The looks are written as a folder of evidence in a temporary place, and the rule
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.report.plain import visible
+from pytest_nsa.system import py_spy
 from pytest_nsa.system.procfs import ProcessState, difference, look_at, stat_of
 from pytest_nsa.wire.files import append_line, parse
 from pytest_nsa.wire.messages import Job
@@ -68,19 +67,13 @@ def _parent(path: Path) -> int:
 
 def python_stacks(pid: int) -> tuple[str, str]:
     """Return a process's stacks as faulthandler would write them, by py-spy, which pauses it for a moment; or '' and why not."""
-    tool = shutil.which("py-spy")
-    if tool is None:
-        return "", "py-spy is not installed: without it no stack is known (pip install py-spy)"
-    try:
-        done = subprocess.run(
-            [tool, "dump", "--json", "--pid", str(pid)], text=True, capture_output=True, timeout=DUMP_S, check=False
-        )
-    except (subprocess.TimeoutExpired, OSError) as error:
-        return "", f"py-spy gave nothing: {type(error).__name__}"
-    threads = parse(done.stdout)
-    if done.returncode or not isinstance(threads, list):
-        said = done.stderr.strip().splitlines()
-        return "", f"py-spy could not look: {said[-1][:200] if said else 'no reason given'}"
+    text, why_not = py_spy.dump(pid, "--json", limit_s=DUMP_S)
+    if not text:
+        more = "" if py_spy.program() else ": without it no stack is known (pip install py-spy)"
+        return "", why_not + more
+    threads = parse(text)
+    if not isinstance(threads, list):
+        return "", "py-spy gave no list of threads"
     return as_dump(threads), ""
 
 

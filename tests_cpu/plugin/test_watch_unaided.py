@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.cli.unaided import as_dump, ranks_of
 from pytest_nsa.evidence.stacks import parse_dump
+from pytest_nsa.system import py_spy
 
 WAITS = """
 import os, sys, time
@@ -66,7 +66,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subproc
 def test_ranks_are_found_by_their_variables_and_shown_by_proc(
     job: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)  # without py-spy
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)  # without py-spy
     assert ranks_of(job[1].pid) == {0: job[0].pid, 1: job[1].pid}
     assert main(["watch", str(job[1].pid), "--once"]) == 1
     out = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_ranks_are_found_by_their_variables_and_shown_by_proc(
     other.wait()
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy")
+@pytest.mark.skipif(py_spy.program() is None, reason="needs py-spy")
 @pytest.mark.parametrize("job", [HANGS], indirect=True)
 def test_the_rank_that_others_wait_for_is_named_with_its_line(
     job: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
@@ -88,6 +88,16 @@ def test_the_rank_that_others_wait_for_is_named_with_its_line(
     out = capsys.readouterr().out
     assert "suspicion (56% sure): sleeping on rank 1 at" in out
     assert "job.py:8 in save: rank 1 sleeps; rank 0 waited for it" in out
+
+
+def test_py_spy_is_found_beside_an_interpreter_whose_environment_is_not_activated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    assert py_spy.program() is None
+    (tmp_path / "py-spy").touch(mode=0o755)
+    assert py_spy.program() == str(tmp_path / "py-spy")
 
 
 def test_stacks_of_py_spy_are_read_as_a_dump() -> None:

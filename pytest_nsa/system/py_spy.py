@@ -1,0 +1,30 @@
+"""py-spy, where it is installed: what a process's threads are at, from outside."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+
+def program() -> str | None:
+    """Return the path of py-spy: from PATH, or beside this interpreter, whose environment need not be activated."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+
+
+def dump(pid: int, *options: str, limit_s: float) -> tuple[str, str]:
+    """Return what ``py-spy dump`` prints of a process of this user, which it pauses for a moment; or '' and why not."""
+    tool = program()
+    if tool is None:
+        return "", "py-spy is not installed"
+    try:
+        done = subprocess.run(
+            [tool, "dump", *options, "--pid", str(pid)], text=True, capture_output=True, timeout=limit_s, check=False
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return "", f"py-spy gave nothing: {type(error).__name__}"
+    if done.returncode or not done.stdout:
+        said = "; ".join(done.stderr.strip().splitlines())[:200]
+        return "", f"py-spy could not look: {said or 'no reason given'}"
+    return done.stdout, ""
