@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from pytest_nsa.system import py_spy
+from pytest_nsa.system.procfs import is_runnable
 
 LIMIT_S = 8.0  # symbols of a large library take seconds
+MOST_RANKS = 4  # a dump takes about two seconds
+
+
+def dump_where_it_tells(
+    files: Mapping[int, Path], pids: Mapping[int, int], blocked: Collection[int]
+) -> Iterator[tuple[int, str]]:
+    """Write native frames of at most `MOST_RANKS` ranks (rank -> its native.txt), those that want the CPU first; yield each rank
+    and '' or why it has none.
+
+    A rank in ``blocked`` waits in a call that its board names: its native frames are the transport's, and tell nothing more.
+    """
+    free = [rank for rank, pid in pids.items() if pid and rank not in blocked]
+    chosen = sorted(free, key=lambda rank: not is_runnable(pids[rank]))[:MOST_RANKS]
+    for rank, pid in pids.items():
+        if rank in chosen:
+            yield rank, dump_native(pid, files[rank])
+        elif not pid:
+            yield rank, "it runs on another node"
+        else:
+            yield rank, "it waits in a collective" if rank in blocked else f"{MOST_RANKS} other ranks were looked at"
 
 
 def dump_native(pid: int, path: Path) -> str:

@@ -152,9 +152,14 @@ class ProgressWatch:
         now = time.monotonic()
         return [rank for rank, at in self._moves.items() if now - at < seconds]
 
+    @property
+    def blocked(self) -> list[int]:
+        """The ranks whose main thread waits in a collective."""
+        return [rank for rank, board in self.boards.items() if board.blocked is not None]
+
     def all_blocked(self, ended: Collection[int]) -> bool:
         """Return whether the main thread of every rank that has not ended waits in a collective."""
-        return all(b.blocked is not None for r, b in self.boards.items() if r not in ended)
+        return set(self.boards) - set(ended) <= set(self.blocked)
 
     def is_left_alone(self, ended: Collection[int]) -> bool:
         """Return whether every rank that has not ended waits in a collective that needs one of the ended."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.monitor.native import dump_native
+from pytest_nsa.monitor.native import dump_where_it_tells
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import (
     ask_for_counters,
@@ -209,8 +209,8 @@ class RanksRun:
         dump_stacks(
             stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL), lambda rank: wants_to_dump(alive[rank])
         )
-        for rank, pid in alive.items():
-            absent = dump_native(pid, self.job.rank_folder(rank) / "native.txt") if pid else "it runs on another node"
+        native = {rank: self.job.rank_folder(rank) / "native.txt" for rank in alive}
+        for rank, absent in dump_where_it_tells(native, alive, self.watch.blocked):
             self._note("native", rank=rank, absent=absent)
         dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
         for fact in self.more(self.folder, alive) if self.more is not None else ():

@@ -1,7 +1,8 @@
-"""The dump of a rank's stacks is waited for as long as the rank may still write it."""
+"""Dumps of ranks' stacks: how long one is waited for, and of which ranks native frames are read."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor import second_look
+from pytest_nsa.monitor.native import dump_where_it_tells
+from pytest_nsa.system.procfs import is_runnable
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 # A process whose handler takes a second of CPU, as that of a rank which gets little of it does, before the dump is there.
@@ -56,3 +59,34 @@ def test_a_rank_that_has_no_handler_yet_is_not_waited_for(tmp_path: Path, monkey
             {0: tmp_path / "stacks.txt"}, lambda _: None, lambda _: second_look.wants_to_dump(rank.pid)
         )
         rank.kill()
+
+
+def test_native_frames_are_read_of_a_few_ranks_and_of_none_that_waits_in_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump takes seconds: of 64 ranks that wait in one collective it took two minutes, and told what the board had told."""
+    tool = tmp_path / "py-spy"
+    tool.write_text('#!/bin/sh\necho "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    ranks = [subprocess.Popen(["sleep", "1000"]) for _ in range(6)]
+    works = "print(flush=True)\nwhile True: pass"
+    ranks.append(subprocess.Popen([sys.executable, "-c", works], stdout=subprocess.PIPE))
+    try:
+        pids = {number: rank.pid for number, rank in enumerate(ranks)}
+        assert ranks[6].stdout is not None
+        assert ranks[6].stdout.read(1) == b"\n"
+        while any(is_runnable(pids[rank]) for rank in range(6)):  # until they sleep
+            assert ranks[6].poll() is None
+        pids[7] = 0  # of another node
+        files = {rank: tmp_path / f"native{rank}.txt" for rank in pids}
+        told = dict(dump_where_it_tells(files, pids, blocked=[0]))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert [rank for rank in pids if files[rank].exists()] == [1, 2, 3, 6]
+    assert str(pids[6]) in files[6].read_text()
+    assert {rank: told[rank] for rank in (0, 4, 6, 7)} == {
+        0: "it waits in a collective", 4: "4 other ranks were looked at", 6: "", 7: "it runs on another node",
+    }  # fmt: skip
