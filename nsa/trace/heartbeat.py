@@ -20,6 +20,7 @@ from nsa.trace.counters import is_asked, write_counters
 from nsa.trace.events import SCHEMA
 from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
+from nsa.trace.held_up import asyncio_tasks, handled_exception
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
@@ -221,6 +222,7 @@ class Heartbeat:
         self._written = now
         found = {
             "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": stacks,
+            "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
         }  # fmt: skip
         partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business

@@ -118,6 +118,7 @@ _REGISTRY = (
         advice="fix the exception; what the other ranks report is a consequence of it",
         rules=(
             "exits.rank_raised",
+            "unwinding.in_cleanup",
             "exits.only_victims",
         ),
         outcome="FAIL",
@@ -130,6 +131,7 @@ _REGISTRY = (
         advice="the rank left before the others were done: let every rank run to the end, or leave together",
         rules=(
             "exits.rank_raised",
+            "unwinding.in_cleanup",
             "exits.rank_exited",
         ),
         outcome="FAIL",
@@ -162,7 +164,7 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a rank ran out of memory.",
         advice="lower the batch or sequence, checkpoint more layers, or give the rank more memory",
-        rules=("exits.rank_raised",),
+        rules=("exits.rank_raised", "unwinding.in_cleanup"),
         outcome="FAIL",
         of_the_rank=True,
     ),

@@ -25,6 +25,7 @@ from pytest_nsa.diagnosis.rules import (
     payloads,
     speed,
     stalls,
+    unwinding,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
 from pytest_nsa.evidence.values import Evidence
@@ -163,7 +164,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
             return _from(wrong, job.root, outcome="FAIL", **common)
         return replace(_of_the_passed(evidence, common), evidence=failures)
     found, failures = first_finding((refused, *more, *RULES), evidence)
-    finding = found or unknown(evidence, failures)
+    finding = unwinding.in_cleanup(evidence, found) if found is not None else unknown(evidence, failures)
     told = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, says=t.says) for t in evidence.told)
     finding = replace(finding, facts=(*finding.facts, *told))
     if evidence.lost:
@@ -204,7 +205,7 @@ def caller_of(evidence: Evidence, where: str) -> str:
 def suspect(evidence: Evidence) -> Finding | None:
     """Return what the rules make of ranks that stall, or are waited for, while the test runs; None where none of them fits."""
     found, _ = first_finding(SUSPICIONS, evidence)
-    return None if found is None else _relative(found, evidence.job.root)
+    return None if found is None else _relative(unwinding.in_cleanup(evidence, found), evidence.job.root)
 
 
 def _from(finding: Finding, root: str, **fields: Any) -> Verdict:

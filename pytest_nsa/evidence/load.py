@@ -13,10 +13,10 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.native import innermost_symbol
-from pytest_nsa.evidence.shapes import has, is_map, is_number, is_text, read_beats, read_events, read_reports
+from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_map, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump
-from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence, Told
+from pytest_nsa.evidence.values import EventLoop, Evidence, Handled, RaisedException, RankEvidence, Told
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -190,6 +190,9 @@ def _read_rank(
         backend=job.backend,
         machine=machine,
         counters=_counters(folder),
+        keys_set=tuple((e["key"], e["where"]) for e in events if e["event"] == "key_set"),
+        handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
+        loop=EventLoop(tuple(told["tasks"]), told["timers"], told["files"]) if (told := own.get("asyncio")) else None,
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
 
@@ -215,7 +218,7 @@ def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]
     later.
     """
     own = parse(_text(folder / "standing.json"))
-    if not isinstance(own, dict) or not has(own, {"time": is_number, "stacks?": is_text, "beat_age_s?": is_number}):
+    if not isinstance(own, dict) or not has(own, OWN_WORDS):
         return {}
     return own if own["time"] >= until - stood_still - 1.0 else {}
 
@@ -265,6 +268,8 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
                     yield frame.file, frame.line
         yield from ((error.file, error.line) for error in rank.exceptions)
         sites = {c.site for c in rank.collectives}
+        sites.update((rank.handles.at, rank.handles.inside) if rank.handles is not None else ())
+        sites.update(rank.loop.tasks if rank.loop is not None else ())
         for match in map(LOCATION.match, sorted(sites)):
             if match is not None:
                 files.setdefault(match["file"].rpartition("/")[2], match["file"])

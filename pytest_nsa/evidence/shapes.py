@@ -99,7 +99,15 @@ EVENTS: dict[str, dict[str, Check]] = {
     "parallel": {"kind": is_text},
     "anomaly": {"kind": is_text, "step": _int},
     "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
+    "key_set": {"key": is_text, "where": is_text},
     "group": {"name": is_text, "ranks": _ranks},
+}  # fmt: skip
+# What a stalled rank wrote of itself; the two that are empty where there is nothing to say.
+OWN_WORDS: dict[str, Check] = {
+    "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
+    "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
+    "asyncio?": lambda value: is_map(value)
+    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int})),
 }  # fmt: skip
 REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
 BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}

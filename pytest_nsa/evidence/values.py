@@ -50,6 +50,32 @@ class RaisedException:
         return next(iter(self.message.strip().splitlines()), "")
 
 
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """An exception that a stalled rank was handling: in an ``except``, a ``finally``, an ``__exit__``.
+
+    ``says`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line of the frame that handles
+    it.
+    """
+
+    says: str
+    at: str
+    inside: str
+
+    @property
+    def type(self) -> str:
+        return self.says.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EventLoop:
+    """What a stalled rank's asyncio loop waited for: the user's lines of its tasks, and how many timers and files may wake it."""
+
+    tasks: tuple[str, ...]
+    timers: int
+    files: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
@@ -103,6 +129,9 @@ class RankEvidence:
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
     # Of loops, by location in the user's code, outermost first.
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
+    handles: Handled | None = None
+    keys_set: tuple[tuple[str, str], ...] = ()  # a key of a store, and the line that set it, once a line
+    loop: EventLoop | None = None
 
     @property
     def rounds(self) -> dict[str, str]:

@@ -209,7 +209,7 @@ class AsyncShardReader:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@planted("io_stuck", [0], n=3, marked=True)
+@planted("lock_deadlock", [0], n=3, marked=True)
 def test_async_shards(group):
     total = torch.zeros(1)
     for shard in range(4):
@@ -325,7 +325,7 @@ class Detector(nn.Module):
         return loss
 
 
-@planted("skipped_collective", [3], n=4, marked=True)
+@planted("data_dependent_branch", [3], n=4, marked=True)
 def test_detector_without_positives(group):
     torch.manual_seed(0)
     model = Detector()

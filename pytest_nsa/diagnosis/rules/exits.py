@@ -24,12 +24,12 @@ VICTIM_TEXTS = (
     "connection refused", "connectfullmesh failed", "rank has terminated", "failed to pass monitoredbarrier",
 )  # fmt: skip
 _ASSERTIONS = ("AssertionError", "Failed")
-_MEMORY = ("OutOfMemoryError", "MemoryError")
+MEMORY = ("OutOfMemoryError", "MemoryError")
 _MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to allocate")
 _LOADER_TEXTS = ("DataLoader worker (pid", "DataLoader timed out after")  # the first is killed, or exited unexpectedly
 _CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.")
 _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
-_LEAVES = ("SystemExit", "Exit")
+LEAVES = ("SystemExit", "Exit")
 
 
 _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))")
@@ -49,7 +49,7 @@ def _is_of_a_lost_worker(error: RaisedException) -> bool:
 def _is_of_memory(error: RaisedException) -> bool:
     kinds = (error.type, *(kind for *_, kind in error.chain))
     texts = (error.message, *(message for message, *_ in error.chain))
-    return any(kind in _MEMORY for kind in kinds) or any(part in t.lower() for t in texts for part in _MEMORY_TEXTS)
+    return any(kind in MEMORY for kind in kinds) or any(part in t.lower() for t in texts for part in _MEMORY_TEXTS)
 
 
 def _told(error: RaisedException) -> tuple[str, str]:
@@ -149,7 +149,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     culprits = tuple(sorted(failed if failed else (r.rank for r, _ in same)))
     others = [r for r in evidence.ranks if r.rank not in {s.rank for s, _ in same}]
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
-    if error.type in _LEAVES:
+    if error.type in LEAVES:
         cause = "rank_exited"
     elif _is_of_memory(error):
         cause = "oom"

@@ -20,6 +20,23 @@ def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
     return [statement for statement in sources.around(place) if isinstance(statement, ast.For | ast.While)]
 
 
+def are_of_one_function(sources: Sources, place: str, other: str) -> bool:
+    """Return whether two locations are in one function: by its definition where that is kept, as methods of two classes may have
+    one name; else by file and name.
+    """
+    one, two = LOCATION.match(place), LOCATION.match(other)
+    if one is None or two is None or one["file"] != two["file"] or place[one.end() :] != other[two.end() :]:
+        return False
+    defined = {_definition(sources, p, place[one.end() :]) for p in (place, other)}
+    return len(defined) == 1 or 0 in defined
+
+
+def _definition(sources: Sources, place: str, name: str) -> int:
+    """Return the line of the innermost definition of a function of that name around a location; 0 where none is kept."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return next((s.lineno for s in reversed(sources.around(place)) if isinstance(s, kinds) and s.name == name), 0)
+
+
 def calls_nothing(sources: Sources, place: str) -> bool:
     """Return whether the innermost statement of a line calls no function: then what runs there is Python itself."""
     found = sources.around(place)
@@ -72,6 +89,25 @@ def is_in_handler(sources: Sources, place: str) -> bool:
     line = int(match["line"]) if match else 0
     tries = [statement for statement in sources.around(place) if isinstance(statement, ast.Try)]
     return any(handler.lineno < line <= (handler.end_lineno or 0) for found in tries for handler in found.handlers)
+
+
+def is_unwound_at(sources: Sources, place: str) -> bool:
+    """Return whether an exception that is handled at a line is raised again after it: in a ``finally``, at the end of a
+    ``with``, in an ``except`` that ends in a bare ``raise``.
+    """
+    match = LOCATION.match(place)
+    line = int(match["line"]) if match else 0
+    found = sources.around(place)
+    if found and isinstance(found[-1], ast.With | ast.AsyncWith) and line < found[-1].body[0].lineno:
+        return True
+    for statement in (s for s in found if isinstance(s, ast.Try)):
+        if statement.finalbody and statement.finalbody[0].lineno <= line <= (statement.end_lineno or 0):
+            return True
+        for handler in statement.handlers:
+            last = handler.body[-1]
+            if isinstance(last, ast.Raise) and last.exc is None and handler.lineno < line <= (handler.end_lineno or 0):
+                return True
+    return False
 
 
 def is_in_retries(sources: Sources, place: str) -> bool:
@@ -215,17 +251,26 @@ def calls_each_of_some(sources: Sources, place: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id in taken for call in calls for n in ast.walk(call.func))
 
 
-def is_for_a_later_rank(sources: Sources, place: str) -> bool:
-    """Return whether the line is under a condition that is true on one rank other than the first: ``if rank == 1:``.
-
-    What rank 0 alone does may be all that there is to do, and a call that it makes, one that the others skip.
+def is_for_one_rank(sources: Sources, place: str) -> bool:
+    """Return whether the line is under a condition that is true on one rank, ``if rank == 1:``, or behind the return of the others,
+    ``if rank != 1: return``.
     """
-    statements = sources.around(place)
-    for outer, inner in itertools.pairwise(statements):
-        if not isinstance(outer, ast.If) or inner not in outer.body:
-            continue
-        for test in ast.walk(outer.test):
-            text = ast.unparse(test)
-            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and _RANK.search(text):
-                return not text.endswith("== 0")
+    for outer, inner in itertools.pairwise(sources.around(place)):
+        if isinstance(outer, ast.If) and inner in outer.body and _compares_rank(outer.test, ast.Eq):
+            return True
+        block = next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
+        before = block[: block.index(inner)] if block else []
+        if any(
+            isinstance(s, ast.If) and isinstance(s.body[-1], ast.Return) and _compares_rank(s.test, ast.NotEq)
+            for s in before
+        ):
+            return True
     return False
+
+
+def _compares_rank(test: ast.expr, operator: type[ast.cmpop]) -> bool:
+    """Return whether a condition needs that the rank is, or is not, equal to something."""
+    tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    return any(
+        isinstance(t, ast.Compare) and isinstance(t.ops[0], operator) and _RANK.search(ast.unparse(t)) for t in tests
+    )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module, user_frame
 from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
 from pytest_nsa.diagnosis.rules.keys import at_another, waits_for, went_past
+from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -67,7 +68,8 @@ def blocked(evidence: Evidence) -> Finding | None:
         absent = [r for r in alive if r.waits_for_a_key]
         # A loop that looks for it has more lines than one.
         functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in absent}
-        if 2 * len(absent) > len(alive) > len(absent) and len(functions) == 1:
+        others = len(evidence.ranks) - len(absent)  # elsewhere, or at the end of their test
+        if len(functions) == 1 and others and (len(alive) == len(absent) or 2 * len(absent) > len(alive)):
             return went_past(evidence, absent)
         elsewhere = at_another(evidence, absent) if len(absent) == len(alive) > 2 else None
         if elsewhere is not None:
@@ -113,7 +115,7 @@ def _why(rank: RankEvidence) -> Why | None:
     rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
         _stopped, _compiling, _importing,
         _loader, _child, _pool, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
-        _sleeping, _starved, _io, _lock, _io_by_source, _backward,
+        _asyncio, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((why for rule in rules if (why := rule(rank)) is not None), None)
 
@@ -294,10 +296,25 @@ def _io(rank: RankEvidence) -> Why | None:
 
 def _io_by_source(rank: RankEvidence) -> Why | None:
     files = _library_files(rank)
-    if any("/asyncio/" in file for file in files):
-        return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
     by_file = any(file.endswith(_IO_FILES) for file in files[:4])
     return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+
+
+def _asyncio(rank: RankEvidence) -> Why | None:
+    """Find that its asyncio loop has nothing to do: by what may wake it, timers and files, what its tasks wait for."""
+    files, loop = _library_files(rank), rank.loop
+    if not any("/asyncio/" in file for file in files):
+        return None
+    if loop is None:
+        return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
+    where = loop.tasks[0] if loop.tasks else ""
+    if loop.files:
+        return Why("io_stuck", "waits in asyncio's loop for a socket or a pipe that has nothing", 0.7, where)
+    frame = parts_of(where)
+    if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
+        return Why("sleeping", "sleeps in asyncio's loop", 0.7, where)
+    limit = "" if loop.timers else ", timer or file"
+    return Why("lock_deadlock", f"waits in asyncio's loop for what no task{limit} is to complete", 0.8, where)
 
 
 def _store(rank: RankEvidence) -> Why | None:

@@ -1,0 +1,97 @@
+"""What a stack does not show of a stalled thread: the exception that it handles, and the tasks of its asyncio loop.
+
+Both are read by the heartbeat. Neither runs the program's code, and no frame of the program is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+from nsa.trace.frames import describe, is_user_file
+from nsa.trace.secrets import masked
+
+MOST_TASKS = 32
+MOST_CHARACTERS = 300
+_ONLY_ITS_OWN = 1  # an event loop listens to a socket of its own, by which other threads wake it
+
+
+def handled_exception(thread: int) -> dict[str, str]:
+    """Return the exception that a thread handles now, in an ``except``, a ``finally`` or an ``__exit__``; {} where there is none.
+
+    ``says`` has its type and first argument, ``at`` the user's line that raised it, ``in`` the line, now, of the frame that
+    handles it.
+    """
+    found: Any = sys._current_exceptions().get(thread)
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # until Python 3.12 a tuple
+    traceback: TracebackType | None = error.__traceback__ if error is not None else None
+    if error is None or traceback is None:
+        return {}
+    handling, raised = traceback.tb_frame, ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            raised = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
+        traceback = traceback.tb_next
+    first = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    says = masked(f"{type(error).__name__}: {first}"[:MOST_CHARACTERS])
+    return {"says": says, "at": raised, "in": describe(handling)}
+
+
+def asyncio_tasks(thread: int) -> dict[str, Any]:
+    """Return what the asyncio loop that a thread runs waits for; {} where it runs none.
+
+    ``tasks``: the user's innermost line of each task that is not done, first that of the one which the loop runs for, or of
+    what that one awaits; ``timers`` and ``files``: how many may wake the loop.
+    """
+    loop, main = _running_loop(sys._current_frames().get(thread))
+    if loop is None:
+        return {}
+    first = _awaited_by(main)
+    tasks = [
+        place for task in list(asyncio.all_tasks(loop))[:MOST_TASKS] if task is not first and (place := _place_of(task))
+    ]
+    place = _place_of(first)
+    timers = sum(not handle.cancelled() for handle in list(getattr(loop, "_scheduled", ())))
+    selector = getattr(loop, "_selector", None)
+    files = len(selector.get_map()) - _ONLY_ITS_OWN if selector is not None else 0
+    return {"tasks": [*([place] if place else []), *sorted(tasks)], "timers": timers, "files": max(0, files)}
+
+
+def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
+    """Return the loop whose ``run_forever`` a thread is in, and what it runs for: the variables are of asyncio's own frames."""
+    loop = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("asyncio/base_events.py"):
+            if code.co_name == "run_forever":
+                loop = frame.f_locals.get("self")
+            elif code.co_name == "run_until_complete" and loop is not None:
+                return loop, frame.f_locals.get("future")
+        frame = frame.f_back
+    return loop, None
+
+
+def _awaited_by(task: Any) -> Any:
+    """Return the task that a task awaits, directly or by ``gather``, and so on to the one that awaits no other."""
+    for _ in range(MOST_TASKS):
+        waiter = getattr(task, "_fut_waiter", None)
+        children = [child for child in getattr(waiter, "_children", ()) if not child.done()]
+        following = children[0] if children else waiter
+        if not isinstance(following, asyncio.Task):
+            break
+        task = following
+    return task
+
+
+def _place_of(task: Any) -> str:
+    """Return the user's innermost line of a task, through the coroutines that await each other."""
+    place, coroutine = "", task.get_coro() if isinstance(task, asyncio.Task) else None
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is not None and is_user_file(frame.f_code.co_filename):
+            place = describe(frame)
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return place
