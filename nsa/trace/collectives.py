@@ -68,7 +68,7 @@ class CollectiveRecorder:
         self._lock = threading.Lock()
         self._blocked_in = 0
         self._limit = Limit(board)
-        self._stores = StoreRecorder(board, self._limit)
+        self.stores = StoreRecorder(board, self._limit)
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
@@ -78,7 +78,7 @@ class CollectiveRecorder:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
         self._blocked_in, self._limit.until = 0, 0.0
-        self._stores.forget()
+        self.stores.forget()
         self._functional.clear()
         self._ends_by_wait.clear()
         self.on_group = _ignore
@@ -103,7 +103,7 @@ class CollectiveRecorder:
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
-        self._stores.install()
+        self.stores.install()
         # Its construction begins by comparing the parameters' shapes over all ranks.
         self._wrap_blocking(dist, "_verify_params_across_processes", "ddp_verify_parameters")
 

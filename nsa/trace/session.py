@@ -48,6 +48,7 @@ class TraceSession:
 
     def _in_child(self) -> None:
         """A fork, such as a data loader's worker, writes on no board; a rank begins on one of its own."""
+        self.recorder.stores.forget()
         self.observer.forget()
         self.board.open(None, 0, 1)
 
@@ -71,6 +72,7 @@ class TraceSession:
         self.recorder.on_group = lambda name, ranks: record(
             Path(folder), event="group", name=name, ranks=in_runs(ranks)
         )
+        self.recorder.stores.on_set = lambda key, site: record(Path(folder), event="key_set", key=key, where=site)
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"

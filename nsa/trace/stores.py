@@ -1,16 +1,18 @@
-"""Records which keys of a store the main thread waits for, and that it looks into one again and again."""
+"""Records which keys of a store the main thread waits for, that it looks into one again and again, and where keys are set."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from nsa.trace.board import Board
 from nsa.trace.calls import keys_of_call
+from nsa.trace.frames import call_site
 from nsa.trace.limits import limit_of_call, limit_of_group
 
 LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
@@ -18,6 +20,8 @@ _WAITS = ("wait", "get", "queue_pop")
 # torch takes these of the class of all stores for what a store of Python overrides, and calls them from the original.
 _WAITS_OF_A_CLASS = ("multi_get", "barrier")
 _LOOKS = ("check", "add", "num_keys")
+_SETS = ("set", "append", "compare_set", "multi_set", "queue_push")
+_MOST_SITES = 64  # lines that set keys, which are recorded once each
 _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 
 
@@ -41,10 +45,14 @@ class StoreRecorder:
         self._limit = limit
         self._looked = 0.0  # when the main thread last looked into a store
         self._key = ""  # what the main thread waits for, or looked for last
+        self._sites: set[str] = set()
+        self.on_set: Callable[[str, str], None] = _ignore  # the key and the line, once a line
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board."""
         self._looked, self._key = 0.0, ""
+        self._sites.clear()
+        self.on_set = _ignore
 
     def install(self) -> None:
         """Replace the methods. What torch's version does not have is left out."""
@@ -55,6 +63,8 @@ class StoreRecorder:
                 self.wrap_wait(getattr(dist, kind), name)
         for name in _LOOKS:
             self.wrap_look(dist.Store, name)
+        for name in _SETS:
+            self.wrap_set(dist.Store, name)
 
     def wrap_wait(self, kind: Any, name: str) -> None:
         """Wrap a call of a class of stores that waits for keys: it has a limit, its own or the store's."""
@@ -95,7 +105,26 @@ class StoreRecorder:
 
         setattr(kind, name, recorded)
 
+    def wrap_set(self, kind: Any, name: str) -> None:
+        """Wrap a call of a class of stores that sets a key: its line is where a rank sets such keys, and would have set another."""
+        original = getattr(kind, name, None)
+        if original is None:
+            return
+
+        def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+            site = call_site()
+            if site and site not in self._sites and len(self._sites) < _MOST_SITES:
+                self._sites.add(site)
+                self.on_set(keys_of_call(args, kwargs), site)
+            return original(store, *args, **kwargs)
+
+        setattr(kind, name, recorded)
+
     def _set_key(self, key: str) -> None:
         if key != self._key:
             self._key = key
             self._board.text("key", key)
+
+
+def _ignore(key: str, site: str) -> None:
+    """Nobody records it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
@@ -38,19 +39,33 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     gone = tuple(sorted({r.rank for r in evidence.ranks} - set(ranks)))
     call = next((c for r in gone if (board := evidence.ranks[r].board) and (c := board.waits_in)), None)
     went = f"went on to {call.describe()}" if call is not None else "went on"
+    if all(evidence.ranks[r].finished for r in gone):
+        went = "ended its test" if len(gone) == 1 else "ended their tests"
     where = last_seen(waiting[0])
     keys = sorted({key for r in waiting if (key := key_of(r))})
+    usual = _where_such_are_set(evidence.ranks[gone[0]], keys)
     named = f": {_some(keys)}" if keys else ""
     who = _who_waits(ranks, n)
+    went += f", and has set such keys at {usual}" if usual else ""
     reason = f"{describe_ranks(gone, n)} {went}; {who} for a key of a store that is not set{named}, at {where}"
     return Finding(
         cause="missing_collective",
         ranks=gone,
-        where=where,
+        where=usual or where,
         reason=reason,
         confidence=0.7,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _where_such_are_set(rank: RankEvidence, keys: list[str]) -> str:
+    """Return the line at which a rank has set keys that differ by their numbers from some that are waited for; '' if none has."""
+    wanted = {_without_numbers(key) for said in keys for key in said.split(", ")}
+    return next((place for key, place in reversed(rank.keys_set) if _without_numbers(key) in wanted), "")
+
+
+def _without_numbers(key: str) -> str:
+    return re.sub(r"\d+", "#", key)
 
 
 def at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
