@@ -215,7 +215,8 @@ class Departure:
         places = ((self.mine.site, self.other.site), (self.parted.here, self.parted.there))
         if is_same_line(self.mine, self.other) or any(are_alternatives(sources, *pair) for pair in places):
             return True
-        is_new = bool(fork) and self.is_new and (not self.before or not is_new_call(self.before, self.other))
+        is_usual = self.parted.by_one_name or not self.before or not is_new_call(self.before, self.other)
+        is_new = bool(fork) and self.is_new and is_usual
         return is_new and is_here(sources, fork) and not calls_each_of_some(sources, fork)
 
     @property

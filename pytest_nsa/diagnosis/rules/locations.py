@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.rules.roles import where_they_meet
 from pytest_nsa.diagnosis.rules.source import (
+    are_of_one_function,
     end_of_with,
     has_a_comprehension,
     is_called_first,
@@ -26,7 +27,8 @@ class Parting:
     """The locations of two ranks in the innermost function that both are in, and its source where it was kept.
 
     ``in_loop``: the call of that function is in a loop; ``below`` and ``other_below``: what it calls on the one and on the
-    other rank does. ``fork`` is the line that has called one function on the one, and another on the other, if they part so.
+    other rank does. ``fork`` is the line that has called one function on the one, and another on the other, if they part so;
+    ``by_one_name``: two of one name, methods of two classes.
     """
 
     here: str
@@ -36,6 +38,7 @@ class Parting:
     below: bool = False
     other_below: bool = False
     fork: str = ""
+    by_one_name: bool = False
     called_first: bool | None = None  # whether `fork` calls the one's function before the other's, as `f` in `g(f())`
 
     @property
@@ -55,7 +58,7 @@ class Parting:
     @property
     def comes_first(self) -> bool:
         """Whether the one is at an earlier line than the other, or at what one line calls first."""
-        return self.called_first if self.called_first is not None else comes_first(self.here, self.there)
+        return self.called_first if self.called_first is not None else comes_first(self.sources, self.here, self.there)
 
     @property
     def goes_round(self) -> bool:
@@ -74,19 +77,19 @@ def where_they_part(
     site, other_site = call.site, other_call.site
     mine, others = user_frames(one), user_frames(other)
     mine, others = _aligned(mine or _frames_of(call, others), others or _frames_of(other_call, mine))
-    common, parted = _common(mine, others)
+    common, parted = _common(sources, mine, others)
     is_in_call = bool(mine and others) and (mine[-1].describe(), others[-1].describe()) == (site, other_site)
     if not parted and is_in_call and common == min(len(mine), len(others)):
         # One is in a callback: they part in the library that calls it.
         whole, others_whole = _aligned(_all_frames(one), _all_frames(other))
-        depth, parted = _common(whole, others_whole)
+        depth, parted = _common(sources, whole, others_whole)
         if parted:
             mine, others, common = whole, others_whole, depth
     in_loop = _any_in_loop(sources, mine[:common], mine[common:])
     meeting = where_they_meet(one, mine, other, others, common) if parted else None
     if meeting is not None:
         depth, other_depth = meeting
-        again, parted_there = _common(mine[depth:], others[other_depth:])
+        again, parted_there = _common(sources, mine[depth:], others[other_depth:])
         if parted_there:
             in_loop = in_loop or any(
                 _any_in_loop(sources, path[common:to], path[to:]) for path, to in ((mine, depth), (others, other_depth))
@@ -96,18 +99,18 @@ def where_they_part(
     if parted:
         return _parting(sources, mine, others, common)
     there, here = _place_in(other, site), _place_in(one, other_site)
-    fork = _fork(*_aligned(_all_frames(one), _all_frames(other)))
+    fork, by_one_name = _fork(sources, *_aligned(_all_frames(one), _all_frames(other)))
     first = _is_called_first(sources, mine, others, common)
     if there:
-        return Parting(site, there, sources, in_loop, fork=fork, called_first=first)
-    return Parting(here or site, other_site, sources, in_loop, fork=fork, called_first=first)
+        return Parting(site, there, sources, in_loop, fork=fork, by_one_name=by_one_name, called_first=first)
+    return Parting(here or site, other_site, sources, in_loop, fork=fork, by_one_name=by_one_name, called_first=first)
 
 
 def where_calls_part(evidence: Evidence, mine: Collective, other: Collective) -> Parting:
     """Return where two calls part that were made before the stacks were taken, by the lines that led to them."""
     known = [frame for rank in evidence.ranks for frame in user_frames(rank)]
     one, two = (_frames_of(call, known) or [Frame(*parts_of(call.site))] for call in (mine, other))
-    common, parted = _common(one, two)
+    common, parted = _common(evidence.sources, one, two)
     return _parting(evidence.sources, one, two, common) if parted else Parting(mine.site, other.site, evidence.sources)
 
 
@@ -118,12 +121,16 @@ def _parting(sources: Sources, mine: list[Frame], others: list[Frame], common: i
     return Parting(mine[common].describe(), others[common].describe(), sources, in_loop, below, other_below)
 
 
-def _fork(mine: list[Frame], others: list[Frame]) -> str:
-    """Return the user's line that has called two functions of the user's, one on each rank; '' where they do not part so."""
+def _fork(sources: Sources, mine: list[Frame], others: list[Frame]) -> tuple[str, bool]:
+    """Return the user's line that has called two functions of the user's, one on each rank, and whether these have one name; ''
+    where they do not part so.
+    """
     depth = next((i for i, (a, b) in enumerate(zip(mine, others, strict=False)) if a != b), 0)
     if not depth or not (mine[depth - 1].is_user and mine[depth].is_user and others[depth].is_user):
-        return ""
-    return mine[depth - 1].describe() if mine[depth].function != others[depth].function else ""
+        return "", False
+    if are_of_one_function(sources, mine[depth].describe(), others[depth].describe()):
+        return "", False
+    return mine[depth - 1].describe(), mine[depth].function == others[depth].function
 
 
 def _is_called_first(sources: Sources, mine: list[Frame], others: list[Frame], common: int) -> bool | None:
@@ -188,9 +195,8 @@ def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[
 
 def _place_in(rank: RankEvidence, site: str) -> str:
     """Return where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
-    file, function = site.partition(":")[0], site.rpartition(" in ")[2]
-    frames = rank.stack.frames if rank.stack is not None else ()
-    return next((f.describe() for f in frames if (f.file, f.function) == (file, function)), "")
+    places = [frame.describe() for frame in (rank.stack.frames if rank.stack is not None else ())]
+    return next((place for place in places if are_of_one_function(rank.sources, place, site)), "")
 
 
 def frames_where_paths_part(ranks: list[RankEvidence], calls: list[Collective]) -> tuple[Frame, ...]:
@@ -200,17 +206,20 @@ def frames_where_paths_part(ranks: list[RankEvidence], calls: list[Collective]) 
     """
     paths = [user_frames(rank) for rank in ranks]
     known = [frame for path in paths for frame in path]
-    return _common(*(path or _frames_of(call, known) for path, call in zip(paths, calls, strict=True)))[1]
+    return _common(
+        ranks[0].sources, *(path or _frames_of(call, known) for path, call in zip(paths, calls, strict=True))
+    )[1]
 
 
-def _common(*paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
+def _common(sources: Sources, *paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:
     """Return how many outermost frames the paths share, and the next ones where these are of one function; () where they are
     not.
     """
     depth = 0
     for frames in zip(*paths, strict=False):
         if len(set(frames)) > 1:
-            return depth, frames if len({(f.file, f.function) for f in frames}) == 1 else ()
+            first, *more = (frame.describe() for frame in frames)
+            return depth, frames if all(are_of_one_function(sources, first, place) for place in more) else ()
         depth += 1
     return depth, ()
 
@@ -224,10 +233,9 @@ def _any_in_loop(sources: Sources, frames: list[Frame], inner: Sequence[Frame] =
     )
 
 
-def comes_first(place: str, other: str) -> bool:
+def comes_first(sources: Sources, place: str, other: str) -> bool:
     """Return whether ``place`` is an earlier line of the function that ``other`` is in."""
-    (file, line, function), (other_file, other_line, other_function) = parts_of(place), parts_of(other)
-    return (file, function) == (other_file, other_function) and 0 < line < other_line
+    return 0 < parts_of(place)[1] < parts_of(other)[1] and are_of_one_function(sources, place, other)
 
 
 def line_in(call: Collective, place: str) -> int:
