@@ -56,7 +56,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
     more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves)
     if more is not None:
         return more
-    culprits = _unasked(evidence, outside, waits, halves) or culprits
+    culprits = _unasked(evidence, outside, waits, halves) or _once_more(evidence, outside, halves) or culprits
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
@@ -240,6 +240,30 @@ def _unasked(
     return tuple(sorted(before)) if before and is_regular and differ else ()
 
 
+def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the one rank that is in its half once more than it and the others have completed theirs at that line, where the rank
+    that it waits for has made the other half as often as the others have, at theirs: a stage that expects a batch more.
+    """
+    waiters = [rank for rank, c in halves.items() if c.peer in outside]
+    if len(waiters) != 1 or any(_has_forgotten(r) for r in evidence.ranks):
+        return ()
+    (waiter,) = waiters
+    call = halves[waiter]
+    way_out = call.op.startswith("send")
+    answers = [c.site for c in _calls(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out]
+    if not answers:
+        return ()
+    numbers = set()
+    for site in {call.site, answers[-1]}:
+        made = Counter(
+            r.rank for r in evidence.ranks for c in _calls(evidence, r.rank) if c.peer != -1 and c.site == site
+        )
+        if len(made) < 2:
+            return ()
+        numbers |= set(made.values())
+    return (waiter,) if len(numbers) == 1 else ()
+
+
 def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:
     """Return whether a rank's whole rounds differ, or none began as the latest one, with the call that it waits in."""
     return len(set(rounds[:-1])) > 1 or (may_be_new and _begins_anew(rounds, call))
@@ -303,28 +327,41 @@ def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collec
     the same line; else the one with an old tag or out of its round; else the one that more ranks wait for than for any other; all
     of them where there is none.
     """
+    if _differ_by_tag(
+        ranks, halves
+    ):  # how many calls were made, and who waits for one of the two, tells not which tag is wrong
+        old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
+        return old if len(old) == 1 else tuple(sorted(ranks))
     for completed in (True, False):
         fewer = _made_fewer(evidence, ranks, halves, completed=completed)
         if len(fewer) == 1:
             return fewer
-    for shows_it in (_has_an_old_tag, _is_out_of_its_round):
-        odd = tuple(sorted(r for r in ranks if shows_it(evidence, r, halves)))
-        if len(odd) == 1:
-            return odd
+    odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves)))
+    if len(odd) == 1:
+        return odd
     counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
     if len(counts) > 1 and counts[0][1] > counts[1][1]:
         return (counts[0][0],)
     return tuple(sorted(ranks))
 
 
+def _differ_by_tag(ranks: set[int], halves: dict[int, Collective]) -> bool:
+    """Return whether two ranks are in the two halves of one message, but for the tag."""
+    calls = [halves.get(rank) for rank in sorted(ranks)]
+    if len(calls) != 2 or calls[0] is None or calls[1] is None:
+        return False
+    one, other = calls[0], calls[1]
+    is_pair = {one.peer, other.peer} == ranks and one.op.startswith("send") != other.op.startswith("send")
+    return is_pair and one.note != other.note
+
+
 def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
     """Return whether a rank and its peer are in the two halves of one message, but for the tag, and the rank has completed a call
     with its tag before, the peer none with its own.
     """
-    mine, other = halves[rank], halves.get(halves[rank].peer)
-    is_pair = other is not None and other.peer == rank and mine.op.startswith("send") != other.op.startswith("send")
-    if other is None or not is_pair or mine.note == other.note:
+    if not _differ_by_tag({rank, halves[rank].peer}, halves):
         return False
+    mine, other = halves[rank], halves[halves[rank].peer]
     used, others = ({(c.op, c.peer, c.note) for c in _calls(evidence, r)} for r in (rank, mine.peer))
     return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
 
