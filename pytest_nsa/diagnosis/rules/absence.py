@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, skipped
-from pytest_nsa.diagnosis.rules.source import is_for_a_later_rank
+from pytest_nsa.diagnosis.rules.order import STOPS, awaited, is_for_one_rank, skipped
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -60,7 +59,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     if missed.op.startswith(("send", "recv")):
         return _unmatched(evidence, culprits, left)
-    if is_for_a_later_rank(evidence.sources, missed.site) or len(left) < len(finished):
+    if is_for_one_rank(evidence, left[0].rank, missed) or len(left) < len(finished):
         who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
         return Finding(
             cause="extra_collective",

@@ -73,10 +73,11 @@ def _why(kind: str, event: dict[str, object]) -> str:
 def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
     """Return how the culprits' way through the model differs from the others', as 'entered b where the others entered a'; or ''.
 
-    A rank that has only come less far has taken no other path, nor one whose latest forward is of another module: of what DDP
-    wraps, called to evaluate, where the others train.
+    A rank that has only come less far in its forward has taken no other path, nor one whose latest forward is of another module: of
+    what DDP wraps, called to evaluate, where the others train.
     """
     paths = {r.rank: (r.board.path, r.modules) for r in evidence.ranks if r.board is not None and r.modules}
+    whole = {step for r in evidence.ranks if r.rank in paths for step in [_step_of_backward(r)]}
     mine = next((paths[rank] for rank in paths if rank in culprits), None)
     others = [path for rank, path in paths.items() if rank not in culprits]
     if mine is None or not others or any(o != others[0] for o in others if len(o[0]) == len(others[0][0])):
@@ -86,4 +87,15 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
     for a, b in zip(mine[1], others[0][1], strict=False):
         if a != b:
             return f"entered {a} where the others entered {b}"
-    return ""
+    left_out = others[0][1][len(mine[1]) :]
+    is_whole = len(whole) == 1 and 0.0 not in whole
+    return f"has not entered {left_out[0]}, as the others have" if left_out and is_whole else ""
+
+
+def _step_of_backward(rank: RankEvidence) -> float:
+    """Return the step whose backward a rank is in or has made, and so no forward since; 0 where it is elsewhere."""
+    board = rank.board
+    is_past = board is not None and (
+        board.phase == "backward" or (board.phase != "forward" and board.numbers["gradients"] > 0)
+    )
+    return board.numbers["step"] if board is not None and is_past else 0.0

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.rules import source
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, swapped, went_ahead
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
@@ -15,7 +16,7 @@ from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
-from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_a_later_rank, is_in_handler
+from pytest_nsa.diagnosis.rules.source import are_alternatives, is_in_handler
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, first_departure
@@ -116,6 +117,11 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     departing = _departs_over_groups(evidence, found) if crossed else ()
     apart = departing or (_minority(found) if crossed else ())
     unhooked = _without_hook(evidence, apart, found)
+    if unhooked is not None and 2 * len(apart) > len(
+        found
+    ):  # most are in no hook: it is the few who made one call more
+        hooked = tuple(r for r in sorted(found) if r not in apart)
+        return _extra(evidence, hooked, unhooked, f"which the others went on without: {shown}")
     if unhooked is not None:
         who = describe_ranks(apart, evidence.job.world_size)
         why = f"{who} went on without {unhooked.describe()}, which the others make in a gradient hook (call skipped): {shown}"
@@ -138,14 +144,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     # Only members of a group that others wait in can have gone on without its call.
     members = {member for r in behind for member in evidence.members(_group(found[r]))}
     ahead = tuple(r for r in ahead if r in members) or ahead
-    is_for_them = any(_is_for_a_later_rank(evidence, r, found[r]) for r in behind)
+    is_for_them = any(is_for_one_rank(evidence, r, found[r]) for r in behind)
     if not has_left and (len(behind) < len(ahead) or is_for_them):
-        who = describe_ranks(behind, evidence.job.world_size)
-        why = f"{who} entered {found[behind[0]].describe()}, which the others went on without: {shown}"
-        culprits, cause, why = _explained(evidence, behind, "extra_collective", why)
-        return Finding(
-            cause=cause, ranks=culprits, where=found[behind[0]].site, reason=why, certain=True, confidence=0.85, facts=facts,
-        )  # fmt: skip
+        return _extra(evidence, behind, found[behind[0]], f"which the others went on without: {shown}")
     missed = next(c for r, c in sorted(found.items()) if r not in ahead)
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
@@ -154,7 +155,7 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
 
 def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -> Finding | None:
     """Find by the loops' counters that all others have gone past the call in which the last ranks wait: these made it alone, where
-    no rank has made one like it before; else the other members of its group left it out.
+    they are fewer than the other members of its group, or no rank has made one like it before; else those left it out.
     """
     kinds = alike(evidence, found, sorted(found))
     least = [a for a in kinds if not any(is_before(evidence, b[0], a[0], found) for b in kinds if b is not a)]
@@ -165,15 +166,10 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
     if not all(is_before(evidence, a[0], b[0], found) for a in least for b in further):
         return None
     call, others = found[last[0]], frozenset(itertools.chain.from_iterable(further))
-    who = describe_ranks(last, evidence.job.world_size)
     made = [c for r in found for c in calls_before(evidence, r, found[r])]
-    if all((c.op, c.way) != (call.op, call.way) for c in made):
-        return Finding(
-            cause="extra_collective", ranks=last, where=call.site, certain=True, confidence=0.85,
-            reason=f"{who} entered {call.describe()}, which the others have gone past: {shown}",
-            facts=all_facts(evidence.ranks),
-        )  # fmt: skip
     passed = tuple(r for r in evidence.members(call.group) if r in others)
+    if len(last) < len(passed) or all((c.op, c.way) != (call.op, call.way) for c in made):
+        return _extra(evidence, last, call, f"which the others have gone past: {shown}")
     if not passed:
         return None
     who = describe_ranks(passed, evidence.job.world_size)
@@ -192,10 +188,17 @@ def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | 
         why = f"{who} went on without {apart.missed.describe()}, in which the others wait (call skipped): {shown}"
         return skipped(evidence, apart.ranks, apart.missed, why)
     assert apart.extra is not None
-    why = f"{who} entered {apart.extra.describe()}, which no round before had: {shown}"
-    culprits, cause, why = _explained(evidence, apart.ranks, "extra_collective", why)
+    return _extra(evidence, apart.ranks, apart.extra, f"which no round before had: {shown}")
+
+
+def _extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:
+    """Report that ``culprits`` entered ``call`` alone."""
+    who = describe_ranks(culprits, evidence.job.world_size)
+    culprits, cause, reason = _explained(
+        evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {why}"
+    )
     return Finding(
-        cause=cause, ranks=culprits, where=apart.extra.site, reason=why, certain=True, confidence=0.85,
+        cause=cause, ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
@@ -378,8 +381,9 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
     return tuple(sorted(departing)) if len(departing) < len(found) else ()
 
 
-def _is_for_a_later_rank(evidence: Evidence, rank: int, collective: Collective) -> bool:
-    return any(is_for_a_later_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective))
+def is_for_one_rank(evidence: Evidence, rank: int, collective: Collective) -> bool:
+    """Return whether a call, or the line of a caller, is under a condition that is true on one rank."""
+    return any(source.is_for_one_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective))
 
 
 def _have_gone_past(evidence: Evidence, ranks: tuple[int, ...], found: dict[int, Collective]) -> bool:
@@ -390,7 +394,7 @@ def _have_gone_past(evidence: Evidence, ranks: tuple[int, ...], found: dict[int,
         for o, other in found.items()
         if o not in ranks
     ]
-    return all(comes_first(p.there, p.here) and not p.goes_round for p in parted)
+    return all(comes_first(p.sources, p.there, p.here) and not p.goes_round for p in parted)
 
 
 def _places(rank: RankEvidence, collective: Collective) -> set[str]:
