@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pytest_nsa.evidence.board import Collective
 
@@ -55,6 +55,27 @@ def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
     """Return whether every rank of its group has entered one of the calls: then it ends by itself, however long it takes."""
     entered = Counter(itertools.chain.from_iterable({c.place for c in ring} for ring in rings.values()))
     return any(entered[c.place] >= c.size for c in calls)
+
+
+def deadlocked(
+    waits: Mapping[int, Collective], rings: Rings, members: Callable[[str], Sequence[int]]
+) -> dict[int, Collective]:
+    """Return those of the ranks' calls that cannot complete whatever all other ranks do: each lacks a rank that is in another of
+    them. {} where any of the calls is a send or receive.
+    """
+    if any(c.peer != -1 for c in waits.values()):
+        return {}
+    entered = {rank: {c.place for c in rings.get(rank, ())} for rank in waits}
+    stuck = dict(waits)
+    while True:
+        lacks = {
+            c.place: any(m in stuck and c.place not in entered[m] for m in members(c.group))
+            for c in {c.place: c for c in stuck.values()}.values()  # many ranks are in one call
+        }
+        held = {rank: c for rank, c in stuck.items() if lacks[c.place]}
+        if len(held) == len(stuck):
+            return held
+        stuck = held
 
 
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:

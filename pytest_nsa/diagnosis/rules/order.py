@@ -19,7 +19,7 @@ from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_in_handler
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
-from pytest_nsa.evidence.collectives import any_can_complete, first_departure
+from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
@@ -80,7 +80,12 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
     found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-    if len(alive) < 2 or not found or any(not r.is_waiting for r in alive):
+    if any(not r.is_waiting for r in alive):
+        # Whatever these ranks do: they are left out where the others wait for each other alone.
+        waits = {r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}
+        found = deadlocked(waits, rings(evidence), lambda group: evidence.members(group.removeprefix("ddp:")))
+        alive = [r for r in alive if r.rank in found]
+    if len(alive) < 2 or not found:
         return None
     if len(found) < len(alive):
         return _ahead_in_unseen_wait(evidence, alive, found)
