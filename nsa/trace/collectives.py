@@ -73,6 +73,7 @@ class CollectiveRecorder:
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
         self.on_group: Callable[[str, list[int]], None] = _ignore  # a new group's name and ranks
+        self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
@@ -81,7 +82,7 @@ class CollectiveRecorder:
         self.stores.forget()
         self._functional.clear()
         self._ends_by_wait.clear()
-        self.on_group = _ignore
+        self.on_group, self.on_reduce = _ignore, None
         with self._lock:
             self._pending.clear()
 
@@ -289,6 +290,8 @@ class CollectiveRecorder:
                 note=note,
             )
             limit = limit_of_call((*args, *kwargs.values())) or self._limits.get(label, 0.0)
+            if self.on_reduce is not None and name == "allreduce" and args:
+                self.on_reduce(group, args[0])
             self._inside.depth = 1
             try:
                 with self._blocked(index, limit):  # some calls wait before they return

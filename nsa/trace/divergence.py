@@ -2,7 +2,7 @@
 
 A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
 the first one of a model has the names too. Compared is what DDP answers for: steps whose gradients it reduced, and those of a model
-that is called past its wrapper, so that DDP did not reduce them.
+that is called past its wrapper, so that DDP did not reduce them; and steps whose gradients the program has reduced by hand.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from nsa.trace.ddp_buckets import ddp_models_in
 from nsa.trace.events import where_there_is_room
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
+from nsa.trace.reduced_by_hand import HandReduction
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
 
@@ -38,13 +39,21 @@ class Checksums:
         self._called: list[weakref.ref[torch.nn.Module]] = []  # since the last backward, each once
         self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
         self._has_updated = False
+        self._by_hand = HandReduction()
         self._unchecked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # updated while nothing was reduced
 
     def called(self, root: torch.nn.Module) -> None:
         """A module is called, from outside any other, to be trained."""
         if self._has_updated:
             self._trained, self._has_updated = [], False
+            self._by_hand.forget()
         _add(self._called, weakref.ref(root))
+
+    def reduced(self, group: Any, tensors: Any) -> None:
+        """An all-reduce is about to be made: of gradients, it may be, that DDP has no part in."""
+        roots = [r for r in _alive([*self._trained, *self._called]) if not ddp_models_in(r) and _wrapper_of(r) is None]
+        if roots and isinstance(tensors, list | tuple):
+            self._by_hand.reduced(group, tensors, roots)
 
     def after_backward(self, step: int) -> None:
         """The gradients in what has been called since the last backward, where DDP has just reduced them."""
@@ -74,19 +83,26 @@ class Checksums:
             wrapper = None if inside else _wrapper_of(root)
             if wrapper is not None and _keeps_equal(wrapper):
                 self._write("unwrapped", step, root, wrapper)
+            if wrapper is None and not inside and (group := self._by_hand.group_of(root)) is not None:
+                self._write_of("by_hand", step, root, root, (), group)
 
     def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
+        # The names to ignore are those in the module that it wraps.
+        self._write_of(kind, step, root, ddp.module, ddp.parameters_to_ignore, ddp.process_group)
+
+    def _write_of(
+        self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
+    ) -> None:
         if self._size > MAX_BYTES:
             return
-        ignored = ddp.parameters_to_ignore  # names in the module that it wraps
-        named = ((n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored)
+        named = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
         kept = [(plain_name(name), p) for name, p in named]
         tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
         there = [t for t in tensors if t is not None and not t.is_sparse]
         norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
         found = iter(norms.tolist())
         values = [next(found) if t is not None and not t.is_sparse else None for t in tensors]
-        ranks = dist.get_process_group_ranks(ddp.process_group)
+        ranks = dist.get_process_group_ranks(group)
         is_new = root not in self._models
         if is_new:
             self._count += 1

@@ -79,6 +79,7 @@ class TraceSession:
         self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "standing.json")
         self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
+        self.recorder.on_reduce = self.observer.checksums.reduced if self.observer.checksums is not None else None
         self.heartbeat.start()
 
     def end(self, settle_s: float = 0.0) -> None:

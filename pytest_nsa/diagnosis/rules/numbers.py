@@ -18,6 +18,7 @@ _NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isna
 TOLERANCE = 1e-6  # relative, of a tensor's norm
 _WHAT = {
     "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
+    "by_hand": "the program reduces the gradients by itself, and after the optimizer's step the values of",
     "gradient": "after their reduction, the gradients of",
     "parameter": "after the optimizer's step, the values of",
 }
@@ -200,7 +201,7 @@ def _between_reductions(records: list[dict[str, Any]]) -> list[list[dict[str, An
     """Return the records in parts that each begin with reduced gradients; the first one may begin otherwise."""
     parts: list[list[dict[str, Any]]] = []
     for record in records:
-        if record["kind"] == "gradient" or not parts:
+        if record["kind"] in ("gradient", "by_hand") or not parts:
             parts.append([])
         parts[-1].append(record)
     return parts
