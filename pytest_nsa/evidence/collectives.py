@@ -65,17 +65,39 @@ def deadlocked(
     """
     if any(c.peer != -1 for c in waits.values()):
         return {}
-    entered = {rank: {c.place for c in rings.get(rank, ())} for rank in waits}
-    stuck = dict(waits)
+    stuck, entered = dict(waits), _entered(waits, rings)
     while True:
-        lacks = {
-            c.place: any(m in stuck and c.place not in entered[m] for m in members(c.group))
-            for c in {c.place: c for c in stuck.values()}.values()  # many ranks are in one call
-        }
+        lacks = _lacks(stuck, entered, members)
         held = {rank: c for rank, c in stuck.items() if lacks[c.place]}
         if len(held) == len(stuck):
             return held
         stuck = held
+
+
+def waited_for(waits: Mapping[int, Collective], rings: Rings, members: Callable[[str], Sequence[int]]) -> set[int]:
+    """Return the ranks that some other one's call lacks, which is itself waited for: not who waits for them alone."""
+    stuck, entered = dict(waits), _entered(waits, rings)
+    while True:
+        lacked = set().union(*_lacks(stuck, entered, members).values())
+        if lacked >= stuck.keys():
+            return set(stuck)
+        stuck = {rank: c for rank, c in stuck.items() if rank in lacked}
+
+
+def _entered(ranks: Iterable[int], rings: Rings) -> dict[int, set[tuple[str, int]]]:
+    return {rank: {c.place for c in rings.get(rank, ())} for rank in ranks}
+
+
+def _lacks(
+    waits: Mapping[int, Collective],
+    entered: Mapping[int, set[tuple[str, int]]],
+    members: Callable[[str], Sequence[int]],
+) -> dict[tuple[str, int], set[int]]:
+    """Return which of the ranks in ``waits`` each of their calls lacks; many ranks are in one call."""
+    calls = {c.place: c for c in waits.values()}
+    return {
+        place: {m for m in members(c.group) if m in waits and place not in entered[m]} for place, c in calls.items()
+    }
 
 
 def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:

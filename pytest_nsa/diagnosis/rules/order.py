@@ -19,7 +19,7 @@ from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_in_handler
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
-from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure
+from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
@@ -80,10 +80,14 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
     found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    entered = rings(evidence)
+
+    def members(group: str) -> tuple[int, ...]:
+        return evidence.members(group.removeprefix("ddp:"))
+
     if any(not r.is_waiting for r in alive):
         # Whatever these ranks do: they are left out where the others wait for each other alone.
-        waits = {r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}
-        found = deadlocked(waits, rings(evidence), lambda group: evidence.members(group.removeprefix("ddp:")))
+        found = deadlocked({r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}, entered, members)
         alive = [r for r in alive if r.rank in found]
     if len(alive) < 2 or not found:
         return None
@@ -91,8 +95,18 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return _ahead_in_unseen_wait(evidence, alive, found)
     if len({c.place for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
         return None
-    if any_can_complete(found.values(), rings(evidence)):
+    if any_can_complete(found.values(), entered):
         return None
+    finding = _apart(evidence, found)
+    awaited_by_some = waited_for(found, entered, members)
+    if finding is not None and not awaited_by_some & set(finding.ranks) and 2 <= len(awaited_by_some) < len(found):
+        # For whom nobody waits, has held up nobody.
+        finding = _apart(evidence, {rank: c for rank, c in found.items() if rank in awaited_by_some}) or finding
+    return finding
+
+
+def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
+    """Find which of the ranks that wait in ``found`` holds the others up, or that they are in a circle."""
     facts = all_facts(evidence.ranks)
     in_steps = any(c.step for c in found.values())
     shown = by_ranks(
