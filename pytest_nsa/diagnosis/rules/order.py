@@ -17,6 +17,7 @@ from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
 from pytest_nsa.diagnosis.rules.source import are_alternatives, is_in_handler
+from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
@@ -241,6 +242,12 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
     if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
         return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
+    if cause == "extra_collective" and raced(evidence, culprits):
+        return (
+            culprits,
+            "collective_mismatch",
+            f"{why}: in a thread beside the main one, which the others have not made it in yet",
+        )
     # Who is behind has not come to what its step lacks.
     odd = None if cause == "extra_collective" and _are_behind(evidence, culprits) else anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
