@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training", "pipelines", "wrapped", "services", "trainers", "data", "byhand",
-    "upkeep", "limits", "later", "runs", "waits", "meshes", "silent", "rounds", "counts", "callbacks", "apart", "roles",
+    "upkeep", "limits", "later", "runs", "waits", "meshes", "silent", "rounds", "counts", "callbacks", "apart", "roles", "beside",
     "libraries",
 )  # fmt: skip
 TOOL_LIMIT_S = 20

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training",
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
-    "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles",
+    "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
 )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_the_verdict(
     assert verdict.failed
 
 
-HEALTHY = ("healthy", "healthy_services", "healthy_training", "healthy_unseen")
+HEALTHY = ("healthy", "healthy_services", "healthy_training", "healthy_unseen", "healthy_beside")
 
 
 def healthy_tests(module: str) -> list[str]:
