@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import faulthandler
 import json
 import os
@@ -31,6 +32,7 @@ CHANGE_EVERY = 0.05  # seconds
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 MAX_STACKS = 1 << 20  # bytes of all threads' stacks
+_BACKWARD = frozenset(number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name)
 _FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -56,10 +58,8 @@ class Heartbeat:
         self._moves_seen: tuple[int, ...] = ()
         self._since = time.monotonic()
         self._written = 0.0
-        self._place = (
-            0,
-            0,
-        )  # code and instruction of the main thread: a thread that stays at one is in one call into native code
+        # Code and instruction of the main thread: a thread that stays at one is in one call into native code.
+        self._place = (0, 0, False)
         self._looks = self._moves = 0
         self._modules = len(sys.modules)
         self._has_answered = False
@@ -149,7 +149,7 @@ class Heartbeat:
         board.number("beat_monotonic", time.monotonic())
         board.add("beat")
 
-    def _look_at_frames(self) -> tuple[str, tuple[int, int] | None, str]:
+    def _look_at_frames(self) -> tuple[str, tuple[int, int, bool] | None, str]:
         """Return the main thread's line, its code and instruction, and all stacks where they are due.
 
         A frame that is held here keeps its function's locals alive, and would end them in this thread: a generator's ``finally``
@@ -191,17 +191,17 @@ class Heartbeat:
         waited = now - self._written if self._written else now - self._since
         return waited >= (STANDING_AGAIN_S if self._written else STANDING_S)
 
-    def _look_at_standing(self, place: tuple[int, int] | None) -> bool:
+    def _look_at_standing(self, place: tuple[int, int, bool] | None) -> bool:
         """Count the looks of a stall; return whether it goes on."""
         now, moves = time.monotonic(), self.board.moves
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
-            self._place, self._looks, self._moves = (0, 0), 0, 0
+            self._place, self._looks, self._moves = (0, 0, False), 0, 0
             self.board.number("still_looks", 0)
             return False
         if place is not None:
             self._looks += 1
-            self._moves += place != self._place
+            self._moves += place != self._place or place[2]  # Python runs, wherever it is found
             self._place = place
             self.board.number("still_looks", self._looks)
             self.board.number("still_moves", self._moves)
@@ -231,7 +231,12 @@ class Heartbeat:
             dump_flight_recorder(self._standing.with_name("flight_recorder.json"))
 
 
-def _place_of(thread: int) -> tuple[int, int] | None:
-    """Return code and instruction of a thread."""
+def _place_of(thread: int) -> tuple[int, int, bool] | None:
+    """Return code and instruction of a thread, and whether it is between two calls: a thread at the end of a loop's body has
+    given the interpreter's lock up there, and is in no native call.
+    """
     frame = sys._current_frames().get(thread)
-    return (id(frame.f_code), frame.f_lasti) if frame is not None else None
+    if frame is None:
+        return None
+    code, at = frame.f_code, frame.f_lasti
+    return id(code), at, 0 <= at < len(code.co_code) and code.co_code[at] in _BACKWARD

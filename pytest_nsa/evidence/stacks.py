@@ -88,10 +88,10 @@ class ThreadStack:
 
     @property
     def is_in_hook(self) -> bool:
-        """Whether autograd called the user's code, and not as the backward of a Function: in a gradient hook, that is."""
+        """Whether autograd called the user's code, not as the backward of a Function, nor to recompute: in a gradient hook."""
         is_in_user_code = False
         for frame in self.frames:
-            if frame.file.endswith("torch/autograd/function.py"):
+            if frame.file.endswith(("torch/autograd/function.py", "torch/utils/checkpoint.py")):
                 return False
             if frame.function == "_engine_run_backward":
                 return is_in_user_code

@@ -6,7 +6,7 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited, is_for_one_rank, skipped
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import NEW_GROUP
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -42,9 +42,12 @@ def left_alone(evidence: Evidence) -> Finding | None:
         return None
     if any(not is_victim(error) for rank in left for error in rank.exceptions):
         return None
-    missed = awaited(left[0])
-    assert missed is not None
-    culprits = tuple(r.rank for r in finished)
+    ended_ranks = {r.rank for r in finished}
+    waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
+    lacking = {rank: c for rank, c in waits.items() if ended_ranks & set(_lacks(evidence, c))} or waits
+    missed = lacking[min(lacking)]
+    here = tuple(rank for rank, c in sorted(lacking.items()) if c.place == missed.place)
+    culprits = tuple(r for r in sorted(ended_ranks) if r in _lacks(evidence, missed)) or tuple(sorted(ended_ranks))
     who = describe_ranks(culprits, evidence.job.world_size)
     ended = "ended its test" if len(culprits) == 1 else "ended their tests"
     if missed.op == NEW_GROUP:
@@ -59,11 +62,11 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     if missed.op.startswith(("send", "recv")):
         return _unmatched(evidence, culprits, left)
-    if is_for_one_rank(evidence, left[0].rank, missed) or len(left) < len(finished):
-        who_waits = describe_ranks(tuple(r.rank for r in left), evidence.job.world_size)
+    if (len(here) == 1 and is_for_one_rank(evidence, here[0], missed)) or len(here) < len(culprits):
+        who_waits = describe_ranks(here, evidence.job.world_size)
         return Finding(
             cause="extra_collective",
-            ranks=tuple(r.rank for r in left),
+            ranks=here,
             where=missed.site,
             reason=f"{who_waits} entered {missed.describe()}, which {who} {ended} without",
             certain=True,
@@ -72,6 +75,14 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     why = f"{who} {ended} without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
     return skipped(evidence, culprits, missed, why)
+
+
+def _lacks(evidence: Evidence, call: Collective) -> tuple[int, ...]:
+    """Return the ranks of a call's group that have not entered it."""
+    if call.peer != -1:
+        return ()
+    members = evidence.members(call.group.removeprefix("ddp:"))
+    return tuple(m for m in members if all(c.place != call.place for c in evidence.ranks[m].collectives))
 
 
 def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:

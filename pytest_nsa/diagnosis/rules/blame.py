@@ -102,8 +102,9 @@ def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
         }
         for k in (1, 2)
     )
-    if len({n.site for n in third.values() if n is not None}) > 1:
-        return None  # they have not met again: one call apart
+    meets_again = len({n.site for n in third.values() if n is not None}) < 2
+    if not meets_again and not _have_made_as_many(evidence, entered):
+        return None  # one call apart
     one, other = votes[0][0], votes[1][0]
     for rank, c in entered.items():
         after = following[rank]
@@ -114,6 +115,17 @@ def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
     who = describe_ranks(culprits, evidence.job.world_size)
     why = f"{who} entered {mine.describe()} before {theirs.describe()}, the others after it: the two calls in another order"
     return culprits, "collective_mismatch", why
+
+
+def _have_made_as_many(evidence: Evidence, entered: dict[int, Collective]) -> bool:
+    """Return whether ranks have begun as many calls of each kind in one group, and are at the same lines in the same rounds of
+    their loops: none has left a call out, or made one more.
+    """
+    first, *others = (evidence.ranks[rank] for rank in entered)
+    group = next(iter(entered.values())).group
+    made = [Counter(c.shape for c in rank.collectives if c.group == group) for rank in (first, *others)]
+    are_together = bool(first.rounds) and all(rank.counters == first.counters for rank in others)
+    return are_together and all(number == made[0] for number in made)
 
 
 def _is_finalizer(rank: RankEvidence) -> bool:

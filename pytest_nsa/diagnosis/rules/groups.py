@@ -110,7 +110,8 @@ def _finding(
 
 def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[int, Collective]) -> bool:
     """Return whether all that one of the calls needs are in it."""
-    others = [c for c in waits.values() if c.op != NEW_GROUP]
+    clashing = _of_other_members(evidence)
+    others = [c for c in waits.values() if c.op != NEW_GROUP and c.group not in clashing]
     if any(c.peer != -1 for c in others) or any_can_complete(others, rings(evidence)):
         return True
     n = evidence.job.world_size
@@ -120,6 +121,15 @@ def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[
         if len(members) < n and all(m in making and making[m].note == note for m in members):
             return True
     return False
+
+
+def _of_other_members(evidence: Evidence) -> set[str]:
+    """Return the names that stand for other members on some ranks than on the others: who is in such a call has not met there."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for rank in evidence.ranks:
+        for name, members in rank.groups.items():
+            found.setdefault(name, set()).add(members)
+    return {name for name, kinds in found.items() if len(kinds) > 1}
 
 
 def _members(call: Collective, world_size: int) -> frozenset[int]:

@@ -12,7 +12,7 @@ from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop,
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
+from pytest_nsa.diagnosis.rules.locations import comes_first, parts_of, user_frames, where_they_part, where_ways_part
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
@@ -21,6 +21,7 @@ from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
+from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
@@ -260,11 +261,31 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
         return culprits, "hook_deadlock", f"in a gradient hook, {why}"
     if len(culprits) == len(evidence.ranks):
         return culprits, cause, why
+    waiting = [r for r in evidence.ranks if r.rank not in culprits and (r.stack is not None or awaited(r) is not None)]
+    if (
+        cause == "skipped_collective"
+        and waiting
+        and all(map(_is_in_hook, waiting))
+        and not any(s.is_in_hook for s in stacks)
+    ):
+        cause = "hook_deadlock"
+        why = f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {why}"
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
         return culprits, "data_dependent_branch", f"{who} {path}. {why}"
     return culprits, cause, why
+
+
+def _is_in_hook(rank: RankEvidence) -> bool:
+    """Return whether a rank is in a gradient hook: by its stack, else by the lines that led to its call."""
+    call = awaited(rank)
+    if rank.stack is not None or call is None:
+        return rank.stack is not None and rank.stack.is_in_hook
+    file, _, function = parts_of(call.site)
+    callers = [parts_of(place) for place in call.way[1:]]
+    begins = any(file_name(file) == f and ".backward(" in rank.sources.line(file, line) for f, line, _ in callers)
+    return begins and not {function, *(name for *_, name in callers)} & {"backward", "forward"}
 
 
 def _are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
