@@ -339,6 +339,9 @@ def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collec
     odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves)))
     if len(odd) == 1:
         return odd
+    more = tuple(sorted(r for r in ranks if _has_entered_more(evidence, r, halves[r])))
+    if len(more) == 1:
+        return more
     counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
     if len(counts) > 1 and counts[0][1] > counts[1][1]:
         return (counts[0][0],)
@@ -370,6 +373,13 @@ def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collec
     """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in."""
     mark = next((c for c in reversed(_calls(evidence, rank)) if c.peer == -1), None)
     return mark is not None and _begins_anew(_rounds(evidence, rank, mark), halves[rank])
+
+
+def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether a rank has entered its call's line once more than each of two other ranks or more, each as often."""
+    made = Counter(r.rank for r in evidence.ranks for c in r.collectives if c.peer != -1 and c.site == call.site)
+    others = {number for other, number in made.items() if other != rank}
+    return len(made) > 2 and others == {made[rank] - 1} and not any(map(_has_forgotten, evidence.ranks))
 
 
 def _made_fewer(
