@@ -12,7 +12,8 @@ from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop,
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.locations import comes_first, parts_of, user_frames, where_they_part, where_ways_part
+from pytest_nsa.diagnosis.rules.hooks import is_in_hook, without_hook
+from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
@@ -21,7 +22,6 @@ from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
-from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
@@ -137,7 +137,7 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     # Who takes the groups in another order than so far is known by its own calls.
     departing = _departs_over_groups(evidence, found) if crossed else ()
     apart = departing or (_minority(found) if crossed else ())
-    unhooked = _without_hook(evidence, apart, found)
+    unhooked = without_hook(evidence, apart, found)
     if unhooked is not None and 2 * len(apart) > len(
         found
     ):  # most are in no hook: it is the few who made one call more
@@ -265,7 +265,7 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
     if (
         cause == "skipped_collective"
         and waiting
-        and all(map(_is_in_hook, waiting))
+        and all(map(is_in_hook, waiting))
         and not any(s.is_in_hook for s in stacks)
     ):
         cause = "hook_deadlock"
@@ -275,17 +275,6 @@ def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: s
         who = describe_ranks(culprits, evidence.job.world_size)
         return culprits, "data_dependent_branch", f"{who} {path}. {why}"
     return culprits, cause, why
-
-
-def _is_in_hook(rank: RankEvidence) -> bool:
-    """Return whether a rank is in a gradient hook: by its stack, else by the lines that led to its call."""
-    call = awaited(rank)
-    if rank.stack is not None or call is None:
-        return rank.stack is not None and rank.stack.is_in_hook
-    file, _, function = parts_of(call.site)
-    callers = [parts_of(place) for place in call.way[1:]]
-    begins = any(file_name(file) == f and ".backward(" in rank.sources.line(file, line) for f, line, _ in callers)
-    return begins and not {function, *(name for *_, name in callers)} & {"backward", "forward"}
 
 
 def _are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
@@ -402,16 +391,6 @@ def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
         for a in one
         for b in other
     )
-
-
-def _without_hook(evidence: Evidence, departing: tuple[int, ...], found: dict[int, Collective]) -> Collective | None:
-    """Return the call that all others make in a gradient hook, where the departing ranks are in none: it did not run there."""
-    others = [r for r in found if r not in departing]
-    stacks = {r: evidence.ranks[r].stack for r in found}
-    in_hook = {r for r, stack in stacks.items() if stack is not None and stack.is_in_hook}
-    if not departing or not others or in_hook != set(others):
-        return None
-    return found[others[0]]
 
 
 def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tuple[int, ...]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from heapq import nsmallest
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
+from pytest_nsa.diagnosis.rules.circles import (
+    begins_anew,
+    completed,
+    ends_of_chains,
+    has_forgotten,
+    of_the_circle,
+    rounds_of,
+)
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.order import STOPS, awaited, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import any_can_complete
-from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence
 
 
 def unpaired(evidence: Evidence) -> Finding | None:
@@ -40,7 +47,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
     elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
     if elsewhere is not None:
         return elsewhere
-    ends = _ends(halves, len(evidence.ranks))
+    ends = ends_of_chains(halves, len(evidence.ranks))
     outside = ends - set(halves)
     waiters: dict[int, list[int]] = defaultdict(list)
     for rank, c in halves.items():
@@ -52,7 +59,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return _misdirected(evidence, halves)
     if apart is not None:
         outside &= set(apart.ranks)
-    culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or _of_the_circle(evidence, ends, halves)
+    culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or of_the_circle(evidence, ends, halves)
     more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves)
     if more is not None:
         return more
@@ -161,8 +168,8 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     if len(outside) != 1 or any(c.peer not in outside for c in halves.values()):
         return None
     (receiver,) = outside
-    received = [c for c in _calls(evidence, receiver) if c.op.startswith("recv")]
-    if not received or any(c.peer != ANY for c in received) or any(_has_forgotten(r) for r in evidence.ranks):
+    received = [c for c in completed(evidence, receiver) if c.op.startswith("recv")]
+    if not received or any(c.peer != ANY for c in received) or any(has_forgotten(r) for r in evidence.ranks):
         return None
     sent = {
         r.rank: [c for c in r.collectives if c.op.startswith("send") and c.peer == receiver] for r in evidence.ranks
@@ -190,7 +197,7 @@ def _asked_for_more(evidence: Evidence, halves: dict[int, Collective]) -> Findin
     for rank, call in halves.items():
         calls = [c for c in evidence.ranks[rank].collectives if c.index < call.index]
         ended = (
-            {c.place for c in _calls(evidence, call.peer) if c.peer == -1}
+            {c.place for c in completed(evidence, call.peer) if c.peer == -1}
             if 0 <= call.peer < len(evidence.ranks)
             else ()
         )
@@ -231,12 +238,12 @@ def _unasked(
         if c.peer == end and all(other.place != mark.place for other in evidence.ranks[rank].collectives)
     }
     # It waits at the mark, and so its latest round is whole.
-    own = _rounds(evidence, end, mark)
+    own = rounds_of(evidence, end, mark)
     is_regular = len(set(own)) == 1 and len(own) > 2
     are_few = 2 * len(halves) < len(
         evidence.ranks
     )  # where most ranks do what is new to all, it is the one that does not
-    differ = all(_is_unlike_before(_rounds(evidence, rank, mark), halves[rank], are_few) for rank in before)
+    differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
     return tuple(sorted(before)) if before and is_regular and differ else ()
 
 
@@ -245,18 +252,20 @@ def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collecti
     that it waits for has made the other half as often as the others have, at theirs: a stage that expects a batch more.
     """
     waiters = [rank for rank, c in halves.items() if c.peer in outside]
-    if len(waiters) != 1 or any(_has_forgotten(r) for r in evidence.ranks):
+    if len(waiters) != 1 or any(has_forgotten(r) for r in evidence.ranks):
         return ()
     (waiter,) = waiters
     call = halves[waiter]
     way_out = call.op.startswith("send")
-    answers = [c.site for c in _calls(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out]
+    answers = [
+        c.site for c in completed(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out
+    ]
     if not answers:
         return ()
     numbers = set()
     for site in {call.site, answers[-1]}:
         made = Counter(
-            r.rank for r in evidence.ranks for c in _calls(evidence, r.rank) if c.peer != -1 and c.site == site
+            r.rank for r in evidence.ranks for c in completed(evidence, r.rank) if c.peer != -1 and c.site == site
         )
         if len(made) < 2:
             return ()
@@ -266,31 +275,7 @@ def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collecti
 
 def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:
     """Return whether a rank's whole rounds differ, or none began as the latest one, with the call that it waits in."""
-    return len(set(rounds[:-1])) > 1 or (may_be_new and _begins_anew(rounds, call))
-
-
-def _begins_anew(rounds: list[tuple[tuple[str, str], ...]], call: Collective) -> bool:
-    """Return whether none of a rank's whole rounds began as the latest one, with the call that it waits in."""
-    *whole, latest = rounds or [()]
-    now = (*latest, (call.op, call.site))
-    return bool(whole) and all(found[: len(now)] != now for found in whole)
-
-
-def _rounds(evidence: Evidence, rank: int, mark: Collective) -> list[tuple[tuple[str, str], ...]]:
-    """Return what a rank has called and completed, by operation and line, from each of its calls of the collective ``mark`` to the
-    next; the last one is as long as it has come.
-    """
-    rounds: list[list[tuple[str, str]]] = [[]]
-    for call in _calls(evidence, rank):
-        if (call.group, call.op, call.root) == (mark.group, mark.op, mark.root) and call.peer == -1:
-            rounds.append([])
-        rounds[-1].append((call.op, call.site))
-    return [tuple(found) for found in rounds[1:]]
-
-
-def _has_forgotten(rank: RankEvidence) -> bool:
-    calls = rank.collectives
-    return bool(calls) and calls[0].index > 0
+    return len(set(rounds[:-1])) > 1 or (may_be_new and begins_anew(rounds, call))
 
 
 def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> bool:
@@ -299,117 +284,3 @@ def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> boo
     if other is None or other.peer != rank or other.note != call.note:
         return False
     return {call.op.startswith("send"), other.op.startswith("send")} == {True, False}
-
-
-def _ends(halves: dict[int, Collective], world_size: int) -> set[int]:
-    """Return the ranks at which the chains of ranks that wait for each other end, and those of the circles that they run into."""
-    ends: set[int] = set()
-    seen: set[int] = set()
-    for rank in halves:
-        way: dict[int, int] = {}  # the place of each rank of this chain
-        at = rank
-        while at in halves and at not in seen:
-            seen.add(at)
-            way[at] = len(way)
-            if not 0 <= halves[at].peer < world_size:  # from any rank
-                ends.add(at)
-                break
-            at = halves[at].peer
-        if at not in halves:
-            ends.add(at)
-        elif at in way:
-            ends |= set(list(way)[way[at] :])
-    return ends
-
-
-def _of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at
-    the same line; else the one with an old tag or out of its round; else the one that more ranks wait for than for any other; all
-    of them where there is none.
-    """
-    if _differ_by_tag(
-        ranks, halves
-    ):  # how many calls were made, and who waits for one of the two, tells not which tag is wrong
-        old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
-        return old if len(old) == 1 else tuple(sorted(ranks))
-    for completed in (True, False):
-        fewer = _made_fewer(evidence, ranks, halves, completed=completed)
-        if len(fewer) == 1:
-            return fewer
-    odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves)))
-    if len(odd) == 1:
-        return odd
-    more = tuple(sorted(r for r in ranks if _has_entered_more(evidence, r, halves[r])))
-    if len(more) == 1:
-        return more
-    counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
-    if len(counts) > 1 and counts[0][1] > counts[1][1]:
-        return (counts[0][0],)
-    return tuple(sorted(ranks))
-
-
-def _differ_by_tag(ranks: set[int], halves: dict[int, Collective]) -> bool:
-    """Return whether two ranks are in the two halves of one message, but for the tag."""
-    calls = [halves.get(rank) for rank in sorted(ranks)]
-    if len(calls) != 2 or calls[0] is None or calls[1] is None:
-        return False
-    one, other = calls[0], calls[1]
-    is_pair = {one.peer, other.peer} == ranks and one.op.startswith("send") != other.op.startswith("send")
-    return is_pair and one.note != other.note
-
-
-def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
-    """Return whether a rank and its peer are in the two halves of one message, but for the tag, and the rank has completed a call
-    with its tag before, the peer none with its own.
-    """
-    if not _differ_by_tag({rank, halves[rank].peer}, halves):
-        return False
-    mine, other = halves[rank], halves[halves[rank].peer]
-    used, others = ({(c.op, c.peer, c.note) for c in _calls(evidence, r)} for r in (rank, mine.peer))
-    return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
-
-
-def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
-    """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in."""
-    mark = next((c for c in reversed(_calls(evidence, rank)) if c.peer == -1), None)
-    return mark is not None and _begins_anew(_rounds(evidence, rank, mark), halves[rank])
-
-
-def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
-    """Return whether a rank has entered its call's line once more than each of two other ranks or more, each as often."""
-    made = Counter(r.rank for r in evidence.ranks for c in r.collectives if c.peer != -1 and c.site == call.site)
-    others = {number for other, number in made.items() if other != rank}
-    return len(made) > 2 and others == {made[rank] - 1} and not any(map(_has_forgotten, evidence.ranks))
-
-
-def _made_fewer(
-    evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, completed: bool
-) -> tuple[int, ...]:
-    """Return the ranks that made fewer of the halves which a rank of the circle waits for than all others at that line."""
-    made: dict[str, Counter[int]] = defaultdict(Counter)  # by line, how many calls of each rank
-    for rank in evidence.ranks:
-        for call in rank.collectives:
-            if not (completed and call.is_inside):
-                made[call.site][rank.rank] += 1
-    # Of a line, the two smallest counts tell the smallest of all others' for each rank.
-    fewest = {line: nsmallest(2, counts.values()) for line, counts in made.items()}
-    found = set()
-    for waiter in ranks:
-        peer, sends = halves[waiter].peer, not halves[waiter].op.startswith("send")
-        mine = [
-            c.site
-            for c in (evidence.ranks[peer].collectives if peer in ranks else ())
-            if c.peer == waiter and c.op.startswith("send") == sends and not (completed and c.is_inside)
-        ]
-        if not mine:
-            continue
-        line = mine[-1]
-        of_others = fewest[line][1:] if made[line][peer] == fewest[line][0] else fewest[line][:1]
-        if of_others and mine.count(line) < of_others[0]:
-            found.add(peer)
-    return tuple(sorted(found))
-
-
-def _calls(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
-    """Return what a rank has called and completed."""
-    return tuple(c for c in evidence.ranks[rank].collectives if not c.is_inside)

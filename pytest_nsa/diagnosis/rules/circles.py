@@ -1,0 +1,147 @@
+"""Ranks that wait for each other in a circle of sends and receives: the one whose call is out of the order of the others'."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from heapq import nsmallest
+
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+
+def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
+    """Return the ranks at which the chains of ranks that wait for each other end, and those of the circles that they run into."""
+    ends: set[int] = set()
+    seen: set[int] = set()
+    for rank in halves:
+        way: dict[int, int] = {}  # the place of each rank of this chain
+        at = rank
+        while at in halves and at not in seen:
+            seen.add(at)
+            way[at] = len(way)
+            if not 0 <= halves[at].peer < world_size:  # from any rank
+                ends.add(at)
+                break
+            at = halves[at].peer
+        if at not in halves:
+            ends.add(at)
+        elif at in way:
+            ends |= set(list(way)[way[at] :])
+    return ends
+
+
+def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the one rank of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at
+    the same line; else the one with an old tag or out of its round; else the one that more ranks wait for than for any other; all
+    of them where there is none.
+    """
+    if _differ_by_tag(
+        ranks, halves
+    ):  # how many calls were made, and who waits for one of the two, tells not which tag is wrong
+        old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
+        return old if len(old) == 1 else tuple(sorted(ranks))
+    for completed in (True, False):
+        fewer = _made_fewer(evidence, ranks, halves, completed=completed)
+        if len(fewer) == 1:
+            return fewer
+    odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves)))
+    if len(odd) == 1:
+        return odd
+    more = tuple(sorted(r for r in ranks if _has_entered_more(evidence, r, halves[r])))
+    if len(more) == 1:
+        return more
+    counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
+    if len(counts) > 1 and counts[0][1] > counts[1][1]:
+        return (counts[0][0],)
+    return tuple(sorted(ranks))
+
+
+def _differ_by_tag(ranks: set[int], halves: dict[int, Collective]) -> bool:
+    """Return whether two ranks are in the two halves of one message, but for the tag."""
+    calls = [halves.get(rank) for rank in sorted(ranks)]
+    if len(calls) != 2 or calls[0] is None or calls[1] is None:
+        return False
+    one, other = calls[0], calls[1]
+    is_pair = {one.peer, other.peer} == ranks and one.op.startswith("send") != other.op.startswith("send")
+    return is_pair and one.note != other.note
+
+
+def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether a rank and its peer are in the two halves of one message, but for the tag, and the rank has completed a call
+    with its tag before, the peer none with its own.
+    """
+    if not _differ_by_tag({rank, halves[rank].peer}, halves):
+        return False
+    mine, other = halves[rank], halves[halves[rank].peer]
+    used, others = ({(c.op, c.peer, c.note) for c in completed(evidence, r)} for r in (rank, mine.peer))
+    return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
+
+
+def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in."""
+    mark = next((c for c in reversed(completed(evidence, rank)) if c.peer == -1), None)
+    return mark is not None and begins_anew(rounds_of(evidence, rank, mark), halves[rank])
+
+
+def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether a rank has entered its call's line once more than each of two other ranks or more, each as often."""
+    made = Counter(r.rank for r in evidence.ranks for c in r.collectives if c.peer != -1 and c.site == call.site)
+    others = {number for other, number in made.items() if other != rank}
+    return len(made) > 2 and others == {made[rank] - 1} and not any(map(has_forgotten, evidence.ranks))
+
+
+def _made_fewer(
+    evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, completed: bool
+) -> tuple[int, ...]:
+    """Return the ranks that made fewer of the halves which a rank of the circle waits for than all others at that line."""
+    made: dict[str, Counter[int]] = defaultdict(Counter)  # by line, how many calls of each rank
+    for rank in evidence.ranks:
+        for call in rank.collectives:
+            if not (completed and call.is_inside):
+                made[call.site][rank.rank] += 1
+    # Of a line, the two smallest counts tell the smallest of all others' for each rank.
+    fewest = {line: nsmallest(2, counts.values()) for line, counts in made.items()}
+    found = set()
+    for waiter in ranks:
+        peer, sends = halves[waiter].peer, not halves[waiter].op.startswith("send")
+        mine = [
+            c.site
+            for c in (evidence.ranks[peer].collectives if peer in ranks else ())
+            if c.peer == waiter and c.op.startswith("send") == sends and not (completed and c.is_inside)
+        ]
+        if not mine:
+            continue
+        line = mine[-1]
+        of_others = fewest[line][1:] if made[line][peer] == fewest[line][0] else fewest[line][:1]
+        if of_others and mine.count(line) < of_others[0]:
+            found.add(peer)
+    return tuple(sorted(found))
+
+
+def rounds_of(evidence: Evidence, rank: int, mark: Collective) -> list[tuple[tuple[str, str], ...]]:
+    """Return what a rank has called and completed, by operation and line, from each of its calls of the collective ``mark`` to the
+    next; the last one is as long as it has come.
+    """
+    rounds: list[list[tuple[str, str]]] = [[]]
+    for call in completed(evidence, rank):
+        if (call.group, call.op, call.root) == (mark.group, mark.op, mark.root) and call.peer == -1:
+            rounds.append([])
+        rounds[-1].append((call.op, call.site))
+    return [tuple(found) for found in rounds[1:]]
+
+
+def begins_anew(rounds: list[tuple[tuple[str, str], ...]], call: Collective) -> bool:
+    """Return whether none of a rank's whole rounds began as the latest one, with the call that it waits in."""
+    *whole, latest = rounds or [()]
+    now = (*latest, (call.op, call.site))
+    return bool(whole) and all(found[: len(now)] != now for found in whole)
+
+
+def completed(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
+    """Return what a rank has called and completed."""
+    return tuple(c for c in evidence.ranks[rank].collectives if not c.is_inside)
+
+
+def has_forgotten(rank: RankEvidence) -> bool:
+    calls = rank.collectives
+    return bool(calls) and calls[0].index > 0
