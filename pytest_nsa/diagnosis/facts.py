@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 
 from pytest_nsa.diagnosis.verdict import Fact
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import RaisedException, RankEvidence
 
@@ -154,3 +155,8 @@ def owning_module(rank: RankEvidence) -> str:
         owner = board.parameter.rsplit(".", 1)[0]  # the module that holds the parameter, a Linear as a rule
         return owner.rsplit(".", 1)[0] if owner.count(".") >= 2 else owner
     return board.module
+
+
+def awaited(rank: RankEvidence) -> Collective | None:
+    """Return the call that a rank waits in; None where it is in none."""
+    return rank.board.waits_in if rank.board is not None else None

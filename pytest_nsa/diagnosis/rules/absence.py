@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, is_for_one_rank, skipped
+from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank, skipped
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence

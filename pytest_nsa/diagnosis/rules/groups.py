@@ -6,9 +6,9 @@ import functools
 import re
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.facts import all_facts, awaited
 from pytest_nsa.diagnosis.rules.blame import rings
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, doing
+from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, ranks_of

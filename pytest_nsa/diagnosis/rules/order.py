@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules import source
-from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, swapped, went_ahead
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
-from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP, expected_next
+from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.hooks import is_in_hook, without_hook
+from pytest_nsa.diagnosis.rules.hooks import without_hook
 from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
+from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
-from pytest_nsa.diagnosis.rules.source import are_alternatives, is_in_handler
-from pytest_nsa.diagnosis.rules.threads import raced
+from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
@@ -36,8 +35,8 @@ def departed(evidence: Evidence) -> Finding | None:
     if shift is not None:
         return shift
     blamed = swapped(evidence, entered) or blame(evidence, entered)
-    culprits, cause, why = _explained(evidence, *blamed)
-    why += _ran_out(evidence, culprits, cause)
+    culprits, cause, why = explained(evidence, *blamed)
+    why += ran_out(evidence, culprits, cause)
     facts = tuple(
         Fact(
             rank=r,
@@ -203,7 +202,7 @@ def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | 
     if apart is None or (apart.missed is None and apart.extra is None):
         return None
     who = describe_ranks(apart.ranks, evidence.job.world_size)
-    if apart.missed is not None and _are_behind(evidence, apart.ranks):
+    if apart.missed is not None and are_behind(evidence, apart.ranks):
         return None
     if apart.missed is not None:
         why = f"{who} went on without {apart.missed.describe()}, in which the others wait (call skipped): {shown}"
@@ -215,7 +214,7 @@ def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | 
 def _extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:
     """Report that ``culprits`` entered ``call`` alone."""
     who = describe_ranks(culprits, evidence.job.world_size)
-    culprits, cause, reason = _explained(
+    culprits, cause, reason = explained(
         evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {why}"
     )
     return Finding(
@@ -239,64 +238,6 @@ def of_a_shift(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
-    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
-    if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
-        return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
-    if cause == "extra_collective" and raced(evidence, culprits):
-        return (
-            culprits,
-            "collective_mismatch",
-            f"{why}: in a thread beside the main one, which the others have not made it in yet",
-        )
-    # Who is behind has not come to what its step lacks.
-    odd = None if cause == "extra_collective" and _are_behind(evidence, culprits) else anomaly(evidence)
-    if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
-        who = describe_ranks(odd.ranks, evidence.job.world_size)
-        told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
-        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
-    # Who was aborted may have no stack.
-    stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
-    if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
-        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
-    if len(culprits) == len(evidence.ranks):
-        return culprits, cause, why
-    waiting = [r for r in evidence.ranks if r.rank not in culprits and (r.stack is not None or awaited(r) is not None)]
-    if (
-        cause == "skipped_collective"
-        and waiting
-        and all(map(is_in_hook, waiting))
-        and not any(s.is_in_hook for s in stacks)
-    ):
-        cause = "hook_deadlock"
-        why = f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {why}"
-    path = other_path(evidence, culprits)
-    if path:
-        who = describe_ranks(culprits, evidence.job.world_size)
-        return culprits, "data_dependent_branch", f"{who} {path}. {why}"
-    return culprits, cause, why
-
-
-def _are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
-    """Return whether the culprits are, by the loops' counters, before what each other rank waits in."""
-    found = {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
-    if any(rank not in found for rank in culprits):
-        return False
-    mine = alike(evidence, found, culprits)
-    others = alike(evidence, found, found.keys() - set(culprits))
-    return bool(mine and others) and all(is_before(evidence, a[0], b[0], found) for a in mine for b in others)
-
-
-def _is_in_own_handler(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
-    """Return whether the culprits alone are in an ``except``."""
-    handled = {
-        r.rank
-        for r in evidence.ranks
-        if any(is_in_handler(evidence.sources, frame.describe()) for frame in user_frames(r))
-    }
-    return bool(culprits) and handled == set(culprits)
-
-
 def skipped(
     evidence: Evidence,
     culprits: tuple[int, ...],
@@ -307,8 +248,8 @@ def skipped(
 ) -> Finding:
     """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
     left = origin_of(evidence, culprits, missed)
-    culprits, cause, reason = _explained(evidence, culprits, "skipped_collective", reason + left.since)
-    reason += _ran_out(evidence, culprits, cause)
+    culprits, cause, reason = explained(evidence, culprits, "skipped_collective", reason + left.since)
+    reason += ran_out(evidence, culprits, cause)
     return Finding(
         cause=cause,
         ranks=culprits,
@@ -319,15 +260,6 @@ def skipped(
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )
-
-
-def _ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
-    """Return that the culprits' data loaders came to their end and the others' did not, where they did; else ''."""
-    ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
-    others = [n for rank, n in ended.items() if rank not in culprits]
-    if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
-        return ""
-    return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
 
 
 def _ahead_in_unseen_wait(
@@ -344,10 +276,6 @@ def _ahead_in_unseen_wait(
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on to the next step without {missed.describe()}, in which the others wait (call skipped)"
     return skipped(evidence, ahead, missed, why, confidence=0.7, certain=False)
-
-
-def awaited(rank: RankEvidence) -> Collective | None:
-    return rank.board.waits_in if rank.board is not None else None
 
 
 def doing(rank: RankEvidence) -> str:

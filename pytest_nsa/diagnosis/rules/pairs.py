@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import (
     begins_anew,
@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.rules.circles import (
     rounds_of,
 )
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.order import STOPS, awaited, doing, of_a_shift, of_rounds
+from pytest_nsa.diagnosis.rules.order import STOPS, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective

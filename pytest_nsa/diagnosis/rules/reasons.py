@@ -1,0 +1,81 @@
+"""Why ranks left the others' order, by what is known beyond their calls: steps, ways through the model, hooks, threads, loaders."""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.facts import awaited
+from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
+from pytest_nsa.diagnosis.rules.counters import alike, is_before
+from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP
+from pytest_nsa.diagnosis.rules.hooks import is_in_hook
+from pytest_nsa.diagnosis.rules.locations import user_frames
+from pytest_nsa.diagnosis.rules.source import is_in_handler
+from pytest_nsa.diagnosis.rules.threads import raced
+from pytest_nsa.diagnosis.verdict import describe_ranks
+from pytest_nsa.evidence.values import Evidence
+
+
+def explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
+    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
+    if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
+        return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
+    if cause == "extra_collective" and raced(evidence, culprits):
+        return (
+            culprits,
+            "collective_mismatch",
+            f"{why}: in a thread beside the main one, which the others have not made it in yet",
+        )
+    # Who is behind has not come to what its step lacks.
+    odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
+    if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
+        who = describe_ranks(odd.ranks, evidence.job.world_size)
+        told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
+        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
+    # Who was aborted may have no stack.
+    stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
+    if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
+        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
+    if len(culprits) == len(evidence.ranks):
+        return culprits, cause, why
+    waiting = [r for r in evidence.ranks if r.rank not in culprits and (r.stack is not None or awaited(r) is not None)]
+    if (
+        cause == "skipped_collective"
+        and waiting
+        and all(map(is_in_hook, waiting))
+        and not any(s.is_in_hook for s in stacks)
+    ):
+        cause = "hook_deadlock"
+        why = f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {why}"
+    path = other_path(evidence, culprits)
+    if path:
+        who = describe_ranks(culprits, evidence.job.world_size)
+        return culprits, "data_dependent_branch", f"{who} {path}. {why}"
+    return culprits, cause, why
+
+
+def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
+    """Return whether the culprits are, by the loops' counters, before what each other rank waits in."""
+    found = {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
+    if any(rank not in found for rank in culprits):
+        return False
+    mine = alike(evidence, found, culprits)
+    others = alike(evidence, found, found.keys() - set(culprits))
+    return bool(mine and others) and all(is_before(evidence, a[0], b[0], found) for a in mine for b in others)
+
+
+def _is_in_own_handler(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
+    """Return whether the culprits alone are in an ``except``."""
+    handled = {
+        r.rank
+        for r in evidence.ranks
+        if any(is_in_handler(evidence.sources, frame.describe()) for frame in user_frames(r))
+    }
+    return bool(culprits) and handled == set(culprits)
+
+
+def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
+    """Return that the culprits' data loaders came to their end and the others' did not, where they did; else ''."""
+    ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
+    others = [n for rank, n in ended.items() if rank not in culprits]
+    if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
+        return ""
+    return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"

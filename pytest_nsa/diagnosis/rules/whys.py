@@ -1,0 +1,339 @@
+"""What a rank is blocked in, by its own evidence alone: a rule per kind of evidence, the surest first."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.facts import user_frame
+from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
+from pytest_nsa.diagnosis.rules.keys import waits_for
+from pytest_nsa.diagnosis.rules.locations import parts_of
+from pytest_nsa.diagnosis.rules.source import calls_nothing, is_in_while, loops_around
+from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
+from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
+
+FAULTS = 1000  # per second: a process that gets new memory is in the kernel as well
+IN_KERNEL = 0.15  # of the time on the processor: a loop that polls a file or a socket is often there
+MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
+GIL_WAIT_STARVED_MS = 4.5
+GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
+_LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
+_LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
+_COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
+_IO = re.compile(
+    r"\.recv\w*\(|\.send(all|msg|to|file)?\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
+    r"|\bselect\((?!\[\], \[\], \[\])|\.poll\(|\.eventfd_read\(|\.sigwait(info)?\("
+)
+_FILE_LOCKS = ("/file_baton.py", "/filelock/", "/portalocker/", "/fasteners/")
+_IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
+_IO_WAITS = (
+    "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
+    "sock_alloc_send", "sk_stream_wait_memory", "flock", "posix_lock", "io_schedule", "folio_wait", "do_wait_intr",
+    "eventfd", "signalfd", "timerfd", "inotify_read", "do_msgrcv", "do_msgsnd", "mq_timed", "wq_sleep", "n_tty_read",
+    "sigtimedwait",
+)  # fmt: skip
+_CHILD_FILES = ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/popen_spawn_posix.py")
+_POOL_FILES = ("/multiprocessing/pool.py", "/concurrent/futures/process.py")
+_LOADER = "torch/utils/data/dataloader.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A cause, what the rank does in words, how sure that is, the line where that is known better than by its stack, and the
+    ranks that hold what it waits for.
+    """
+
+    cause: str
+    says: str
+    confidence: float
+    where: str = ""
+    holders: tuple[int, ...] = ()
+
+
+def why_of(rank: RankEvidence) -> Why | None:
+    """Return why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest
+    first.
+    """
+    rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
+        _stopped, _compiling, _importing,
+        _loader, _child, _pool, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
+        _asyncio, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
+    )  # fmt: skip
+    return next((why for rule in rules if (why := rule(rank)) is not None), None)
+
+
+def _files(rank: RankEvidence) -> list[str]:
+    return [f.file for f in rank.stack.frames] if rank.stack is not None else []
+
+
+def _library_files(rank: RankEvidence) -> list[str]:
+    """Return those of the frames that the user's innermost line has called, innermost first."""
+    return [frame.file for frame in _library_frames(rank)]
+
+
+def _library_frames(rank: RankEvidence) -> list[Frame]:
+    frames = rank.stack.frames if rank.stack is not None else ()
+    return list(itertools.takewhile(lambda frame: not frame.is_user, frames))
+
+
+def _source(rank: RankEvidence) -> str:
+    frame = user_frame(rank)
+    return rank.sources.line(frame.file, frame.line) if frame is not None else ""
+
+
+def _wchan(rank: RankEvidence) -> str:
+    return str(rank.process.get("wchan", ""))
+
+
+def _stopped(rank: RankEvidence) -> Why | None:
+    state = rank.process.get("state", "?")
+    return (
+        Why("rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95) if state in ("T", "t") else None
+    )
+
+
+def _compiling(rank: RankEvidence) -> Why | None:
+    in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
+    # A compiled function's own frames run below dynamo's evaluation of it, and are not a compile.
+    running = (
+        any(f.function in ("_fn", "compile_wrapper") for f in rank.stack.frames) if rank.stack is not None else False
+    )
+    compiling = any(
+        part in file
+        for file in _files(rank)
+        for part in ("convert_frame.py", "/_inductor/", "output_graph.py", "/triton/compiler")
+    )
+    if not in_compiler or not (compiling or not running):
+        return None
+    imports = any(file.startswith("<frozen importlib") for file in _library_files(rank))
+    return Why("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
+
+
+def _importing(rank: RankEvidence) -> Why | None:
+    """Find that it imports a module, which reads files and runs their code."""
+    frames = _library_frames(rank)
+    if not any(f.file.startswith("<frozen importlib") for f in frames):
+        return None
+    module = next((f.file for f in frames if f.function == "<module>"), "a module")
+    works = computes(rank.process) or rank.process.get("state") == "D"
+    return Why("slow", f"imports {module}", 0.8) if works else None
+
+
+def _loader(rank: RankEvidence) -> Why | None:
+    if not any(_LOADER in file for file in _library_files(rank)):
+        return None
+    for stacks in rank.children_threads:
+        main = next((t for t in stacks if t.is_main), None)
+        if main is not None and main.user_frame is not None:
+            where = main.user_frame.describe()
+            return Why("dataloader_stuck", f"waits for its data loader, whose worker is blocked at {where}", 0.9, where)
+    return Why("dataloader_stuck", "waits for its data loader", 0.85)
+
+
+def _child(rank: RankEvidence) -> Why | None:
+    if not any(file.endswith(_CHILD_FILES) for file in _library_files(rank)) and _wchan(rank) != "do_wait":
+        return None
+    commands = ", ".join(rank.process.get("children", ())) or "unknown"
+    return Why("child_process", f"waits for a child process: {commands}", 0.85)
+
+
+def _pool(rank: RankEvidence) -> Why | None:
+    """Find that it waits for what a pool of processes is to return."""
+    number = len(rank.process.get("children", ()))
+    if not number or not any(file.endswith(_POOL_FILES) for file in _library_files(rank)):
+        return None
+    return Why("child_process", f"waits for a result of its pool, of {number} processes", 0.8)
+
+
+def _device(rank: RankEvidence) -> Why | None:
+    says = waits_for_its_device(rank)
+    return Why("device_busy", says, 0.85) if says else None
+
+
+def _gil_held(rank: RankEvidence) -> Why | None:
+    silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
+    if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved: its heartbeat is too
+        return None
+    return Why("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
+
+
+def _symbol(rank: RankEvidence) -> str:
+    return f" ({rank.native_symbol})" if rank.native_symbol else ""
+
+
+def _busy(rank: RankEvidence) -> Why | None:
+    return _what_computes(rank) if computes(rank.process) else None
+
+
+def _starved(rank: RankEvidence) -> Why | None:
+    """Find that it computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
+    share = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
+    return _what_computes(rank) if share >= STARVED else None
+
+
+def _what_computes(rank: RankEvidence) -> Why:
+    stack, frame = rank.stack, user_frame(rank)
+    n = rank.board.numbers if rank.board is not None else {}
+    # On a busy machine its heartbeat is late for want of a core, too.
+    limit = GIL_WAIT_MS if rank.process.get("cpu_share", 0.0) >= BUSY else GIL_WAIT_STARVED_MS
+    fights = rank.process.get("gil_wait_ms", 0.0) > limit
+    looks, moves = n.get("still_looks", 0.0), n.get("still_moves", 0.0)
+    # One that stays at an instruction runs no Python: on a busy machine its heartbeat is late for want of a core.
+    in_python = moves > MOVES * looks or (fights and not (looks >= STILL_LOOKS and moves <= 1))
+    # A loop that polls the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
+    in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
+    if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
+        return Why("infinite_loop", "polls without a pause for what does not arrive", 0.8)
+    if (
+        stack is not None
+        and frame is not None
+        and stack.frames[0] == frame
+        and calls_nothing(rank.sources, frame.describe())
+    ):
+        in_python = True
+    if (
+        not looks and stack is not None and frame is not None
+    ):  # only the stack can show it; a tracer's frame does not count
+        in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
+    # What a `while` calls again and again is native, and returns: the loop is what does not end.
+    if moves > 1 and frame is not None and looks >= STILL_LOOKS and is_in_while(rank.sources, frame.describe()):
+        in_python = True
+    if in_python:
+        recursion = _recursion(rank)
+        if recursion:
+            return Why("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
+        if _is_in_for_loops(rank):
+            return Why("slow", "computes in a for loop that has not come to its end", 0.6)
+        return Why("infinite_loop", "runs in Python without making progress", 0.8)
+    return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
+
+
+def _recursion(rank: RankEvidence) -> str:
+    """Return where a function was called that calls itself, three times deep and more; '' where there is none."""
+    frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
+    if not frames:
+        return ""
+    inner = (frames[0].file, frames[0].function)
+    depth = [i for i, f in enumerate(frames) if (f.file, f.function) == inner]
+    return frames[depth[-1] + 1].describe() if len(depth) > 2 and depth[-1] + 1 < len(frames) else ""
+
+
+def _is_in_for_loops(rank: RankEvidence) -> bool:
+    """Return whether the innermost function that has a loop around the rank's line has ``for`` loops alone: they end."""
+    frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
+    kinds = next((k for f in frames[:3] if (k := loops_around(rank.sources, f.describe()))), ())
+    return bool(kinds) and all(kind == "for" for kind in kinds)
+
+
+def _sleeping(rank: RankEvidence) -> Why | None:
+    return Why("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
+
+
+def _io(rank: RankEvidence) -> Why | None:
+    wchan = _wchan(rank)
+    if rank.process.get("state") != "D" and not any(part in wchan for part in _IO_WAITS):
+        return None
+    return Why("io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8)
+
+
+def _io_by_source(rank: RankEvidence) -> Why | None:
+    files = _library_files(rank)
+    by_file = any(file.endswith(_IO_FILES) for file in files[:4])
+    return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+
+
+def _asyncio(rank: RankEvidence) -> Why | None:
+    """Find that its asyncio loop has nothing to do: by what may wake it, timers and files, what its tasks wait for."""
+    files, loop = _library_files(rank), rank.loop
+    if not any("/asyncio/" in file for file in files):
+        return None
+    if loop is None:
+        return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
+    where = loop.tasks[0] if loop.tasks else ""
+    if loop.files:
+        return Why("io_stuck", "waits in asyncio's loop for a socket or a pipe that has nothing", 0.7, where)
+    frame = parts_of(where)
+    if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
+        return Why("sleeping", "sleeps in asyncio's loop", 0.7, where)
+    limit = "" if loop.timers else ", timer or file"
+    return Why("lock_deadlock", f"waits in asyncio's loop for what no task{limit} is to complete", 0.8, where)
+
+
+def _store(rank: RankEvidence) -> Why | None:
+    return Why("io_stuck", waits_for(rank), 0.6) if rank.waits_for_a_key else None
+
+
+def _meets(rank: RankEvidence) -> Why | None:
+    about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
+    return (
+        Why("init_timeout", "tries to reach the host where the ranks of a group meet, or waits for them there", 0.6)
+        if about
+        else None
+    )
+
+
+def _file_lock(rank: RankEvidence) -> Why | None:
+    """Find that it waits in the kernel for a lock on a file."""
+    path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
+    if not path:
+        return None
+    held = f", which rank {holders[0]} holds" if holders else ""
+    return Why("lock_deadlock", f"waits for a lock on {path}{held}", 0.9, holders=holders)
+
+
+def _polled_file(rank: RankEvidence) -> Why | None:
+    """Find that it sleeps, in Python or in a library, with a file open that another rank holds a lock on: it polls for it."""
+    path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
+    if not path or not _sleeps(rank):
+        return None
+    return Why("lock_deadlock", f"polls for a lock on {path}, which rank {holders[0]} holds", 0.85, holders=holders)
+
+
+def _sleeps(rank: RankEvidence) -> bool:
+    in_kernel = any(word in _wchan(rank) for word in ("nanosleep", "pause", "sigsuspend"))
+    return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
+
+
+def _polled_lock(rank: RankEvidence) -> Why | None:
+    """Find that it sleeps between attempts to take a lock on a file: a library's, or torch's for compiling extensions."""
+    frame = next((f for f in _library_frames(rank) if any(part in f.file for part in _FILE_LOCKS)), None)
+    if frame is None:
+        return None
+    return Why("lock_deadlock", f"polls a lock on a file ({frame.describe()}) that is not released", 0.85)
+
+
+def _lock_by_frame(rank: RankEvidence) -> Why | None:
+    """Find that its innermost frame takes a lock, in whatever file: a logging handler's, a library's own."""
+    frames = _library_frames(rank)
+    if not frames or frames[0].function not in ("acquire", "_acquire_restore", "_wait_for_tstate_lock"):
+        return None
+    return Why("lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9)
+
+
+def _in_hook(rank: RankEvidence) -> str:
+    return ", in a gradient hook" if rank.stack is not None and rank.stack.is_in_hook else ""
+
+
+def _lock(rank: RankEvidence) -> Why | None:
+    if any(part in file for file in _library_files(rank)[:3] for part in _IO_FILES):
+        return None
+    by_file = any(part in file for file in _library_files(rank)[:1] for part in _LOCK_FILES)
+    source = bool(_LOCK.search(_source(rank)))
+    stack, frame = rank.stack, user_frame(rank)
+    by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
+    if not (by_file or source or by_wait):
+        return None
+    return Why(
+        "lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9 if by_file or source else 0.7
+    )
+
+
+def _backward(rank: RankEvidence) -> Why | None:
+    board = rank.board
+    if board is None or board.phase != "backward" or board.numbers["gradients"]:
+        return None
+    return Why("backward_deadlock", "is blocked in backward before any gradient", 0.6)
