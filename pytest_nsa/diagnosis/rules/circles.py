@@ -39,7 +39,8 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
         ranks, halves
     ):  # how many calls were made, and who waits for one of the two, tells not which tag is wrong
         old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
-        return old if len(old) == 1 else tuple(sorted(ranks))
+        odd = tuple(r for r in ranks if _has_another_tag_than_others(evidence, r, halves[r]))
+        return old if len(old) == 1 else odd if len(odd) == 1 else tuple(sorted(ranks))
     for completed in (True, False):
         fewer = _made_fewer(evidence, ranks, halves, completed=completed)
         if len(fewer) == 1:
@@ -75,6 +76,16 @@ def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]
     mine, other = halves[rank], halves[halves[rank].peer]
     used, others = ({(c.op, c.peer, c.note) for c in completed(evidence, r)} for r in (rank, mine.peer))
     return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
+
+
+def _has_another_tag_than_others(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether the other ranks that have come to a call's line as often all had one tag there, another than it has."""
+    if any(map(has_forgotten, evidence.ranks)):
+        return False
+    at_line = {r.rank: [c for c in r.collectives if c.peer != -1 and c.site == call.site] for r in evidence.ranks}
+    place = len(at_line[rank]) - 1
+    tags = {calls[place].note for other, calls in at_line.items() if other != rank and len(calls) > place}
+    return len(tags) == 1 and call.note not in tags
 
 
 def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:

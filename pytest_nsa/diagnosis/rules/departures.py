@@ -217,7 +217,10 @@ class Departure:
             return True
         is_usual = self.parted.by_one_name or not self.before or not is_new_call(self.before, self.other)
         is_new = bool(fork) and self.is_new and is_usual
-        return is_new and is_here(sources, fork) and not calls_each_of_some(sources, fork)
+        is_first = self.parted.by_one_name and is_new_call(
+            self.before, self.other
+        )  # the first visit of both: no round tells more
+        return is_new and is_here(sources, fork) and (is_first or not calls_each_of_some(sources, fork))
 
     @property
     def are_alike(self) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited
 from pytest_nsa.diagnosis.rules.blame import rings
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
@@ -23,9 +24,11 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     torch numbers groups as a rank makes them, and members meet under that number: what some ranks make alone moves the number
     of every later group of theirs.
     """
-    if evidence.stop not in STOPS or not evidence.was_stalled:
+    if evidence.stop not in (*STOPS, "failed") or not evidence.was_stalled:
         return None
-    alive = [r for r in evidence.ranks if not r.finished]
+    if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+        return None
+    alive = [r for r in evidence.ranks if not r.finished and not r.exceptions]
     making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
