@@ -249,13 +249,16 @@ def _unasked(
 
 def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
     """Return the one rank that is in its half once more than it and the others have completed theirs at that line, where the rank
-    that it waits for has made the other half as often as the others have, at theirs: a stage that expects a batch more.
+    that it waits for has made the other half as often as the others have, at theirs: a stage that expects a batch more. Or that
+    waits where all pairs of ranks have sent each other as many.
     """
     waiters = [rank for rank, c in halves.items() if c.peer in outside]
     if len(waiters) != 1 or any(has_forgotten(r) for r in evidence.ranks):
         return ()
     (waiter,) = waiters
     call = halves[waiter]
+    if _is_balanced(evidence):
+        return (waiter,)
     way_out = call.op.startswith("send")
     answers = [
         c.site for c in completed(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out
@@ -271,6 +274,15 @@ def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collecti
             return ()
         numbers |= set(made.values())
     return (waiter,) if len(numbers) == 1 else ()
+
+
+def _is_balanced(evidence: Evidence) -> bool:
+    """Return whether two pairs of ranks or more have sent to each other, each as often, one way and the other."""
+    sent = Counter(
+        (r.rank, c.peer) for r in evidence.ranks for c in completed(evidence, r.rank) if c.op.startswith("send")
+    )
+    numbers = {(number, sent[peer, rank]) for (rank, peer), number in sent.items()}
+    return len(sent) > 3 and len(numbers) == 1 and all(one == other for one, other in numbers)
 
 
 def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:

@@ -223,9 +223,11 @@ def _recursion(rank: RankEvidence) -> str:
 
 
 def _is_in_for_loops(rank: RankEvidence) -> bool:
-    """Return whether the innermost function that has a loop around the rank's line has ``for`` loops alone: they end."""
+    """Return whether the innermost functions have ``for`` loops alone around the rank's line: they end. One that a ``while`` begins
+    again and again may have ended often.
+    """
     frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
-    kinds = next((k for f in frames[:3] if (k := loops_around(rank.sources, f.describe()))), ())
+    kinds = [kind for f in frames[:3] for kind in loops_around(rank.sources, f.describe())]
     return bool(kinds) and all(kind == "for" for kind in kinds)
 
 
