@@ -177,3 +177,12 @@ def test_a_dump_that_was_cut_off_before_the_main_thread_is_replaced_by_the_rank_
     stack = load(folder).ranks[1].stack
     assert stack is not None
     assert stack.frames[0].describe() == "/home/me/t.py:9 in wait"
+
+
+@pytest.mark.parametrize("handles", [7, {"says": 7, "at": "", "in": ""}, {"says": "KeyError: x"}, ["x"]])
+def test_what_a_stranger_wrote_of_an_exception_is_passed_over(tmp_path: Path, handles: object) -> None:
+    folder = make_folder(tmp_path / "t")
+    stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stood_still_s": 5.0, "moved": False}
+    (folder / "host.jsonl").write_text(json.dumps(stop) + "\n")
+    (folder / "rank1" / "standing.json").write_text(json.dumps({"time": 99.0, "handles": handles, "asyncio": {}}))
+    assert load(folder).ranks[1].handles is None

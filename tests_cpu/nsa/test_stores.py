@@ -100,3 +100,17 @@ def test_a_new_test_begins_without_a_key(recorded: Recorded) -> None:
     assert recorded.now().key == "of the test before"
     recorded.store.get("done")
     assert recorded.now().key == "of the test before"
+
+
+def test_a_line_that_sets_keys_is_told_once(recorded: Recorded) -> None:
+    class Store:
+        def set(self, key: str, value: str) -> None: ...
+
+    told: list[tuple[str, str]] = []
+    recorded.recorder.on_set = lambda key, site: told.append((key, site))
+    recorded.recorder.wrap_set(Store, "set")
+    for number in range(3):
+        Store().set(f"part/{number}", "1")
+    Store().set("whole", "1")
+    assert [key for key, _ in told] == ["part/0", "whole"]
+    assert all(site.startswith(f"{__file__}:") for _, site in told)
