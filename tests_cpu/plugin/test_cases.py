@@ -63,7 +63,7 @@ def test_a_unittest_case_runs_on_ranks_with_all_that_belongs_to_it(pytester: pyt
     failed = {name.partition("::")[2]: v for name, v in result.verdicts.items() if v.failed}
     assert (failed["test_fails_on_rank_1"].cause, failed["test_fails_on_rank_1"].ranks) == ("assertion", (1,))
     assert "rank 1 is wrong" in failed["test_fails_on_rank_1"].reason
-    assert (failed["test_hangs"].cause, failed["test_hangs"].ranks) == ("skipped_collective", (1,))
+    assert (failed["test_hangs"].cause, failed["test_hangs"].ranks) == ("extra_collective", (0,))
     assert "Unexpected success" in failed["test_unexpected"].reason
 
 
@@ -110,7 +110,7 @@ def test_ranks_may_make_their_own_group(pytester: pytest.Pytester, launch: str) 
     result = run_example(pytester, GROUP, f"--ranks-launch={launch}")
     assert result.outcomes == {"passed": 2, "errors": 1, "failed": 1}
     assert "world_size(..., group=None) makes none: take one of the two out" in result.stdout
-    assert (result.verdicts["test_hangs"].cause, result.verdicts["test_hangs"].ranks) == ("skipped_collective", (1,))
+    assert (result.verdicts["test_hangs"].cause, result.verdicts["test_hangs"].ranks) == ("extra_collective", (0,))
 
 
 def test_a_test_that_another_plugin_would_run_in_one_process_is_an_error(pytester: pytest.Pytester) -> None:

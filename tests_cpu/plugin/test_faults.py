@@ -219,7 +219,7 @@ EXPECTED = {
     "test_exits": ("FAIL", "rank_exited", (1,)),
     "test_raises": ("FAIL", "rank_exception", (1,)),
     "test_skips_collective": ("HANG", "skipped_collective", (2,)),
-    "test_left_alone": ("FAIL", "skipped_collective", (1,)),
+    "test_left_alone": ("FAIL", "extra_collective", (0,)),
     "test_loop_without_steps": ("HANG", "skipped_collective", (1,)),
     "test_raises_before_a_barrier_in_teardown": ("FAIL", "rank_exception", (1,)),
     "test_wraps_the_lost_connection": ("CRASH", "rank_died", (1,)),

@@ -166,7 +166,7 @@ def test_after(group): dist.barrier()
     result = run_example(pytester, source)
     assert result.outcomes == {"passed": 2, "failed": 1}
     stalled = result.verdicts["test_stalls"]
-    assert (stalled.cause, stalled.ranks) == ("skipped_collective", (1,))
+    assert (stalled.cause, stalled.ranks) == ("extra_collective", (0,))
 
 
 def test_shared_ranks_take_each_test_s_own_host_values(pytester: pytest.Pytester) -> None:

@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.rules.source import (
     calls_each_of_some,
     have_a_common_loop,
     is_here,
+    is_in_order_of_values,
     is_past_the_loop,
     loops_of,
 )
@@ -220,6 +221,8 @@ class Departure:
         is_first = self.parted.by_one_name and is_new_call(
             self.before, self.other
         )  # the first visit of both: no round tells more
+        if fork and is_in_order_of_values(sources, fork):
+            return True
         return is_new and is_here(sources, fork) and (is_first or not calls_each_of_some(sources, fork))
 
     @property

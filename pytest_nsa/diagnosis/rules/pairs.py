@@ -57,6 +57,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
         _has_made_its_half(evidence, end, waiters[end], halves) for end in outside
     ):  # fmt: skip
         return _misdirected(evidence, halves)
+    if outside and _belong_to_each_other(evidence, outside, halves):
+        return _misdirected(evidence, halves)
     if apart is not None:
         outside &= set(apart.ranks)
     culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or of_the_circle(evidence, ends, halves)
@@ -118,6 +120,21 @@ def _has_made_its_half(evidence: Evidence, rank: int, waiters: list[int], halves
         if mine[way_out, call.site] < tried or other_halves < tried:
             return False
     return True
+
+
+def _belong_to_each_other(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> bool:
+    """Return whether those that wait are in both halves of an exchange whose two halves the ranks that they wait for have made
+    with each other alone, and never with them: a pair that takes another pair's numbers for its own.
+    """
+    waiting = {(c.op.startswith("send"), c.site) for c in halves.values()}
+    if len(waiting) != 2 or {sends for sends, _ in waiting} != {True, False}:
+        return False
+    if any(c.peer not in outside for c in halves.values()):
+        return False
+    made = [(r, c) for r in outside for c in completed(evidence, r) if (c.op.startswith("send"), c.site) in waiting]
+    sent = Counter((r, c.peer) for r, c in made if c.op.startswith("send"))
+    received = Counter((c.peer, r) for r, c in made if not c.op.startswith("send"))
+    return bool(sent) and sent == received
 
 
 def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> set[int]:

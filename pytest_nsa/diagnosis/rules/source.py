@@ -12,6 +12,7 @@ from pytest_nsa.evidence.source import LOCATION, Sources
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Match)
 _BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_BY_VALUE = ("sorted", "set", "frozenset", "argsort", "shuffle", "sample", "listdir", "glob", "iterdir", "scandir")
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
 
 
@@ -249,6 +250,15 @@ def calls_each_of_some(sources: Sources, place: str) -> bool:
     taken = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     calls = [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.Call)]
     return any(isinstance(n, ast.Name) and n.id in taken for call in calls for n in ast.walk(call.func))
+
+
+def is_in_order_of_values(sources: Sources, place: str) -> bool:
+    """Return whether the innermost loop of a line goes through what is sorted, or has no order: `for name in sorted(metrics)`."""
+    loops: list[ast.For | ast.comprehension] = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.For)]
+    found = sources.around(place)
+    loops += [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
+    calls = [node for node in ast.walk(loops[-1].iter) if isinstance(node, ast.Call)] if loops else []
+    return any(_called_name(call) in _BY_VALUE for call in calls) or bool(loops and isinstance(loops[-1].iter, ast.Set))
 
 
 def is_for_one_rank(sources: Sources, place: str) -> bool:
