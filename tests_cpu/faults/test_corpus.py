@@ -26,6 +26,7 @@ MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training",
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
     "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
+    "exchanges",
 )  # fmt: skip
 
 
