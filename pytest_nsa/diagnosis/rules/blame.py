@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pytest_nsa.diagnosis.rules.counters import lead
+from pytest_nsa.diagnosis.rules.counters import are_in_one_round, lead
 from pytest_nsa.diagnosis.rules.departures import (
     Departure,
     expected_next,
@@ -62,7 +62,9 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
     calls = _made_by_both(evidence, culprits[0], mine, another, other)
     ahead = lead(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[another])
-    cause, why = kind_of(_before(evidence, culprits[0], mine), calls, mine, other, parted, ahead)
+    together = are_in_one_round(evidence.ranks[culprits[0]], evidence.ranks[another])
+    before = _before(evidence, culprits[0], mine)
+    cause, why = kind_of(before, calls, mine, other, parted, ahead, in_one_round=together)
     earlier = (
         first_apart(evidence, culprits, other) if cause == "collective_mismatch" and is_same_line(mine, other) else None
     )

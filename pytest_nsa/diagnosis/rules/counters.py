@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterable, Mapping
 
 from pytest_nsa.diagnosis.rules.locations import main_thread_that_joins, where_they_part
@@ -51,6 +52,17 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
             return None
     # A trainer's loop, say, that has called a callback on one of them: its rounds are not counted.
     return None if calls_package or other_calls_package else 0
+
+
+def are_in_one_round(one: RankEvidence, other: RankEvidence) -> bool:
+    """Return whether the counters of the outer loops that both ranks are in, as far as they are at the same lines, are equal, and
+    there are some: neither rank is in a round that the other has not come to.
+    """
+    shared = list(
+        itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], zip(one.counters, other.counters, strict=False))
+    )
+    outer = shared[:-1]  # the last line has called two functions: its own loop may have gone on
+    return any(mine for (_, mine), _ in outer) and all(mine == theirs for (_, mine), (_, theirs) in outer)
 
 
 def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Collective]) -> bool:

@@ -50,7 +50,7 @@ class Departure:
 
     ``calls`` are those of all groups, sends and receives too, up to the latest that the others have made as well; ``parted``: their
     locations in the function in which they diverge; ``lead``: whether the rank is in a later round than the others of the loops
-    that both are in (`counters.lead`).
+    that both are in (`counters.lead`); ``in_one_round``: they are in the same ones, but for the innermost.
     """
 
     before: list[Collective]
@@ -59,6 +59,7 @@ class Departure:
     other: Collective
     parted: Parting
     lead: int | None = None
+    in_one_round: bool = False
 
     @property
     def is_in_a_later_round(self) -> bool:
@@ -223,6 +224,10 @@ class Departure:
         )  # the first visit of both: no round tells more
         if fork and is_in_order_of_values(sources, fork):
             return True
+        if (
+            self.parted.by_one_name and self.in_one_round and not self.is_new
+        ):  # another of the same round's, not the next one's
+            return True
         return is_new and is_here(sources, fork) and (is_first or not calls_each_of_some(sources, fork))
 
     @property
@@ -369,7 +374,9 @@ def kind_of(
     other: Collective,
     parted: Parting,
     lead: int | None = None,
+    *,
+    in_one_round: bool = False,
 ) -> tuple[str, str]:
     """Return (cause, why) of ``mine`` in place of ``other``; see `Departure`."""
-    departure = Departure(before, calls, mine, other, parted, lead)
+    departure = Departure(before, calls, mine, other, parted, lead, in_one_round)
     return next((cause, why) for holds, cause, why in KINDS if holds(departure))

@@ -126,11 +126,13 @@ def _fork(sources: Sources, mine: list[Frame], others: list[Frame]) -> tuple[str
     where they do not part so.
     """
     depth = next((i for i, (a, b) in enumerate(zip(mine, others, strict=False)) if a != b), 0)
-    if not depth or not (mine[depth - 1].is_user and mine[depth].is_user and others[depth].is_user):
+    # A call by functools (singledispatch, partial) is the line's own.
+    caller = next((f for f in mine[:depth][::-1] if not f.file.endswith("/functools.py")), None)
+    if caller is None or not (caller.is_user and mine[depth].is_user and others[depth].is_user):
         return "", False
     if are_of_one_function(sources, mine[depth].describe(), others[depth].describe()):
         return "", False
-    return mine[depth - 1].describe(), mine[depth].function == others[depth].function
+    return caller.describe(), mine[depth].function == others[depth].function
 
 
 def _is_called_first(sources: Sources, mine: list[Frame], others: list[Frame], common: int) -> bool | None:
