@@ -205,7 +205,7 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="Python code runs, and nothing gets on.",
         advice="give the loop a condition that ends it; the stack names its line",
-        rules=("stalls.blocked",),
+        rules=("stalls.blocked", "speed.straggler"),
         at_work=True,
     ),
     Cause(

@@ -274,7 +274,7 @@ def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collecti
         return ()
     (waiter,) = waiters
     call = halves[waiter]
-    if _is_balanced(evidence):
+    if _is_balanced(evidence) or _took_it_from_any(evidence, waiter, call):
         return (waiter,)
     way_out = call.op.startswith("send")
     answers = [
@@ -291,6 +291,22 @@ def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collecti
             return ()
         numbers |= set(made.values())
     return (waiter,) if len(numbers) == 1 else ()
+
+
+def _took_it_from_any(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether a rank has received from anybody before, and the one that it waits for has sent to it at its line as often
+    as each other sender: that message was taken already.
+    """
+    has_taken = any(c.peer == ANY for c in completed(evidence, rank))
+    sent = Counter(
+        (c.site, r.rank) for r in evidence.ranks for c in r.collectives if c.op.startswith("send") and c.peer == rank
+    )
+    mine = {site: number for (site, sender), number in sent.items() if sender == call.peer}
+    if not has_taken or call.op.startswith("send") or len(mine) != 1:
+        return False
+    ((line, number),) = mine.items()
+    others = {n for (site, sender), n in sent.items() if site == line and sender != call.peer}
+    return others == {number}
 
 
 def _is_balanced(evidence: Evidence) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.source import is_in_while
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -14,6 +15,7 @@ RECENT = 20  # collectives
 OFTEN = 0.7
 LATE = 0.4  # of the time
 AGAIN = 0.25  # of the time that the others wait now: what it was late by before
+MANY_TIMES = 50  # a round that makes so many times what all rounds before made
 _ENGINE = "_engine_run_backward"
 
 
@@ -61,15 +63,31 @@ def straggler(evidence: Evidence) -> Finding | None:
         return None
     ranks, reason = late
     first = next(r for r in evidence.ranks if r.rank in ranks)
+    rounds = _goes_round(evidence, first) if len(ranks) == 1 else ""
     return Finding(
-        cause="straggler",
+        cause="infinite_loop" if rounds else "straggler",
         ranks=ranks,
         where=last_seen(first),
         module=owning_module(first),
-        reason=reason,
+        reason=rounds or reason,
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
+    """Return that a rank, in a ``while``, has called far more modules since its latest collective than in all its time before; else
+    ''.
+    """
+    frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
+    calls = [(b.get("collectives", 0), b.get("modules_entered", 0)) for b in rank.heartbeats]
+    if not calls or calls[-1][0] < 2 or not any(is_in_while(evidence.sources, f.describe()) for f in frames):
+        return ""
+    before = next(modules for collectives, modules in calls if collectives == calls[-1][0])
+    since = calls[-1][1] - before
+    if since < MANY_TIMES * max(before, MANY_TIMES):
+        return ""
+    return f"rank {rank.rank} goes round a loop: it has called {since:,} modules since its latest collective, {before:,} before it"
 
 
 def _is_between_steps(evidence: Evidence) -> bool:
