@@ -13,6 +13,11 @@ from torch import nn
 
 from tests_cpu.faults.planting import AT, planted
 
+
+def default_store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 # Messages
 
 
@@ -77,6 +82,21 @@ def test_a_worker_that_counts_an_epoch_as_a_step(group):
         dist.send(here, dst=0, tag=step)  # HERE
         dist.recv(here, src=0, tag=step)  # HERE
         step += 1
+
+
+@planted("p2p_unmatched", [0], n=4, marked=True)
+def test_a_receive_from_any_rank_took_what_another_waits_for(group):
+    here = torch.ones(4)
+    if group.rank == 0:
+        dist.recv(here)  # HERE
+        for worker in (1, 2, 3):
+            dist.recv(here, src=worker)  # HERE
+    else:
+        if group.rank > 1:
+            default_store().wait(["first"])
+        dist.send(here, dst=0)
+        default_store().set("first", "1")
+    dist.barrier()
 
 
 # Orders
@@ -229,3 +249,16 @@ def test_a_document_that_no_bin_has_room_for(group):
     lengths = [30, 60, 90, 20, 300 if group.rank == 1 else 40]
     for bin_ in packed(lengths, 100):  # HERE
         dist.all_reduce(torch.tensor(float(len(bin_))))
+
+
+@planted("infinite_loop", [2], n=3, marked=True, reason="modules")
+def test_a_search_that_calls_the_model_and_finds_nothing(group):
+    """Each attempt is a forward: the rank moves for ever, and gets nowhere."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False)
+    for shard in range(4):
+        x = torch.zeros(6, 3) if (group.rank, shard) == (2, AT) else torch.randn(6, 3)
+        rate, loss = 1.0, model(x).square().mean()
+        while not model(x * (1 - rate)).square().mean() < loss:  # HERE
+            rate = max(rate / 2, 1e-6)  # HERE
+        dist.all_reduce(torch.tensor(rate))

@@ -51,5 +51,5 @@ def test_a_rank_that_waits_without_a_limit_is_left_at_once(pytester: pytest.Pyte
     """
     result = run_example(pytester, source)
     verdict = result.verdicts["test_alone"]
-    assert (verdict.cause, verdict.ranks) == ("skipped_collective", (1,))
+    assert (verdict.cause, verdict.ranks) == ("extra_collective", (0,))
     assert verdict.duration_s < 10  # of the 300 that it has
