@@ -235,7 +235,7 @@ def phase(name, timings):
         timings[name] = time.perf_counter() - start
 
 
-@planted("skipped_collective", [1], n=3, marked=True)
+@planted("rank_exception", [1], n=3, marked=True, reason="KeyError")
 def test_finally_hides_error():
     """Rank 1 raises KeyError for an unknown label in the evaluation, and the finally of the context manager waits in a barrier while the others are in the all-reduce."""
     rank, _ = ranks()
