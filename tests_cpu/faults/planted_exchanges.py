@@ -251,7 +251,7 @@ def test_a_document_that_no_bin_has_room_for(group):
         dist.all_reduce(torch.tensor(float(len(bin_))))
 
 
-@planted("infinite_loop", [2], n=3, marked=True, reason="modules")
+@planted("infinite_loop", [2], n=3, marked=True, reason="goes round")
 def test_a_search_that_calls_the_model_and_finds_nothing(group):
     """Each attempt is a forward: the rank moves for ever, and gets nowhere."""
     torch.manual_seed(0)

@@ -76,18 +76,17 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
-    """Return that a rank, in a ``while``, has called far more modules since its latest collective than in all its time before; else
-    ''.
-    """
+    """Return that a rank in a ``while`` has made far more steps since its latest collective than before; else ''."""
     frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
-    calls = [(b.get("collectives", 0), b.get("modules_entered", 0)) for b in rank.heartbeats]
-    if not calls or calls[-1][0] < 2 or not any(is_in_while(evidence.sources, f.describe()) for f in frames):
+    board, calls = rank.board, [c for c in rank.collectives if c.peer == -1]
+    if board is None or len(calls) < 2 or not any(is_in_while(evidence.sources, f.describe()) for f in frames):
         return ""
-    before = next(modules for collectives, modules in calls if collectives == calls[-1][0])
-    since = calls[-1][1] - before
+    before = calls[-1].step
+    since = int(board.numbers["step"]) - before
     if since < MANY_TIMES * max(before, MANY_TIMES):
         return ""
-    return f"rank {rank.rank} goes round a loop: it has called {since:,} modules since its latest collective, {before:,} before it"
+    told = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
+    return f"rank {rank.rank} goes round a loop: {told}"
 
 
 def _is_between_steps(evidence: Evidence) -> bool:
