@@ -6,12 +6,13 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from pytest_nsa.evidence.board import Collective
 
 _RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?")
 Rings = Mapping[int, tuple[Collective, ...]]
+Members = Callable[[str], Sequence[int]]  # the ranks of a group, by its name
 
 
 @functools.lru_cache(maxsize=256)
@@ -57,46 +58,41 @@ def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
     return any(entered[c.place] >= c.size for c in calls)
 
 
-def deadlocked(
-    waits: Mapping[int, Collective], rings: Rings, members: Callable[[str], Sequence[int]]
-) -> dict[int, Collective]:
+def deadlocked(waits: Mapping[int, Collective], rings: Rings, members: Members) -> dict[int, Collective]:
     """Return those of the ranks' calls that cannot complete whatever all other ranks do: each lacks a rank that is in another of
     them. {} where any of the calls is a send or receive.
     """
     if any(c.peer != -1 for c in waits.values()):
         return {}
-    stuck, entered = dict(waits), _entered(waits, rings)
+    stuck = dict(waits)
     while True:
-        lacks = _lacks(stuck, entered, members)
+        lacks = lacking(stuck.values(), stuck, rings, members)
         held = {rank: c for rank, c in stuck.items() if lacks[c.place]}
         if len(held) == len(stuck):
             return held
         stuck = held
 
 
-def waited_for(waits: Mapping[int, Collective], rings: Rings, members: Callable[[str], Sequence[int]]) -> set[int]:
+def waited_for(waits: Mapping[int, Collective], rings: Rings, members: Members) -> set[int]:
     """Return the ranks that some other one's call lacks, which is itself waited for: not who waits for them alone."""
-    stuck, entered = dict(waits), _entered(waits, rings)
+    stuck = dict(waits)
     while True:
-        lacked = set().union(*_lacks(stuck, entered, members).values())
+        lacked = set().union(*lacking(stuck.values(), stuck, rings, members).values())
         if lacked >= stuck.keys():
             return set(stuck)
         stuck = {rank: c for rank, c in stuck.items() if rank in lacked}
 
 
-def _entered(ranks: Iterable[int], rings: Rings) -> dict[int, set[tuple[str, int]]]:
-    return {rank: {c.place for c in rings.get(rank, ())} for rank in ranks}
-
-
-def _lacks(
-    waits: Mapping[int, Collective],
-    entered: Mapping[int, set[tuple[str, int]]],
-    members: Callable[[str], Sequence[int]],
+def lacking(
+    calls: Iterable[Collective], ranks: Collection[int], rings: Rings, members: Members
 ) -> dict[tuple[str, int], set[int]]:
-    """Return which of the ranks in ``waits`` each of their calls lacks; many ranks are in one call."""
-    calls = {c.place: c for c in waits.values()}
+    """Return by the place of each call which of ``ranks`` are of its group and have not entered it. Many ranks are in one call."""
+    by_place = {c.place: c for c in calls}
+    entered = {rank: by_place.keys() & {c.place for c in rings.get(rank, ())} for rank in ranks}
+    # What DDP does by itself is counted apart, in the same group.
     return {
-        place: {m for m in members(c.group) if m in waits and place not in entered[m]} for place, c in calls.items()
+        place: {m for m in members(c.group.removeprefix("ddp:")) if m in entered and place not in entered[m]}
+        for place, c in by_place.items()
     }
 
 

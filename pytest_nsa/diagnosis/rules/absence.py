@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank, skipped
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.board import NEW_GROUP
+from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -42,12 +44,13 @@ def left_alone(evidence: Evidence) -> Finding | None:
         return None
     if any(not is_victim(error) for rank in left for error in rank.exceptions):
         return None
-    ended_ranks = {r.rank for r in finished}
+    ended_ranks = tuple(r.rank for r in finished)
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
-    lacking = {rank: c for rank, c in waits.items() if ended_ranks & set(_lacks(evidence, c))} or waits
-    missed = lacking[min(lacking)]
-    here = tuple(rank for rank, c in sorted(lacking.items()) if c.place == missed.place)
-    culprits = tuple(r for r in sorted(ended_ranks) if r in _lacks(evidence, missed)) or tuple(sorted(ended_ranks))
+    lacks = lacking((c for c in waits.values() if c.peer == -1), ended_ranks, rings(evidence), evidence.members)
+    for_them = {rank: c for rank, c in waits.items() if c.peer == -1 and lacks[c.place]} or waits
+    missed = for_them[min(for_them)]
+    here = tuple(rank for rank, c in sorted(for_them.items()) if c.place == missed.place)
+    culprits = tuple(sorted(lacks.get(missed.place, ()))) or ended_ranks
     who = describe_ranks(culprits, evidence.job.world_size)
     ended = "ended its test" if len(culprits) == 1 else "ended their tests"
     if missed.op == NEW_GROUP:
@@ -75,14 +78,6 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     why = f"{who} {ended} without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
     return skipped(evidence, culprits, missed, why)
-
-
-def _lacks(evidence: Evidence, call: Collective) -> tuple[int, ...]:
-    """Return the ranks of a call's group that have not entered it."""
-    if call.peer != -1:
-        return ()
-    members = evidence.members(call.group.removeprefix("ddp:"))
-    return tuple(m for m in members if all(c.place != call.place for c in evidence.ranks[m].collectives))
 
 
 def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:

@@ -82,13 +82,11 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     alive = [r for r in evidence.ranks if not r.finished]
     found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
     entered = rings(evidence)
-
-    def members(group: str) -> tuple[int, ...]:
-        return evidence.members(group.removeprefix("ddp:"))
-
     if any(not r.is_waiting for r in alive):
         # Whatever these ranks do: they are left out where the others wait for each other alone.
-        found = deadlocked({r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}, entered, members)
+        found = deadlocked(
+            {r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}, entered, evidence.members
+        )
         alive = [r for r in alive if r.rank in found]
     if len(alive) < 2 or not found:
         return None
@@ -99,9 +97,9 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
     if any_can_complete(found.values(), entered):
         return None
     finding = _apart(evidence, found)
-    awaited_by_some = waited_for(found, entered, members)
+    awaited_by_some = waited_for(found, entered, evidence.members)
     if finding is not None and not awaited_by_some & set(finding.ranks) and 2 <= len(awaited_by_some) < len(found):
-        # For whom nobody waits, has held up nobody.
+        # A rank that no other rank waits for is not what holds them up.
         finding = _apart(evidence, {rank: c for rank, c in found.items() if rank in awaited_by_some}) or finding
     return finding
 
