@@ -112,7 +112,8 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
-    """Return the first rule's finding, and a fact per rule that failed before it.
+    """Return the first rule's finding, and a fact per rule that failed before it. What a rank's own exception explains is that
+    exception's (`unwinding`).
 
     A diagnosis must never be the failure: a rule that raises, or names a cause that is not in the registry, is passed over.
     """
@@ -121,6 +122,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         name = name_of(rule)
         try:
             finding = rule(evidence)
+            finding = unwinding.in_cleanup(evidence, replace(finding, rule=name)) if finding is not None else None
         except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact
             failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
             continue
@@ -129,7 +131,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         if finding.cause not in CAUSES:
             failures.append(_failure(name, f"{finding.cause!r} is not a cause of the registry"))
             continue
-        return replace(finding, rule=name, facts=(*finding.facts, *failures)), tuple(failures)
+        return replace(finding, facts=(*finding.facts, *failures)), tuple(failures)
     return None, tuple(failures)
 
 
@@ -164,7 +166,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
             return _from(wrong, job.root, outcome="FAIL", **common)
         return replace(_of_the_passed(evidence, common), evidence=failures)
     found, failures = first_finding((refused, *more, *RULES), evidence)
-    finding = unwinding.in_cleanup(evidence, found) if found is not None else unknown(evidence, failures)
+    finding = found or unknown(evidence, failures)
     told = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, says=t.says) for t in evidence.told)
     finding = replace(finding, facts=(*finding.facts, *told))
     if evidence.lost:
@@ -205,7 +207,7 @@ def caller_of(evidence: Evidence, where: str) -> str:
 def suspect(evidence: Evidence) -> Finding | None:
     """Return what the rules make of ranks that stall, or are waited for, while the test runs; None where none of them fits."""
     found, _ = first_finding(SUSPICIONS, evidence)
-    return None if found is None else _relative(unwinding.in_cleanup(evidence, found), evidence.job.root)
+    return None if found is None else _relative(found, evidence.job.root)
 
 
 def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
