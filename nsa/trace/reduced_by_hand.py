@@ -31,16 +31,15 @@ class HandReduction:
 
     def reduced(self, group: Any, tensors: Iterable[Any], roots: Iterable[torch.nn.Module]) -> None:
         """Take note of an all-reduce of ``tensors``, before it is made, among the ranks of ``group``."""
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.is_sparse:
-                continue
-            self._in_place[tensor.data_ptr()] = group
-            for root in roots:
-                gradients = gradients_of(root)
-                if sum(g.numel() for g in gradients) == tensor.numel() and _has_norm_of(
-                    tensor, gradients, group.size()
-                ):
-                    self._whole[root] = group
+        numbers = [t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point() and not t.is_sparse]
+        self._in_place.update((tensor.data_ptr(), group) for tensor in numbers)
+        for root in roots:
+            gradients = gradients_of(root)
+            size = sum(g.numel() for g in gradients)
+            if size >= SMALLEST and any(
+                t.numel() == size and _has_norm_of(t, gradients, group.size()) for t in numbers
+            ):
+                self._whole[root] = group
 
     def group_of(self, root: torch.nn.Module) -> Any:
         """Return the group in which all gradients of a model were reduced; None where they were not."""
