@@ -239,4 +239,5 @@ def _place_of(thread: int) -> tuple[int, int, bool] | None:
     if frame is None:
         return None
     code, at = frame.f_code, frame.f_lasti
-    return id(code), at, 0 <= at < len(code.co_code) and code.co_code[at] in _BACKWARD
+    instructions = code.co_code  # made anew at each look
+    return id(code), at, 0 <= at < len(instructions) and instructions[at] in _BACKWARD

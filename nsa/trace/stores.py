@@ -112,8 +112,8 @@ class StoreRecorder:
             return
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
-            site = call_site()
-            if site and site not in self._sites and len(self._sites) < _MOST_SITES:
+            site = call_site() if len(self._sites) < _MOST_SITES else ""
+            if site and site not in self._sites:
                 self._sites.add(site)
                 self.on_set(keys_of_call(args, kwargs), site)
             return original(store, *args, **kwargs)

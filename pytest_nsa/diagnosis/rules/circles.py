@@ -31,18 +31,18 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 
 
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at
-    the same line; else the one with an old tag or out of its round; else the one that more ranks wait for than for any other; all
-    of them where there is none.
+    """Return, of two whose tags differ, the one with an old tag, or another than other ranks had at its line, else both. Else the
+    one rank of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at the same line;
+    else the one out of its round; else the one that has entered its line once more than all others; else the one that more ranks
+    wait for than for any other; all of them where there is none.
     """
-    if _differ_by_tag(
-        ranks, halves
-    ):  # how many calls were made, and who waits for one of the two, tells not which tag is wrong
+    # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
+    if _differ_by_tag(ranks, halves):
         old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
         odd = tuple(r for r in ranks if _has_another_tag_than_others(evidence, r, halves[r]))
         return old if len(old) == 1 else odd if len(odd) == 1 else tuple(sorted(ranks))
-    for completed in (True, False):
-        fewer = _made_fewer(evidence, ranks, halves, completed=completed)
+    for ended in (True, False):
+        fewer = _made_fewer(evidence, ranks, halves, ended=ended)
         if len(fewer) == 1:
             return fewer
     odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves)))
@@ -68,11 +68,9 @@ def _differ_by_tag(ranks: set[int], halves: dict[int, Collective]) -> bool:
 
 
 def _has_an_old_tag(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
-    """Return whether a rank and its peer are in the two halves of one message, but for the tag, and the rank has completed a call
-    with its tag before, the peer none with its own.
+    """Return whether, of two that `_differ_by_tag`, the rank has completed a call with its tag before, and its peer none with its
+    own.
     """
-    if not _differ_by_tag({rank, halves[rank].peer}, halves):
-        return False
     mine, other = halves[rank], halves[halves[rank].peer]
     used, others = ({(c.op, c.peer, c.note) for c in completed(evidence, r)} for r in (rank, mine.peer))
     return (mine.op, mine.peer, mine.note) in used and (other.op, other.peer, other.note) not in others
@@ -101,14 +99,12 @@ def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
     return len(made) > 2 and others == {made[rank] - 1} and not any(map(has_forgotten, evidence.ranks))
 
 
-def _made_fewer(
-    evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, completed: bool
-) -> tuple[int, ...]:
+def _made_fewer(evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, ended: bool) -> tuple[int, ...]:
     """Return the ranks that made fewer of the halves which a rank of the circle waits for than all others at that line."""
     made: dict[str, Counter[int]] = defaultdict(Counter)  # by line, how many calls of each rank
     for rank in evidence.ranks:
         for call in rank.collectives:
-            if not (completed and call.is_inside):
+            if not (ended and call.is_inside):
                 made[call.site][rank.rank] += 1
     # Of a line, the two smallest counts tell the smallest of all others' for each rank.
     fewest = {line: nsmallest(2, counts.values()) for line, counts in made.items()}
@@ -118,7 +114,7 @@ def _made_fewer(
         mine = [
             c.site
             for c in (evidence.ranks[peer].collectives if peer in ranks else ())
-            if c.peer == waiter and c.op.startswith("send") == sends and not (completed and c.is_inside)
+            if c.peer == waiter and c.op.startswith("send") == sends and not (ended and c.is_inside)
         ]
         if not mine:
             continue

@@ -217,18 +217,17 @@ class Departure:
         places = ((self.mine.site, self.other.site), (self.parted.here, self.parted.there))
         if is_same_line(self.mine, self.other) or any(are_alternatives(sources, *pair) for pair in places):
             return True
-        is_usual = self.parted.by_one_name or not self.before or not is_new_call(self.before, self.other)
-        is_new = bool(fork) and self.is_new and is_usual
-        is_first = self.parted.by_one_name and is_new_call(
-            self.before, self.other
-        )  # the first visit of both: no round tells more
+        by_one_name = self.parted.by_one_name
         if fork and is_in_order_of_values(sources, fork):
             return True
-        if (
-            self.parted.by_one_name and self.in_one_round and not self.is_new
-        ):  # another of the same round's, not the next one's
+        if by_one_name and self.in_one_round and not self.is_new:  # another of the same round's, not the next one's
             return True
-        return is_new and is_here(sources, fork) and (is_first or not calls_each_of_some(sources, fork))
+        if not (fork and self.is_new and is_here(sources, fork)):
+            return False
+        is_other_new = is_new_call(self.before, self.other)
+        if by_one_name and is_other_new:  # the first visit of both: no round tells more
+            return True
+        return not (self.before and is_other_new) and not calls_each_of_some(sources, fork)
 
     @property
     def are_alike(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
@@ -20,7 +21,7 @@ def without_hook(evidence: Evidence, departing: tuple[int, ...], found: dict[int
 
 def is_in_hook(rank: RankEvidence) -> bool:
     """Return whether a rank is in a gradient hook: by its stack, else by the lines that led to its call."""
-    call = rank.board.waits_in if rank.board is not None else None
+    call = awaited(rank)
     if rank.stack is not None or call is None:
         return rank.stack is not None and rank.stack.is_in_hook
     file, _, function = parts_of(call.site)

@@ -135,9 +135,8 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     departing = _departs_over_groups(evidence, found) if crossed else ()
     apart = departing or (_minority(found) if crossed else ())
     unhooked = without_hook(evidence, apart, found)
-    if unhooked is not None and 2 * len(apart) > len(
-        found
-    ):  # most are in no hook: it is the few who made one call more
+    # Where most are in no hook, it is the few who made one call more.
+    if unhooked is not None and 2 * len(apart) > len(found):
         hooked = tuple(r for r in sorted(found) if r not in apart)
         return _extra(evidence, hooked, unhooked, f"which the others went on without: {shown}")
     if unhooked is not None:

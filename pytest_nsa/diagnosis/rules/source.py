@@ -242,11 +242,16 @@ def _called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def calls_each_of_some(sources: Sources, place: str) -> bool:
-    """Return whether a line calls what a loop goes through: `for callback in callbacks: callback.on_step()`."""
+def _iterations(sources: Sources, place: str) -> list[ast.For | ast.comprehension]:
+    """Return the loops around a line, outermost first, then those of its comprehensions."""
     found = sources.around(place)
     loops: list[ast.For | ast.comprehension] = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.For)]
-    loops += [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
+    return loops + [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
+
+
+def calls_each_of_some(sources: Sources, place: str) -> bool:
+    """Return whether a line calls what a loop goes through: `for callback in callbacks: callback.on_step()`."""
+    found, loops = sources.around(place), _iterations(sources, place)
     taken = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     calls = [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.Call)]
     return any(isinstance(n, ast.Name) and n.id in taken for call in calls for n in ast.walk(call.func))
@@ -254,9 +259,7 @@ def calls_each_of_some(sources: Sources, place: str) -> bool:
 
 def is_in_order_of_values(sources: Sources, place: str) -> bool:
     """Return whether the innermost loop of a line goes through what is sorted, or has no order: `for name in sorted(metrics)`."""
-    loops: list[ast.For | ast.comprehension] = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.For)]
-    found = sources.around(place)
-    loops += [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
+    loops = _iterations(sources, place)
     calls = [node for node in ast.walk(loops[-1].iter) if isinstance(node, ast.Call)] if loops else []
     return any(_called_name(call) in _BY_VALUE for call in calls) or bool(loops and isinstance(loops[-1].iter, ast.Set))
 
