@@ -20,9 +20,11 @@ def without_hook(evidence: Evidence, departing: tuple[int, ...], found: dict[int
 
 
 def is_in_hook(rank: RankEvidence) -> bool:
-    """Return whether a rank is in a gradient hook: by its stack, else by the lines that led to its call."""
+    """Return whether a rank is in a gradient hook: by its stack; of one that left none, or had raised when it was taken, by
+    the lines that led to its call.
+    """
     call = awaited(rank)
-    if rank.stack is not None or call is None:
+    if call is None or (rank.stack is not None and not rank.exceptions):
         return rank.stack is not None and rank.stack.is_in_hook
     file, _, function = parts_of(call.site)
     callers = [parts_of(place) for place in call.way[1:]]
