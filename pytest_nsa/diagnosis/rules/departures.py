@@ -23,7 +23,7 @@ LEFT_THE_LOOP = "it has left the loop that the others are in"
 ANOTHER_ROUND = "makes another round of the loop that the others have left"
 
 
-def expected_next(shapes: list[Shape]) -> tuple[object, ...] | None:
+def expected_next(shapes: Sequence[tuple[object, ...]]) -> tuple[object, ...] | None:
     """Return the shape that should come next: what followed the longest earlier run that equals the latest one."""
     best: tuple[int, tuple[object, ...]] | None = None
     for end in range(len(shapes) - 1, 0, -1):

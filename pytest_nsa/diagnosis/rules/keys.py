@@ -23,7 +23,8 @@ def _some(keys: list[str]) -> str:
     return ", ".join([*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else keys)
 
 
-def _who_waits(ranks: tuple[int, ...], world_size: int) -> str:
+def who_waits(ranks: tuple[int, ...], world_size: int) -> str:
+    """'ranks 0 and 1 wait'."""
     return f"{describe_ranks(ranks, world_size)} {'wait' if len(ranks) > 1 else 'waits'}"
 
 
@@ -45,7 +46,7 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     keys = sorted({key for r in waiting if (key := key_of(r))})
     usual = _where_such_are_set(evidence.ranks[gone[0]], keys)
     named = f": {_some(keys)}" if keys else ""
-    who = _who_waits(ranks, n)
+    who = who_waits(ranks, n)
     went += f", and has set such keys at {usual}" if usual else ""
     reason = f"{describe_ranks(gone, n)} {went}; {who} for a key of a store that is not set{named}, at {where}"
     return Finding(
@@ -56,6 +57,53 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
         confidence=0.7,
         facts=all_facts(evidence.ranks),
     )
+
+
+def not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
+    """Find the ranks whose own keys are waited for: of such keys each rank has set those with its number in one place."""
+    owners = {r.rank: owner for r in waiting if (owner := _owner_of(evidence, key_of(r))) is not None}
+    if not owners or len(owners) < len(waiting):
+        return None
+    # A rank that waits for another's key before it sets its own holds nobody up.
+    culprits = tuple(sorted({o for o in owners.values() if owners.get(o, o) == o}))
+    if not culprits:
+        return None
+    n, key = evidence.job.world_size, next(key_of(r) for r in waiting if owners[r.rank] == culprits[0])
+    usual = _where_such_are_set(evidence.ranks[culprits[0]], [key])
+    who, waits = describe_ranks(culprits, n), who_waits(tuple(sorted(owners)), n)
+    has_set = f"{who} {'has' if len(culprits) == 1 else 'have'} set such keys at {usual}"
+    return Finding(
+        cause="missing_collective",
+        ranks=culprits,
+        where=usual or last_seen(waiting[0]),
+        reason=f"{waits} for a key of a store that is not set: {key}; {has_set}, and went on without this one",
+        confidence=0.75,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _owner_of(evidence: Evidence, key: str) -> int | None:
+    """Return the rank that sets keys like this one: each rank has set such keys, at one line, with a number of its own in one
+    place. None where no place tells the ranks apart, or two say otherwise.
+    """
+    kind, numbers = _without_numbers(key), _numbers(key)
+    own: dict[int, set[tuple[str, ...]]] = {}
+    for rank in evidence.ranks:
+        found = {_numbers(said) for said, _ in rank.keys_set if _without_numbers(said) == kind}
+        if found:
+            own[rank.rank] = found
+    if len(own) < 2:
+        return None
+    owners = set()
+    for place, number in enumerate(numbers):
+        by_number = {found[place]: rank for rank, keys in own.items() for found in keys}
+        if len(by_number) == len(own) == sum(len({found[place] for found in keys}) for keys in own.values()):
+            owners.add(by_number.get(number))
+    return owners.pop() if len(owners) == 1 else None
+
+
+def _numbers(key: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", key))
 
 
 def _where_such_are_set(rank: RankEvidence, keys: list[str]) -> str:
@@ -77,7 +125,7 @@ def at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | Non
         return None
     n, odd = evidence.job.world_size, tuple(r for r, key in sorted(keys.items()) if key != usual)
     theirs = sorted({keys[r] for r in odd})
-    who = _who_waits(odd, n)
+    who = who_waits(odd, n)
     what = f"the key {theirs[0]} of a store" if len(theirs) == 1 else f"keys of a store of their own ({_some(theirs)})"
     return Finding(
         cause="missing_collective",

@@ -185,7 +185,8 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
     call, others = found[last[0]], frozenset(itertools.chain.from_iterable(further))
     made = [c for r in found for c in calls_before(evidence, r, found[r])]
     passed = tuple(r for r in evidence.members(call.group) if r in others)
-    if len(last) < len(passed) or all((c.op, c.way) != (call.op, call.way) for c in made):
+    is_new = all((c.op, c.way) != (call.op, call.way) for c in made)
+    if len(last) < len(passed) or (is_new and len(last) == len(passed)):
         return _extra(evidence, last, call, f"which the others have gone past: {shown}")
     if not passed:
         return None

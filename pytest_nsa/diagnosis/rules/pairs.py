@@ -6,6 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
+from pytest_nsa.diagnosis.rules.beside import went_on_without
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import (
     begins_anew,
@@ -15,6 +16,7 @@ from pytest_nsa.diagnosis.rules.circles import (
     of_the_circle,
     rounds_of,
 )
+from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.order import STOPS, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
@@ -47,6 +49,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
     elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
     if elsewhere is not None:
         return elsewhere
+    beside = went_on_without(evidence, halves, waits, f": {_in_words(evidence, waits)}")
+    if beside is not None:
+        return beside
     ends = ends_of_chains(halves, len(evidence.ranks))
     outside = ends - set(halves)
     waiters: dict[int, list[int]] = defaultdict(list)
@@ -74,10 +79,34 @@ def unpaired(evidence: Evidence) -> Finding | None:
         reason += f"; {_what_they_do(evidence, culprits, waits)}"
     inside = mine is not None and mine.peer != -1
     where = last_seen(first) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
+    half = left_out_half(evidence, culprits[0], halves)
+    if half is not None:
+        where = half.site
+        reason += f"; {describe_ranks(culprits[:1], len(evidence.ranks))} left out {half.describe()}"
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective]) -> Collective | None:
+    """Return the latest call like the send or receive that a rank's own calls so far expect where it made another one, or none,
+    and that a rank waits for; None where they do not show that.
+    """
+    mine = awaited(evidence.ranks[culprit])
+    calls = [c for c in evidence.ranks[culprit].collectives if mine is None or c.index < mine.index]
+    expected = expected_next([_half(c) for c in calls])
+    if expected is None or (mine is not None and expected == _half(mine)):
+        return None
+    usual = next(c for c in reversed(calls) if _half(c) == expected)
+    waiting = halves.get(usual.peer)
+    if waiting is None or waiting.peer != culprit or waiting.op.startswith("send") == usual.op.startswith("send"):
+        return None
+    return usual
+
+
+def _half(call: Collective) -> tuple[object, ...]:
+    return call.op, call.peer, call.site
 
 
 def _first_left(evidence: Evidence, victims: dict[int, Collective], mine: Collective | None) -> int:

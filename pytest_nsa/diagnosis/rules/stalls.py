@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
-from pytest_nsa.diagnosis.rules.keys import at_another, went_past
+from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.beside import went_on_without
+from pytest_nsa.diagnosis.rules.keys import at_another, not_set_by_its_owner, went_past, who_waits
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.whys import why_of
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -23,6 +24,13 @@ def blocked(evidence: Evidence) -> Finding | None:
     absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
     if not absent:
         absent = [r for r in alive if r.waits_for_a_key]
+        waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+        beside = went_on_without(evidence, [r.rank for r in absent], waits, _for_keys(evidence, absent))
+        if beside is not None:
+            return beside
+        of_an_owner = not_set_by_its_owner(evidence, absent) if absent else None
+        if of_an_owner is not None:
+            return of_an_owner
         # A loop that looks for it has more lines than one.
         functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in absent}
         others = len(evidence.ranks) - len(absent)  # elsewhere, or at the end of their test
@@ -63,6 +71,10 @@ def blocked(evidence: Evidence) -> Finding | None:
         confidence=why.confidence,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _for_keys(evidence: Evidence, waiting: list[RankEvidence]) -> str:
+    return f"; {who_waits(tuple(r.rank for r in waiting), evidence.job.world_size)} for a key of a store" if waiting else ""
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:

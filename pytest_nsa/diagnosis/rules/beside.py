@@ -1,0 +1,67 @@
+"""Ranks that wait for a message or a key while the others wait in a collective, or the reverse: which of the two sides went on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pytest_nsa.diagnosis.rules.counters import lead
+from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.diagnosis.rules.locations import where_they_part
+from pytest_nsa.diagnosis.rules.order import skipped
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+
+def went_on_without(evidence: Evidence, ranks: Collection[int], waits: Mapping[int, Collective], told: str) -> Finding | None:
+    """Find that ``ranks``, fewer than the others, wait for a message or a key, and went on without the collective in which all the
+    others wait. ``waits`` has the calls that ranks wait in; ``told`` what all ranks do, in words.
+
+    It is theirs where their loops' counters, their own calls so far, or the lines say that it came before; or where it goes on
+    a run of calls of one line that they have answered up to there.
+    """
+    others = [rank for rank in waits if rank not in ranks]
+    if not ranks or len(ranks) > len(others) or len({waits[r].place for r in others}) != 1:
+        return None
+    missed = waits[others[0]]
+    members = evidence.members(missed.group)
+    if missed.peer != -1 or not missed.sequence or not set(ranks) <= set(members):
+        return None
+    if any(c.place == missed.place for r in ranks for c in evidence.ranks[r].collectives):
+        return None
+    one = evidence.ranks[others[0]]
+    if not all(_is_past(evidence, evidence.ranks[r], waits.get(r), one, missed, len(others) > len(ranks)) for r in ranks):
+        return None
+    who = describe_ranks(tuple(sorted(ranks)), evidence.job.world_size)
+    why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped){told}"
+    return skipped(evidence, tuple(sorted(ranks)), missed, why)
+
+
+def _is_past(
+    evidence: Evidence, rank: RankEvidence, mine: Collective | None, other: RankEvidence, missed: Collective, are_few: bool
+) -> bool:
+    by = lead(evidence.sources, rank, other)
+    if by is not None and by != 0:
+        return by == 1
+    calls = [c for c in rank.collectives if mine is None or c.index < mine.index]
+    expected = expected_next([token(c) for c in calls])
+    if expected is not None:
+        return expected == token(missed)
+    if by == 0 and mine is not None:
+        parted = where_they_part(evidence.sources, rank, mine, other, missed)
+        if parted.comes_first:
+            return False
+        if parted.turned.comes_first and not parted.goes_round:
+            return True
+    return are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
+
+
+def _goes_on_a_run(rank: RankEvidence, call: Collective) -> bool:
+    """Return whether what a rank called just before ``call`` was of the same group and line."""
+    before = next((c for c in reversed(rank.collectives) if c.index < call.index), None)
+    return before is not None and (before.group, before.way) == (call.group, call.way)
+
+
+def token(call: Collective) -> tuple[object, ...]:
+    """Return what tells a rank's calls apart, whatever they carry: group, operation, peer, and the way to it."""
+    return call.group, call.op, call.peer, call.way
