@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import where_they_part
-from pytest_nsa.diagnosis.rules.order import skipped
+from pytest_nsa.diagnosis.rules.order import extra, skipped
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -37,6 +37,21 @@ def went_on_without(evidence: Evidence, ranks: Collection[int], waits: Mapping[i
     return skipped(evidence, tuple(sorted(ranks)), missed, why)
 
 
+def entered_alone(evidence: Evidence, waits: Mapping[int, Collective], told: str) -> Finding | None:
+    """Find that few ranks wait in a collective, all others for messages, and by the loops' counters these have gone past it."""
+    few = [rank for rank, c in waits.items() if c.peer == -1]
+    others = [rank for rank in waits if rank not in few]
+    if not few or len(few) >= len(others) or len({waits[r].place for r in few}) != 1:
+        return None
+    call = waits[few[0]]
+    if any(c.place == call.place for r in others for c in evidence.ranks[r].collectives):
+        return None
+    leads = {lead(evidence.sources, evidence.ranks[few[0]], evidence.ranks[r]) for r in others}
+    if leads != {-1}:
+        return None
+    return extra(evidence, tuple(sorted(few)), call, f"which the others have gone past{told}")
+
+
 def _is_past(
     evidence: Evidence, rank: RankEvidence, mine: Collective | None, other: RankEvidence, missed: Collective, are_few: bool
 ) -> bool:
@@ -45,8 +60,9 @@ def _is_past(
         return by == 1
     calls = [c for c in rank.collectives if mine is None or c.index < mine.index]
     expected = expected_next([token(c) for c in calls])
-    if expected is not None:
-        return expected == token(missed)
+    is_new = mine is not None and all(token(c) != token(mine) for c in calls)
+    if expected is not None:  # what it has never called may be one call more, before the others'
+        return expected == token(missed) and not is_new
     if by == 0 and mine is not None:
         parted = where_they_part(evidence.sources, rank, mine, other, missed)
         if parted.comes_first:

@@ -138,7 +138,7 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     # Where most are in no hook, it is the few who made one call more.
     if unhooked is not None and 2 * len(apart) > len(found):
         hooked = tuple(r for r in sorted(found) if r not in apart)
-        return _extra(evidence, hooked, unhooked, f"which the others went on without: {shown}")
+        return extra(evidence, hooked, unhooked, f"which the others went on without: {shown}")
     if unhooked is not None:
         who = describe_ranks(apart, evidence.job.world_size)
         why = f"{who} went on without {unhooked.describe()}, which the others make in a gradient hook (call skipped): {shown}"
@@ -163,7 +163,7 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     ahead = tuple(r for r in ahead if r in members) or ahead
     is_for_them = any(is_for_one_rank(evidence, r, found[r]) for r in behind)
     if not has_left and (len(behind) < len(ahead) or is_for_them):
-        return _extra(evidence, behind, found[behind[0]], f"which the others went on without: {shown}")
+        return extra(evidence, behind, found[behind[0]], f"which the others went on without: {shown}")
     missed = next(c for r, c in sorted(found.items()) if r not in ahead)
     who = describe_ranks(ahead, evidence.job.world_size)
     why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped): {shown}"
@@ -187,7 +187,7 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
     passed = tuple(r for r in evidence.members(call.group) if r in others)
     is_new = all((c.op, c.way) != (call.op, call.way) for c in made)
     if len(last) < len(passed) or (is_new and len(last) == len(passed)):
-        return _extra(evidence, last, call, f"which the others have gone past: {shown}")
+        return extra(evidence, last, call, f"which the others have gone past: {shown}")
     if not passed:
         return None
     who = describe_ranks(passed, evidence.job.world_size)
@@ -206,10 +206,10 @@ def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | 
         why = f"{who} went on without {apart.missed.describe()}, in which the others wait (call skipped): {shown}"
         return skipped(evidence, apart.ranks, apart.missed, why)
     assert apart.extra is not None
-    return _extra(evidence, apart.ranks, apart.extra, f"which no round before had: {shown}")
+    return extra(evidence, apart.ranks, apart.extra, f"which no round before had: {shown}")
 
 
-def _extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:
+def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:
     """Report that ``culprits`` entered ``call`` alone."""
     who = describe_ranks(culprits, evidence.job.world_size)
     culprits, cause, reason = explained(

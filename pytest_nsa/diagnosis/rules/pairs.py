@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
-from pytest_nsa.diagnosis.rules.beside import went_on_without
+from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import (
     begins_anew,
@@ -49,7 +49,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
     elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
     if elsewhere is not None:
         return elsewhere
-    beside = went_on_without(evidence, halves, waits, f": {_in_words(evidence, waits)}")
+    told = f": {_in_words(evidence, waits)}"
+    beside = went_on_without(evidence, halves, waits, told) or entered_alone(evidence, waits, told)
     if beside is not None:
         return beside
     ends = ends_of_chains(halves, len(evidence.ranks))
@@ -70,7 +71,12 @@ def unpaired(evidence: Evidence) -> Finding | None:
     more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves)
     if more is not None:
         return more
-    culprits = _unasked(evidence, outside, waits, halves) or _once_more(evidence, outside, halves) or culprits
+    culprits = (
+        _unasked(evidence, outside, waits, halves)
+        or _at_a_line_of_its_own(evidence, outside, halves)
+        or _once_more(evidence, outside, halves)
+        or culprits
+    )
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
@@ -90,19 +96,29 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 
 def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective]) -> Collective | None:
-    """Return the latest call like the send or receive that a rank's own calls so far expect where it made another one, or none,
-    and that a rank waits for; None where they do not show that.
+    """Return the latest call like the send or receive that a rank left out, and that another one waits for: what its own calls so
+    far expect where it made another one; else one that it last made before the latest call like the one that it waits in, or that
+    it has gone past to a collective. None where that is not known.
     """
     mine = awaited(evidence.ranks[culprit])
     calls = [c for c in evidence.ranks[culprit].collectives if mine is None or c.index < mine.index]
+    answers = [c for c in reversed(calls) if _answers(c, culprit, halves)]
+    alike = [c.index for c in calls if mine is not None and _half(c) == _half(mine)]
+    if mine is not None and mine.peer != -1 and not alike:
+        return None  # one more, of which its rounds say nothing
     expected = expected_next([_half(c) for c in calls])
-    if expected is None or (mine is not None and expected == _half(mine)):
-        return None
-    usual = next(c for c in reversed(calls) if _half(c) == expected)
-    waiting = halves.get(usual.peer)
-    if waiting is None or waiting.peer != culprit or waiting.op.startswith("send") == usual.op.startswith("send"):
-        return None
-    return usual
+    usual = next((c for c in answers if _half(c) == expected), None)
+    if usual is not None and (mine is None or expected != _half(mine)):
+        return usual
+    latest = next(iter(answers), None)
+    is_past = mine is None or mine.peer == -1 or (latest is not None and alike[-1] > latest.index)
+    return latest if is_past else None
+
+
+def _answers(call: Collective, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether a call of a rank is such as its peer waits for."""
+    waiting = halves.get(call.peer)
+    return waiting is not None and waiting.peer == rank and waiting.op.startswith("send") != call.op.startswith("send")
 
 
 def _half(call: Collective) -> tuple[object, ...]:
@@ -291,6 +307,23 @@ def _unasked(
     )  # where most ranks do what is new to all, it is the one that does not
     differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
     return tuple(sorted(before)) if before and is_regular and differ else ()
+
+
+def _at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the one rank that waits for one which has made what its own calls so far expect, at a line from which no rank has sent
+    or received before, while it has done so with that rank at another one.
+    """
+    waiters = [rank for rank, c in halves.items() if c.peer in outside]
+    if len(waiters) != 1 or len(outside) != 1:
+        return ()
+    (waiter,) = waiters
+    call, mark = halves[waiter], awaited(evidence.ranks[halves[waiter].peer])
+    made = [c for r in evidence.ranks for c in r.collectives if (c.op, c.site) == (call.op, call.site)]
+    usual = [c for c in completed(evidence, waiter) if (c.op, c.peer) == (call.op, call.peer)]
+    if len(made) > 1 or not usual or mark is None:
+        return ()
+    before = [_half(c) for c in evidence.ranks[call.peer].collectives if c.index < mark.index]
+    return (waiter,) if expected_next(before) == _half(mark) else ()
 
 
 def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
