@@ -186,7 +186,7 @@ def test_a_stage_takes_data_where_a_header_comes(group):
     for part in range(5):
         if group.rank > 0:
             if not continues:
-                dist.recv(torch.empty(1), group.rank - 1, tag=1)
+                dist.recv(torch.empty(1), group.rank - 1, tag=1)  # HERE
             dist.recv(torch.empty(4), group.rank - 1, tag=2)  # HERE
         if group.rank < 2:
             dist.send(torch.ones(1), group.rank + 1, tag=1)  # HERE
@@ -268,7 +268,7 @@ def test_a_child_of_the_tree_is_forgotten(group):
         if place:
             dist.recv(torch.empty(2), (root + (place - 1) // 2) % 4)  # HERE
         for child in children:
-            dist.send(torch.ones(2), child)
+            dist.send(torch.ones(2), child)  # HERE
         dist.all_reduce(torch.ones(1))
 
 

@@ -58,12 +58,15 @@ def _is_past(
     by = lead(evidence.sources, rank, other)
     if by is not None and by != 0:
         return by == 1
-    calls = [c for c in rank.collectives if mine is None or c.index < mine.index]
+    # Its calls do not show when it looks for keys; nor has one that waits for a call begun earlier made another instead.
+    if mine is None or mine.index < rank.collectives[-1].index:
+        return False
+    calls = [c for c in rank.collectives if c.index < mine.index]
     expected = expected_next([token(c) for c in calls])
-    is_new = mine is not None and all(token(c) != token(mine) for c in calls)
+    is_new = all(token(c) != token(mine) for c in calls)
     if expected is not None:  # what it has never called may be one call more, before the others'
         return expected == token(missed) and not is_new
-    if by == 0 and mine is not None:
+    if by == 0:
         parted = where_they_part(evidence.sources, rank, mine, other, missed)
         if parted.comes_first:
             return False

@@ -77,6 +77,12 @@ def unpaired(evidence: Evidence) -> Finding | None:
         or _once_more(evidence, outside, halves)
         or culprits
     )
+    if len(ends) == 1 and ends <= halves.keys() and halves[min(ends)].peer == ANY:
+        # It takes from anybody: who waits for it, and left a message to it out, holds both up.
+        silent = tuple(r for r, c in sorted(halves.items()) if c.peer in ends and left_out_half(evidence, r, halves))
+    else:
+        silent = tuple(rank for rank in sorted(waits) if _expected_half(evidence, rank, halves) is not None)
+    culprits = silent if len(silent) == 1 else culprits
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
@@ -96,29 +102,45 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 
 def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective]) -> Collective | None:
-    """Return the latest call like the send or receive that a rank left out, and that another one waits for: what its own calls so
-    far expect where it made another one; else one that it last made before the latest call like the one that it waits in, or that
-    it has gone past to a collective. None where that is not known.
+    """Return the latest call like the send or receive that a rank left out, and that another one waits for: `_expected_half`; else
+    one that it last made before the latest call like the one that it waits in, or that it has gone past to a collective. None
+    where that is not known.
     """
-    mine = awaited(evidence.ranks[culprit])
-    calls = [c for c in evidence.ranks[culprit].collectives if mine is None or c.index < mine.index]
-    answers = [c for c in reversed(calls) if _answers(c, culprit, halves)]
+    expected = _expected_half(evidence, culprit, halves)
+    mine, calls = _calls_until(evidence, culprit)
     alike = [c.index for c in calls if mine is not None and _half(c) == _half(mine)]
-    if mine is not None and mine.peer != -1 and not alike:
-        return None  # one more, of which its rounds say nothing
-    expected = expected_next([_half(c) for c in calls])
-    usual = next((c for c in answers if _half(c) == expected), None)
-    if usual is not None and (mine is None or expected != _half(mine)):
-        return usual
-    latest = next(iter(answers), None)
+    if expected is not None or (mine is not None and mine.peer != -1 and not alike):
+        return expected  # or one more, of which its rounds say nothing
+    latest = next((c for c in reversed(calls) if _answers(c, culprit, halves)), None)
     is_past = mine is None or mine.peer == -1 or (latest is not None and alike[-1] > latest.index)
     return latest if is_past else None
+
+
+def _expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> Collective | None:
+    """Return the latest call like the send or receive that a rank's own calls so far expect where it made another one, or none, and
+    that another rank waits for; None where they do not show that.
+    """
+    mine, calls = _calls_until(evidence, rank)
+    if mine is not None and mine.peer != -1 and (mine.is_inside and mine.index < evidence.ranks[rank].collectives[-1].index):
+        return None  # it waits for one that it began earlier, and has not come to another
+    expected = expected_next([_half(c) for c in calls])
+    if expected is None or (mine is not None and expected == _half(mine)):
+        return None
+    if mine is not None and all(_half(c) != _half(mine) for c in calls):
+        return None  # a loop that has come to its end, or a call that no round has
+    return next((c for c in reversed(calls) if _half(c) == expected and _answers(c, rank, halves)), None)
+
+
+def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list[Collective]]:
+    """Return what a rank waits in, and its calls before that."""
+    mine = awaited(evidence.ranks[rank])
+    return mine, [c for c in evidence.ranks[rank].collectives if mine is None or c.index < mine.index]
 
 
 def _answers(call: Collective, rank: int, halves: dict[int, Collective]) -> bool:
     """Return whether a call of a rank is such as its peer waits for."""
     waiting = halves.get(call.peer)
-    return waiting is not None and waiting.peer == rank and waiting.op.startswith("send") != call.op.startswith("send")
+    return waiting is not None and waiting.peer in (rank, ANY) and waiting.op.startswith("send") != call.op.startswith("send")
 
 
 def _half(call: Collective) -> tuple[object, ...]:
@@ -310,20 +332,23 @@ def _unasked(
 
 
 def _at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank that waits for one which has made what its own calls so far expect, at a line from which no rank has sent
-    or received before, while it has done so with that rank at another one.
+    """Return the one rank that waits in a half at a line from which no rank has completed one, while it has done so with its peer at
+    another line, and the peer has left nothing out: it made what its own calls so far expect, or has sent to that rank as often as
+    it has received from it.
     """
     waiters = [rank for rank, c in halves.items() if c.peer in outside]
     if len(waiters) != 1 or len(outside) != 1:
         return ()
-    (waiter,) = waiters
-    call, mark = halves[waiter], awaited(evidence.ranks[halves[waiter].peer])
-    made = [c for r in evidence.ranks for c in r.collectives if (c.op, c.site) == (call.op, call.site)]
+    (waiter,), (end,) = waiters, outside
+    call, mark = halves[waiter], awaited(evidence.ranks[end])
+    at_line = [(r.rank, c) for r in evidence.ranks for c in r.collectives if (c.op, c.site) == (call.op, call.site)]
     usual = [c for c in completed(evidence, waiter) if (c.op, c.peer) == (call.op, call.peer)]
-    if len(made) > 1 or not usual or mark is None:
+    if any(rank != waiter or not c.is_inside for rank, c in at_line) or not usual or mark is None:
         return ()
-    before = [_half(c) for c in evidence.ranks[call.peer].collectives if c.index < mark.index]
-    return (waiter,) if expected_next(before) == _half(mark) else ()
+    with_it = Counter(c.op.startswith("send") for c in completed(evidence, end) if c.peer == waiter)
+    before = [_half(c) for c in evidence.ranks[end].collectives if c.index < mark.index]
+    is_whole = expected_next(before) == _half(mark) or with_it[True] == with_it[False] > 0
+    return (waiter,) if is_whole else ()
 
 
 def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
