@@ -13,7 +13,9 @@ from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
-def went_on_without(evidence: Evidence, ranks: Collection[int], waits: Mapping[int, Collective], told: str) -> Finding | None:
+def went_on_without(
+    evidence: Evidence, ranks: Collection[int], waits: Mapping[int, Collective], told: str
+) -> Finding | None:
     """Find that ``ranks``, fewer than the others, wait for a message or a key, and went on without the collective in which all the
     others wait. ``waits`` has the calls that ranks wait in; ``told`` what all ranks do, in words.
 
@@ -30,7 +32,9 @@ def went_on_without(evidence: Evidence, ranks: Collection[int], waits: Mapping[i
     if any(c.place == missed.place for r in ranks for c in evidence.ranks[r].collectives):
         return None
     one = evidence.ranks[others[0]]
-    if not all(_is_past(evidence, evidence.ranks[r], waits.get(r), one, missed, len(others) > len(ranks)) for r in ranks):
+    if not all(
+        _is_past(evidence, evidence.ranks[r], waits.get(r), one, missed, len(others) > len(ranks)) for r in ranks
+    ):
         return None
     who = describe_ranks(tuple(sorted(ranks)), evidence.job.world_size)
     why = f"{who} went on without {missed.describe()}, in which the others wait (call skipped){told}"
@@ -53,7 +57,12 @@ def entered_alone(evidence: Evidence, waits: Mapping[int, Collective], told: str
 
 
 def _is_past(
-    evidence: Evidence, rank: RankEvidence, mine: Collective | None, other: RankEvidence, missed: Collective, are_few: bool
+    evidence: Evidence,
+    rank: RankEvidence,
+    mine: Collective | None,
+    other: RankEvidence,
+    missed: Collective,
+    are_few: bool,
 ) -> bool:
     by = lead(evidence.sources, rank, other)
     if by is not None and by != 0:
@@ -72,7 +81,9 @@ def _is_past(
             return False
         if parted.turned.comes_first and not parted.goes_round:
             return True
-    return are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
+    return (
+        are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
+    )
 
 
 def _goes_on_a_run(rank: RankEvidence, call: Collective) -> bool:

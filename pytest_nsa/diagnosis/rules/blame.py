@@ -119,6 +119,28 @@ def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
     return culprits, "collective_mismatch", why
 
 
+def inserted(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Return the finding that ranks made a call from a line of its own, and right after it the one that the others made in its
+    place; None where they did not.
+    """
+    calls = rings(evidence)
+    odd: dict[int, Collective] = {}  # by rank, the others' call that it made next
+    for rank, c in entered.items():
+        after = next((n for n in calls[rank] if n.place == (c.group, c.sequence + 1)), None)
+        is_new = all(b.way != c.way for b in _before(evidence, rank, c))
+        others = {(o.shape, o.way) for o in entered.values() if o.shape != c.shape}
+        if is_new and after is not None and others == {(after.shape, after.way)}:
+            odd[rank] = after
+    shapes = {entered[rank].shape for rank in odd}
+    culprits = tuple(sorted(rank for rank, c in entered.items() if c.shape in shapes))  # some may wait in it
+    if not odd or len(shapes) > 1 or 2 * len(culprits) > len(entered):
+        return None
+    mine, theirs = entered[min(odd)], odd[min(odd)]
+    who = describe_ranks(culprits, evidence.job.world_size)
+    why = f"{who} entered {mine.describe()}, which no round before had, and then {theirs.op}, which the others entered in its place"
+    return culprits, "extra_collective", why
+
+
 def _have_made_as_many(evidence: Evidence, entered: dict[int, Collective]) -> bool:
     """Return whether ranks have begun as many calls of each kind in one group, and are at the same lines in the same rounds of
     their loops: none has left a call out, or made one more.

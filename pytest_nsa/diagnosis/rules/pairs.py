@@ -121,7 +121,11 @@ def _expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective])
     that another rank waits for; None where they do not show that.
     """
     mine, calls = _calls_until(evidence, rank)
-    if mine is not None and mine.peer != -1 and (mine.is_inside and mine.index < evidence.ranks[rank].collectives[-1].index):
+    if (
+        mine is not None
+        and mine.peer != -1
+        and (mine.is_inside and mine.index < evidence.ranks[rank].collectives[-1].index)
+    ):
         return None  # it waits for one that it began earlier, and has not come to another
     expected = expected_next([_half(c) for c in calls])
     if expected is None or (mine is not None and expected == _half(mine)):
@@ -140,7 +144,11 @@ def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list
 def _answers(call: Collective, rank: int, halves: dict[int, Collective]) -> bool:
     """Return whether a call of a rank is such as its peer waits for."""
     waiting = halves.get(call.peer)
-    return waiting is not None and waiting.peer in (rank, ANY) and waiting.op.startswith("send") != call.op.startswith("send")
+    return (
+        waiting is not None
+        and waiting.peer in (rank, ANY)
+        and waiting.op.startswith("send") != call.op.startswith("send")
+    )
 
 
 def _half(call: Collective) -> tuple[object, ...]:
@@ -190,18 +198,20 @@ def _has_made_its_half(evidence: Evidence, rank: int, waiters: list[int], halves
 
 
 def _belong_to_each_other(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> bool:
-    """Return whether those that wait are in both halves of an exchange whose two halves the ranks that they wait for have made
-    with each other alone, and never with them: a pair that takes another pair's numbers for its own.
+    """Return whether those that wait have begun both halves of an exchange whose two halves all other ranks have made with each
+    other alone: a rank without a partner, or a pair that takes another pair's numbers for its own.
     """
-    waiting = {(c.op.startswith("send"), c.site) for c in halves.values()}
+    begun = [c for rank in halves for c in evidence.ranks[rank].collectives if c.peer != -1 and c.is_inside]
+    waiting = {(c.op.startswith("send"), c.site) for c in begun}
     if len(waiting) != 2 or {sends for sends, _ in waiting} != {True, False}:
         return False
     if any(c.peer not in outside for c in halves.values()):
         return False
-    made = [(r, c) for r in outside for c in completed(evidence, r) if (c.op.startswith("send"), c.site) in waiting]
+    others = [r.rank for r in evidence.ranks if r.rank not in halves]
+    made = [(r, c) for r in others for c in completed(evidence, r) if (c.op.startswith("send"), c.site) in waiting]
     sent = Counter((r, c.peer) for r, c in made if c.op.startswith("send"))
     received = Counter((c.peer, r) for r, c in made if not c.op.startswith("send"))
-    return bool(sent) and sent == received
+    return bool(sent) and sent == received and all(rank not in halves for pair in sent for rank in pair)
 
 
 def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> set[int]:
@@ -332,9 +342,9 @@ def _unasked(
 
 
 def _at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank that waits in a half at a line from which no rank has completed one, while it has done so with its peer at
-    another line, and the peer has left nothing out: it made what its own calls so far expect, or has sent to that rank as often as
-    it has received from it.
+    """Return the one rank that waits in a half at a line from which no rank has completed one, while it has done so with its peer
+    at another line, and the peer has left nothing out: it made what its own calls so far expect, or has sent to that rank as
+    often as it has received from it.
     """
     waiters = [rank for rank, c in halves.items() if c.peer in outside]
     if len(waiters) != 1 or len(outside) != 1:

@@ -74,7 +74,11 @@ def blocked(evidence: Evidence) -> Finding | None:
 
 
 def _for_keys(evidence: Evidence, waiting: list[RankEvidence]) -> str:
-    return f"; {who_waits(tuple(r.rank for r in waiting), evidence.job.world_size)} for a key of a store" if waiting else ""
+    return (
+        f"; {who_waits(tuple(r.rank for r in waiting), evidence.job.world_size)} for a key of a store"
+        if waiting
+        else ""
+    )
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
