@@ -300,7 +300,7 @@ def _members(evidence: Evidence, found: dict[int, Collective]) -> str:
 def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that are not where most are; all, where there is no such place."""
     (place, most), *rest = Counter(c.place for c in found.values()).most_common()
-    if not rest or most == rest[0][1]:
+    if not rest or 2 * most <= len(found):
         return tuple(sorted(found))
     return tuple(r for r, c in sorted(found.items()) if c.place != place)
 

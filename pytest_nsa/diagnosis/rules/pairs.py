@@ -72,7 +72,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if more is not None:
         return more
     culprits = (
-        _unasked(evidence, outside, waits, halves)
+        _turned_to_a_stranger(evidence, outside, halves)
+        or _unasked(evidence, outside, waits, halves)
         or _at_a_line_of_its_own(evidence, outside, halves)
         or _once_more(evidence, outside, halves)
         or culprits
@@ -339,6 +340,20 @@ def _unasked(
     )  # where most ranks do what is new to all, it is the one that does not
     differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
     return tuple(sorted(before)) if before and is_regular and differ else ()
+
+
+def _turned_to_a_stranger(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that wait for one which has exchanged with others alone, never with them, while another rank waits for
+    them in the other half: they take it for their partner.
+    """
+    found = []
+    for rank, call in halves.items():
+        partners = {c.peer for c in completed(evidence, call.peer) if c.peer != -1} if call.peer in outside else set()
+        sends = call.op.startswith("send")
+        others = [c for c in halves.values() if c.peer == rank and c.op.startswith("send") != sends]
+        if partners and others and not partners & {rank, ANY}:
+            found.append(rank)
+    return tuple(sorted(found))
 
 
 def _at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
