@@ -8,18 +8,12 @@ from collections import Counter, defaultdict
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.blame import rings
-from pytest_nsa.diagnosis.rules.circles import (
-    begins_anew,
-    completed,
-    ends_of_chains,
-    has_forgotten,
-    of_the_circle,
-    rounds_of,
-)
-from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_forgotten, of_the_circle
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.halves import expected_half, left_out_half
 from pytest_nsa.diagnosis.rules.order import STOPS, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
+from pytest_nsa.diagnosis.rules.waiters import at_a_line_of_its_own, once_more, turned_to_a_stranger, unasked
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -72,17 +66,17 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if more is not None:
         return more
     culprits = (
-        _turned_to_a_stranger(evidence, outside, halves)
-        or _unasked(evidence, outside, waits, halves)
-        or _at_a_line_of_its_own(evidence, outside, halves)
-        or _once_more(evidence, outside, halves)
+        turned_to_a_stranger(evidence, outside, halves)
+        or unasked(evidence, outside, waits, halves)
+        or at_a_line_of_its_own(evidence, outside, halves)
+        or once_more(evidence, outside, halves)
         or culprits
     )
     if len(ends) == 1 and ends <= halves.keys() and halves[min(ends)].peer == ANY:
         # It takes from anybody: who waits for it, and left a message to it out, holds both up.
         silent = tuple(r for r, c in sorted(halves.items()) if c.peer in ends and left_out_half(evidence, r, halves))
     else:
-        silent = tuple(rank for rank in sorted(waits) if _expected_half(evidence, rank, halves) is not None)
+        silent = tuple(rank for rank in sorted(waits) if expected_half(evidence, rank, halves) is not None)
     culprits = silent if len(silent) == 1 else culprits
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
@@ -100,60 +94,6 @@ def unpaired(evidence: Evidence) -> Finding | None:
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
-
-
-def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective]) -> Collective | None:
-    """Return the latest call like the send or receive that a rank left out, and that another one waits for: `_expected_half`; else
-    one that it last made before the latest call like the one that it waits in, or that it has gone past to a collective. None
-    where that is not known.
-    """
-    expected = _expected_half(evidence, culprit, halves)
-    mine, calls = _calls_until(evidence, culprit)
-    alike = [c.index for c in calls if mine is not None and _half(c) == _half(mine)]
-    if expected is not None or (mine is not None and mine.peer != -1 and not alike):
-        return expected  # or one more, of which its rounds say nothing
-    latest = next((c for c in reversed(calls) if _answers(c, culprit, halves)), None)
-    is_past = mine is None or mine.peer == -1 or (latest is not None and alike[-1] > latest.index)
-    return latest if is_past else None
-
-
-def _expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> Collective | None:
-    """Return the latest call like the send or receive that a rank's own calls so far expect where it made another one, or none, and
-    that another rank waits for; None where they do not show that.
-    """
-    mine, calls = _calls_until(evidence, rank)
-    if (
-        mine is not None
-        and mine.peer != -1
-        and (mine.is_inside and mine.index < evidence.ranks[rank].collectives[-1].index)
-    ):
-        return None  # it waits for one that it began earlier, and has not come to another
-    expected = expected_next([_half(c) for c in calls])
-    if expected is None or (mine is not None and expected == _half(mine)):
-        return None
-    if mine is not None and all(_half(c) != _half(mine) for c in calls):
-        return None  # a loop that has come to its end, or a call that no round has
-    return next((c for c in reversed(calls) if _half(c) == expected and _answers(c, rank, halves)), None)
-
-
-def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list[Collective]]:
-    """Return what a rank waits in, and its calls before that."""
-    mine = awaited(evidence.ranks[rank])
-    return mine, [c for c in evidence.ranks[rank].collectives if mine is None or c.index < mine.index]
-
-
-def _answers(call: Collective, rank: int, halves: dict[int, Collective]) -> bool:
-    """Return whether a call of a rank is such as its peer waits for."""
-    waiting = halves.get(call.peer)
-    return (
-        waiting is not None
-        and waiting.peer in (rank, ANY)
-        and waiting.op.startswith("send") != call.op.startswith("send")
-    )
-
-
-def _half(call: Collective) -> tuple[object, ...]:
-    return call.op, call.peer, call.site
 
 
 def _first_left(evidence: Evidence, victims: dict[int, Collective], mine: Collective | None) -> int:
@@ -313,126 +253,6 @@ def _asked_for_more(evidence: Evidence, halves: dict[int, Collective]) -> Findin
             certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
-
-
-def _unasked(
-    evidence: Evidence, outside: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
-) -> tuple[int, ...]:
-    """Return the ranks that wait for one whose rounds between two collectives were all alike, the latest too, and who are in an
-    earlier round than it, of rounds that differ: what they send or receive, it was not to answer.
-    """
-    if len(outside) != 1:
-        return ()
-    (end,) = outside
-    mark = waits.get(end)
-    if mark is None or mark.peer != -1:
-        return ()
-    before = {
-        rank
-        for rank, c in halves.items()
-        if c.peer == end and all(other.place != mark.place for other in evidence.ranks[rank].collectives)
-    }
-    # It waits at the mark, and so its latest round is whole.
-    own = rounds_of(evidence, end, mark)
-    is_regular = len(set(own)) == 1 and len(own) > 2
-    are_few = 2 * len(halves) < len(
-        evidence.ranks
-    )  # where most ranks do what is new to all, it is the one that does not
-    differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
-    return tuple(sorted(before)) if before and is_regular and differ else ()
-
-
-def _turned_to_a_stranger(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that wait for one which has exchanged with others alone, never with them, while another rank waits for
-    them in the other half: they take it for their partner.
-    """
-    found = []
-    for rank, call in halves.items():
-        partners = {c.peer for c in completed(evidence, call.peer) if c.peer != -1} if call.peer in outside else set()
-        sends = call.op.startswith("send")
-        others = [c for c in halves.values() if c.peer == rank and c.op.startswith("send") != sends]
-        if partners and others and not partners & {rank, ANY}:
-            found.append(rank)
-    return tuple(sorted(found))
-
-
-def _at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank that waits in a half at a line from which no rank has completed one, while it has done so with its peer
-    at another line, and the peer has left nothing out: it made what its own calls so far expect, or has sent to that rank as
-    often as it has received from it.
-    """
-    waiters = [rank for rank, c in halves.items() if c.peer in outside]
-    if len(waiters) != 1 or len(outside) != 1:
-        return ()
-    (waiter,), (end,) = waiters, outside
-    call, mark = halves[waiter], awaited(evidence.ranks[end])
-    at_line = [(r.rank, c) for r in evidence.ranks for c in r.collectives if (c.op, c.site) == (call.op, call.site)]
-    usual = [c for c in completed(evidence, waiter) if (c.op, c.peer) == (call.op, call.peer)]
-    if any(rank != waiter or not c.is_inside for rank, c in at_line) or not usual or mark is None:
-        return ()
-    with_it = Counter(c.op.startswith("send") for c in completed(evidence, end) if c.peer == waiter)
-    before = [_half(c) for c in evidence.ranks[end].collectives if c.index < mark.index]
-    is_whole = expected_next(before) == _half(mark) or with_it[True] == with_it[False] > 0
-    return (waiter,) if is_whole else ()
-
-
-def _once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank that is in its half once more than it and the others have completed theirs at that line, where the rank
-    that it waits for has made the other half as often as the others have, at theirs: a stage that expects a batch more. Or that
-    waits where all pairs of ranks have sent each other as many.
-    """
-    waiters = [rank for rank, c in halves.items() if c.peer in outside]
-    if len(waiters) != 1 or any(has_forgotten(r) for r in evidence.ranks):
-        return ()
-    (waiter,) = waiters
-    call = halves[waiter]
-    if _is_balanced(evidence) or _took_it_from_any(evidence, waiter, call):
-        return (waiter,)
-    way_out = call.op.startswith("send")
-    answers = [
-        c.site for c in completed(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out
-    ]
-    if not answers:
-        return ()
-    numbers = set()
-    for site in {call.site, answers[-1]}:
-        made = Counter(
-            r.rank for r in evidence.ranks for c in completed(evidence, r.rank) if c.peer != -1 and c.site == site
-        )
-        if len(made) < 2:
-            return ()
-        numbers |= set(made.values())
-    return (waiter,) if len(numbers) == 1 else ()
-
-
-def _took_it_from_any(evidence: Evidence, rank: int, call: Collective) -> bool:
-    """Return whether a rank has received from anybody before, and the one that it waits for has sent to it at its line as often
-    as each other sender: that message was taken already.
-    """
-    has_taken = any(c.peer == ANY for c in completed(evidence, rank))
-    sent = Counter(
-        (c.site, r.rank) for r in evidence.ranks for c in r.collectives if c.op.startswith("send") and c.peer == rank
-    )
-    mine = {site: number for (site, sender), number in sent.items() if sender == call.peer}
-    if not has_taken or call.op.startswith("send") or len(mine) != 1:
-        return False
-    ((line, number),) = mine.items()
-    others = {n for (site, sender), n in sent.items() if site == line and sender != call.peer}
-    return others == {number}
-
-
-def _is_balanced(evidence: Evidence) -> bool:
-    """Return whether two pairs of ranks or more have sent to each other, each as often, one way and the other."""
-    sent = Counter(
-        (r.rank, c.peer) for r in evidence.ranks for c in completed(evidence, r.rank) if c.op.startswith("send")
-    )
-    numbers = {(number, sent[peer, rank]) for (rank, peer), number in sent.items()}
-    return len(sent) > 3 and len(numbers) == 1 and all(one == other for one, other in numbers)
-
-
-def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:
-    """Return whether a rank's whole rounds differ, or none began as the latest one, with the call that it waits in."""
-    return len(set(rounds[:-1])) > 1 or (may_be_new and begins_anew(rounds, call))
 
 
 def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> bool:

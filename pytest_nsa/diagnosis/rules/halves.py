@@ -1,0 +1,62 @@
+"""The send or receive that a rank left out, by its own calls so far: what they expect next, and another rank waits for."""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.facts import awaited
+from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.evidence.board import ANY, Collective
+from pytest_nsa.evidence.values import Evidence
+
+
+def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective]) -> Collective | None:
+    """Return the latest call like the send or receive that a rank left out, and that another one waits for: `expected_half`; else
+    one that it last made before the latest call like the one that it waits in, or that it has gone past to a collective. None
+    where that is not known.
+    """
+    expected = expected_half(evidence, culprit, halves)
+    mine, calls = _calls_until(evidence, culprit)
+    alike = [c.index for c in calls if mine is not None and half_of(c) == half_of(mine)]
+    if expected is not None or (mine is not None and mine.peer != -1 and not alike):
+        return expected  # or one more, of which its rounds say nothing
+    latest = next((c for c in reversed(calls) if _answers(c, culprit, halves)), None)
+    is_past = mine is None or mine.peer == -1 or (latest is not None and alike[-1] > latest.index)
+    return latest if is_past else None
+
+
+def expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> Collective | None:
+    """Return the latest call like the send or receive that a rank's own calls so far expect where it made another one, or none, and
+    that another rank waits for; None where they do not show that.
+    """
+    mine, calls = _calls_until(evidence, rank)
+    if (
+        mine is not None
+        and mine.peer != -1
+        and (mine.is_inside and mine.index < evidence.ranks[rank].collectives[-1].index)
+    ):
+        return None  # it waits for one that it began earlier, and has not come to another
+    expected = expected_next([half_of(c) for c in calls])
+    if expected is None or (mine is not None and expected == half_of(mine)):
+        return None
+    if mine is not None and all(half_of(c) != half_of(mine) for c in calls):
+        return None  # a loop that has come to its end, or a call that no round has
+    return next((c for c in reversed(calls) if half_of(c) == expected and _answers(c, rank, halves)), None)
+
+
+def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list[Collective]]:
+    """Return what a rank waits in, and its calls before that."""
+    mine = awaited(evidence.ranks[rank])
+    return mine, [c for c in evidence.ranks[rank].collectives if mine is None or c.index < mine.index]
+
+
+def _answers(call: Collective, rank: int, halves: dict[int, Collective]) -> bool:
+    """Return whether a call of a rank is such as its peer waits for."""
+    waiting = halves.get(call.peer)
+    return (
+        waiting is not None
+        and waiting.peer in (rank, ANY)
+        and waiting.op.startswith("send") != call.op.startswith("send")
+    )
+
+
+def half_of(call: Collective) -> tuple[object, ...]:
+    return call.op, call.peer, call.site

@@ -1,0 +1,132 @@
+"""Ranks that wait for a message from, or to, one that has done its part: the waiter is wrong, not whom it waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pytest_nsa.diagnosis.facts import awaited
+from pytest_nsa.diagnosis.rules.circles import begins_anew, completed, has_forgotten, rounds_of
+from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.diagnosis.rules.halves import half_of
+from pytest_nsa.evidence.board import ANY, Collective
+from pytest_nsa.evidence.values import Evidence
+
+
+def turned_to_a_stranger(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that wait for one which has exchanged with others alone, never with them, while another rank waits for
+    them in the other half: they take it for their partner.
+    """
+    found = []
+    for rank, call in halves.items():
+        partners = {c.peer for c in completed(evidence, call.peer) if c.peer != -1} if call.peer in outside else set()
+        sends = call.op.startswith("send")
+        others = [c for c in halves.values() if c.peer == rank and c.op.startswith("send") != sends]
+        if partners and others and not partners & {rank, ANY}:
+            found.append(rank)
+    return tuple(sorted(found))
+
+
+def unasked(
+    evidence: Evidence, outside: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
+) -> tuple[int, ...]:
+    """Return the ranks that wait for one whose rounds between two collectives were all alike, the latest too, and who are in an
+    earlier round than it, of rounds that differ: what they send or receive, it was not to answer.
+    """
+    if len(outside) != 1:
+        return ()
+    (end,) = outside
+    mark = waits.get(end)
+    if mark is None or mark.peer != -1:
+        return ()
+    before = {
+        rank
+        for rank, c in halves.items()
+        if c.peer == end and all(other.place != mark.place for other in evidence.ranks[rank].collectives)
+    }
+    # It waits at the mark, and so its latest round is whole.
+    own = rounds_of(evidence, end, mark)
+    is_regular = len(set(own)) == 1 and len(own) > 2
+    are_few = 2 * len(halves) < len(
+        evidence.ranks
+    )  # where most ranks do what is new to all, it is the one that does not
+    differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
+    return tuple(sorted(before)) if before and is_regular and differ else ()
+
+
+def at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the one rank that waits in a half at a line from which no rank has completed one, while it has done so with its peer
+    at another line, and the peer has left nothing out: it made what its own calls so far expect, or has sent to that rank as
+    often as it has received from it.
+    """
+    waiters = [rank for rank, c in halves.items() if c.peer in outside]
+    if len(waiters) != 1 or len(outside) != 1:
+        return ()
+    (waiter,), (end,) = waiters, outside
+    call, mark = halves[waiter], awaited(evidence.ranks[end])
+    at_line = [(r.rank, c) for r in evidence.ranks for c in r.collectives if (c.op, c.site) == (call.op, call.site)]
+    usual = [c for c in completed(evidence, waiter) if (c.op, c.peer) == (call.op, call.peer)]
+    if any(rank != waiter or not c.is_inside for rank, c in at_line) or not usual or mark is None:
+        return ()
+    with_it = Counter(c.op.startswith("send") for c in completed(evidence, end) if c.peer == waiter)
+    before = [half_of(c) for c in evidence.ranks[end].collectives if c.index < mark.index]
+    is_whole = expected_next(before) == half_of(mark) or with_it[True] == with_it[False] > 0
+    return (waiter,) if is_whole else ()
+
+
+def once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the one rank that is in its half once more than it and the others have completed theirs at that line, where the rank
+    that it waits for has made the other half as often as the others have, at theirs: a stage that expects a batch more. Or that
+    waits where all pairs of ranks have sent each other as many.
+    """
+    waiters = [rank for rank, c in halves.items() if c.peer in outside]
+    if len(waiters) != 1 or any(has_forgotten(r) for r in evidence.ranks):
+        return ()
+    (waiter,) = waiters
+    call = halves[waiter]
+    if _is_balanced(evidence) or _took_it_from_any(evidence, waiter, call):
+        return (waiter,)
+    way_out = call.op.startswith("send")
+    answers = [
+        c.site for c in completed(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out
+    ]
+    if not answers:
+        return ()
+    numbers = set()
+    for site in {call.site, answers[-1]}:
+        made = Counter(
+            r.rank for r in evidence.ranks for c in completed(evidence, r.rank) if c.peer != -1 and c.site == site
+        )
+        if len(made) < 2:
+            return ()
+        numbers |= set(made.values())
+    return (waiter,) if len(numbers) == 1 else ()
+
+
+def _took_it_from_any(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether a rank has received from anybody before, and the one that it waits for has sent to it at its line as often
+    as each other sender: that message was taken already.
+    """
+    has_taken = any(c.peer == ANY for c in completed(evidence, rank))
+    sent = Counter(
+        (c.site, r.rank) for r in evidence.ranks for c in r.collectives if c.op.startswith("send") and c.peer == rank
+    )
+    mine = {site: number for (site, sender), number in sent.items() if sender == call.peer}
+    if not has_taken or call.op.startswith("send") or len(mine) != 1:
+        return False
+    ((line, number),) = mine.items()
+    others = {n for (site, sender), n in sent.items() if site == line and sender != call.peer}
+    return others == {number}
+
+
+def _is_balanced(evidence: Evidence) -> bool:
+    """Return whether two pairs of ranks or more have sent to each other, each as often, one way and the other."""
+    sent = Counter(
+        (r.rank, c.peer) for r in evidence.ranks for c in completed(evidence, r.rank) if c.op.startswith("send")
+    )
+    numbers = {(number, sent[peer, rank]) for (rank, peer), number in sent.items()}
+    return len(sent) > 3 and len(numbers) == 1 and all(one == other for one, other in numbers)
+
+
+def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:
+    """Return whether a rank's whole rounds differ, or none began as the latest one, with the call that it waits in."""
+    return len(set(rounds[:-1])) > 1 or (may_be_new and begins_anew(rounds, call))
