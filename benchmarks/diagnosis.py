@@ -40,6 +40,7 @@ MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training", "pipelines", "wrapped", "services", "trainers", "data", "byhand",
     "upkeep", "limits", "later", "runs", "waits", "meshes", "silent", "rounds", "counts", "callbacks", "apart", "roles", "beside",
     "exchanges",
+    "schedules",
     "libraries",
 )  # fmt: skip
 TOOL_LIMIT_S = 20

@@ -45,6 +45,7 @@ _REGISTRY = (
             "order.waiting_apart",
             "pairs.unpaired",
             "absence.left_alone",
+            "stalls.blocked",
         ),
         of_the_rank=True,
         unmet=True,

@@ -45,6 +45,11 @@ def test_the_round_of_a_for(header: str, counts: dict[str, int], expected: int |
     assert round_of(f"{header}\n    call()", 2, **counts) == expected
 
 
+def test_a_loop_whose_variable_an_inner_one_takes_has_no_counter() -> None:
+    source = "for _ in range(9):\n    for _ in range(3):\n        call()\n    other()"
+    assert round_of(source, 4, _=2) is None
+
+
 def test_at_its_head_a_loop_is_between_two_rounds() -> None:
     assert round_of("for step in range(9):\n    call()", 1, step=4) is None
 

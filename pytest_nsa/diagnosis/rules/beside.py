@@ -8,6 +8,7 @@ from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import where_they_part
 from pytest_nsa.diagnosis.rules.order import extra, skipped
+from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -73,14 +74,15 @@ def _is_past(
     calls = [c for c in rank.collectives if c.index < mine.index]
     expected = expected_next([token(c) for c in calls])
     is_new = all(token(c) != token(mine) for c in calls)
-    if expected is not None:  # what it has never called may be one call more, before the others'
-        return expected == token(missed) and not is_new
+    if expected is not None and not is_new:  # what it has never called may be one call more, before the others'
+        return expected == token(missed)
     if by == 0:
         parted = where_they_part(evidence.sources, rank, mine, other, missed)
-        if parted.comes_first:
-            return False
-        if parted.turned.comes_first and not parted.goes_round:
-            return True
+        if not are_alternatives(evidence.sources, parted.here, parted.there):
+            if parted.comes_first:
+                return False
+            if parted.turned.comes_first and not parted.goes_round:
+                return True
     return (
         are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
     )

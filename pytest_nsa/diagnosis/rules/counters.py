@@ -118,7 +118,7 @@ def _round(
         return None
     if isinstance(loop, ast.For):
         name, sign = _counter(loop.target, loop.iter)
-        return sign * counts[name] if name in counts else None
+        return sign * counts[name] if name in counts and not _is_taken(name, loop) else None
     for statement in loop.body:
         if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
             continue
@@ -127,6 +127,12 @@ def _round(
         if by is not None and by > 0 and name in counts and _begins_with_a_number(name, scope):
             return counts[name] - by * (line > statement.lineno)
     return None
+
+
+def _is_taken(name: str, loop: ast.For) -> bool:
+    """Return whether the body of a loop assigns its variable anew, as an inner loop with the same one does."""
+    nodes = (node for statement in loop.body for node in ast.walk(statement))
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in nodes)
 
 
 def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:

@@ -23,6 +23,20 @@ def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective
     return latest if is_past else None
 
 
+def the_silent_one(
+    evidence: Evidence, ends: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
+) -> tuple[int, ...]:
+    """Return the one rank whose own calls so far expect a message that another rank waits for; () where there are several or
+    none.
+    """
+    if len(ends) == 1 and ends <= halves.keys() and halves[min(ends)].peer == ANY:
+        # It takes from anybody: who waits for it, and left a message to it out, holds both up.
+        found = tuple(r for r, c in sorted(halves.items()) if c.peer in ends and left_out_half(evidence, r, halves))
+    else:
+        found = tuple(rank for rank in sorted(waits) if expected_half(evidence, rank, halves) is not None)
+    return found if len(found) == 1 else ()
+
+
 def expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> Collective | None:
     """Return the latest call like the send or receive that a rank's own calls so far expect where it made another one, or none, and
     that another rank waits for; None where they do not show that.

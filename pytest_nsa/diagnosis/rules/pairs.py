@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_forgotten, of_the_circle
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.halves import expected_half, left_out_half
+from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
 from pytest_nsa.diagnosis.rules.order import STOPS, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.rules.waiters import at_a_line_of_its_own, once_more, turned_to_a_stranger, unasked
@@ -72,12 +72,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
         or once_more(evidence, outside, halves)
         or culprits
     )
-    if len(ends) == 1 and ends <= halves.keys() and halves[min(ends)].peer == ANY:
-        # It takes from anybody: who waits for it, and left a message to it out, holds both up.
-        silent = tuple(r for r, c in sorted(halves.items()) if c.peer in ends and left_out_half(evidence, r, halves))
-    else:
-        silent = tuple(rank for rank in sorted(waits) if expected_half(evidence, rank, halves) is not None)
-    culprits = silent if len(silent) == 1 else culprits
+    culprits = the_silent_one(evidence, ends, waits, halves) or culprits
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
