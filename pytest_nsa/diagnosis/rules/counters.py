@@ -130,9 +130,9 @@ def _round(
 
 
 def _is_taken(name: str, loop: ast.For) -> bool:
-    """Return whether the body of a loop assigns its variable anew, as an inner loop with the same one does."""
-    nodes = (node for statement in loop.body for node in ast.walk(statement))
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in nodes)
+    """Return whether a loop inside of another takes its variable, as two that count by ``_`` do."""
+    inner = (n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.For))
+    return any(isinstance(n, ast.Name) and n.id == name for found in inner for n in ast.walk(found.target))
 
 
 def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:
