@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from heapq import nsmallest
 
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -40,7 +41,11 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
     if _differ_by_tag(ranks, halves):
         old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
         odd = tuple(r for r in ranks if _has_another_tag_than_others(evidence, r, halves[r]))
-        return old if len(old) == 1 else odd if len(odd) == 1 else tuple(sorted(ranks))
+        sought = tuple(r for r in ranks if _others_seek_another_tag(r, ranks, halves))
+        return next((found for found in (old, odd, sought) if len(found) == 1), tuple(sorted(ranks)))
+    odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves, with_first=True)))
+    if len(odd) == 1:
+        return odd
     for ended in (True, False):
         fewer = _made_fewer(evidence, ranks, halves, ended=ended)
         if len(fewer) == 1:
@@ -86,10 +91,29 @@ def _has_another_tag_than_others(evidence: Evidence, rank: int, call: Collective
     return len(tags) == 1 and call.note not in tags
 
 
-def _is_out_of_its_round(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> bool:
-    """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in."""
-    mark = next((c for c in reversed(completed(evidence, rank)) if c.peer == -1), None)
-    return mark is not None and begins_anew(rounds_of(evidence, rank, mark), halves[rank])
+def _others_seek_another_tag(rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:
+    """Return whether ranks outside of the circle wait for a rank, and all have the tag of its peer in the circle."""
+    tags = {c.note for other, c in halves.items() if other not in ranks and c.peer == rank}
+    return tags == {halves[halves[rank].peer].note}
+
+
+def _is_out_of_its_round(
+    evidence: Evidence, rank: int, halves: dict[int, Collective], *, with_first: bool = False
+) -> bool:
+    """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in;
+    ``with_first``: nor what it called before its first collective, as far as that is known.
+    """
+    made = completed(evidence, rank)
+    mark = next((c for c in reversed(made) if c.peer == -1 and c.op != NEW_GROUP), None)
+    if mark is None:
+        return False
+    rounds = rounds_of(evidence, rank, mark)
+    if with_first and not has_forgotten(evidence.ranks[rank]):
+        first = [
+            c for c in itertools.takewhile(lambda c: c.place[0] != mark.group or c.op != mark.op, made) if c.peer != -1
+        ]
+        rounds = [((mark.op, mark.site), *((c.op, c.site) for c in first)), *rounds]
+    return begins_anew(rounds, halves[rank])
 
 
 def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:

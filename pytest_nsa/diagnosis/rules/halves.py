@@ -7,6 +7,8 @@ from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence
 
+_LATEST = 8  # calls since one was left out: what does not wait for it
+
 
 def left_out_half(evidence: Evidence, culprit: int, halves: dict[int, Collective]) -> Collective | None:
     """Return the latest call like the send or receive that a rank left out, and that another one waits for: `expected_half`; else
@@ -42,18 +44,32 @@ def expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) 
     that another rank waits for; None where they do not show that.
     """
     mine, calls = _calls_until(evidence, rank)
-    if (
-        mine is not None
-        and mine.peer != -1
-        and (mine.is_inside and mine.index < evidence.ranks[rank].collectives[-1].index)
-    ):
+    has_begun = mine is not None and mine.index < evidence.ranks[rank].collectives[-1].index
+    if mine is not None and mine.peer != -1 and has_begun:
         return None  # it waits for one that it began earlier, and has not come to another
-    expected = expected_next([half_of(c) for c in calls])
-    if expected is None or (mine is not None and expected == half_of(mine)):
-        return None
-    if mine is not None and all(half_of(c) != half_of(mine) for c in calls):
+    made = [half_of(c) for c in calls]
+    if mine is not None and half_of(mine) not in made:
         return None  # a loop that has come to its end, or a call that no round has
-    return next((c for c in reversed(calls) if half_of(c) == expected and _answers(c, rank, halves)), None)
+    return _left_out_before(calls, made, mine, rank, halves)
+
+
+def _left_out_before(
+    calls: list[Collective],
+    made: list[tuple[object, ...]],
+    mine: Collective | None,
+    rank: int,
+    halves: dict[int, Collective],
+) -> Collective | None:
+    """Return the call that should have come at the latest place of a rank's calls, or one of those before it in its round."""
+    made = [*made, half_of(mine)] if mine is not None else made
+    for place in range(len(calls), max(len(calls) - _LATEST, 0), -1):
+        expected = expected_next(made[:place])
+        if expected is None or (place < len(made) and expected == made[place]):
+            continue
+        usual = next((c for c in reversed(calls[:place]) if half_of(c) == expected), None)
+        if usual is not None and _answers(usual, rank, halves):
+            return usual
+    return None
 
 
 def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list[Collective]]:
