@@ -119,26 +119,48 @@ def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
     return culprits, "collective_mismatch", why
 
 
-def inserted(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
-    """Return the finding that ranks made a call from a line of its own, and right after it the one that the others made in its
-    place; None where they did not.
+def aligned(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Return the finding by what ranks called next, where neither side waited: who then made the call that the others had made in
+    its place has made one more; whose call is the others' next one has left one out. None where neither or both hold.
+
+    It is a call more if no round before had it; else, of as many ranks, the others left it out.
     """
-    calls = rings(evidence)
-    odd: dict[int, Collective] = {}  # by rank, the others' call that it made next
-    for rank, c in entered.items():
-        after = next((n for n in calls[rank] if n.place == (c.group, c.sequence + 1)), None)
-        is_new = all(b.way != c.way for b in _before(evidence, rank, c))
-        others = {(o.shape, o.way) for o in entered.values() if o.shape != c.shape}
-        if is_new and after is not None and others == {(after.shape, after.way)}:
-            odd[rank] = after
-    shapes = {entered[rank].shape for rank in odd}
-    culprits = tuple(sorted(rank for rank, c in entered.items() if c.shape in shapes))  # some may wait in it
-    if not odd or len(shapes) > 1 or 2 * len(culprits) > len(entered):
+    kinds = Counter(c.shape for c in entered.values()).most_common()
+    if len(kinds) != 2:
         return None
-    mine, theirs = entered[min(odd)], odd[min(odd)]
-    who = describe_ranks(culprits, evidence.job.world_size)
-    why = f"{who} entered {mine.describe()}, which no round before had, and then {theirs.op}, which the others entered in its place"
-    return culprits, "extra_collective", why
+    few = tuple(r for r, c in sorted(entered.items()) if c.shape == kinds[1][0])
+    others = tuple(r for r in entered if r not in few)
+    is_extra, is_less = _makes_next(evidence, entered, few, others), _makes_next(evidence, entered, others, few)
+    if is_extra == is_less:
+        return None
+    if len(few) == len(others) and is_less:  # seen from the other side, they have made one more
+        few, others, is_extra = others, few, True
+    if is_extra:
+        ways = [b.way for b in _before(evidence, few[0], entered[few[0]])]
+        is_new = entered[few[0]].way not in ways
+        if not is_new and (len(few) < len(others) or ways[-1] == entered[few[0]].way):
+            return None
+        few, others, is_extra = (few, others, True) if is_new else (others, few, False)
+    mine, theirs = entered[few[0]], entered[others[0]]
+    who = describe_ranks(few, evidence.job.world_size)
+    if is_extra:
+        why = f"{who} entered {mine.describe()}, and then {theirs.op}, which the others entered in its place"
+        return few, "extra_collective", why
+    why = f"{who} went on without {theirs.describe()} and entered {mine.describe()}, which the others entered next (call skipped)"
+    return few, "skipped_collective", why
+
+
+def _makes_next(
+    evidence: Evidence, entered: dict[int, Collective], ranks: tuple[int, ...], others: tuple[int, ...]
+) -> bool:
+    """Return whether those of some ranks that have made another call of the group made the one that others entered in its place."""
+    after = [
+        n
+        for r in ranks
+        for n in evidence.ranks[r].collectives
+        if n.place == (entered[r].group, entered[r].sequence + 1)
+    ]
+    return bool(after) and all((n.shape, n.way) == (entered[r].shape, entered[r].way) for n in after for r in others)
 
 
 def _have_made_as_many(evidence: Evidence, entered: dict[int, Collective]) -> bool:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pytest_nsa.diagnosis.rules.locations import Parting, line_in, parts_of
 from pytest_nsa.diagnosis.rules.source import (
     are_alternatives,
+    are_of_one_function,
     calls_each_of_some,
     have_a_common_loop,
     is_here,
@@ -211,6 +212,18 @@ class Departure:
         return self.is_further_down and not self.parted.goes_round
 
     @property
+    def has_stayed(self) -> bool:
+        """Whether ``mine`` comes from the function of the latest call, further down, and the others' call does not."""
+        latest = self.calls[-1] if self.calls else None
+        callers = self.mine.way[1:]
+        if latest is None or not callers or {latest.way[1:], self.other.way[1:]} != {callers}:
+            return False
+        sources, sites = self.parted.sources, (latest.site, self.mine.site)
+        is_one = is_here(sources, sites[0]) and are_of_one_function(sources, *sites)
+        is_past = is_one and not are_of_one_function(sources, latest.site, self.other.site)
+        return is_past and parts_of(sites[0])[1] < parts_of(sites[1])[1]
+
+    @property
     def are_alternatives(self) -> bool:
         """Whether the two are on one line, in the two branches of one ``if``, or in two functions that one line calls by a name."""
         sources, fork = self.parted.sources, self.parted.fork
@@ -238,6 +251,7 @@ class Departure:
 
 # (condition, cause, why): the first that holds. By the source first, then by what the rank did in earlier rounds.
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
+    (lambda d: d.has_stayed and d.is_new, "extra_collective", "in a function that the others have left"),
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
     (lambda d: d.is_in_a_later_round, "skipped_collective", "call skipped: it is in a later round of the loop"),
     (lambda d: d.is_in_an_earlier_round, "extra_collective", "which the others, in a later round of the loop, have gone past"),

@@ -7,7 +7,7 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules import source
-from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, inserted, rings, swapped, went_ahead
+from pytest_nsa.diagnosis.rules.blame import aligned, blame, calls_before, has_left_loop, rings, swapped, went_ahead
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -34,7 +34,7 @@ def departed(evidence: Evidence) -> Finding | None:
     shift = of_a_shift(evidence)
     if shift is not None:
         return shift
-    blamed = swapped(evidence, entered) or inserted(evidence, entered) or blame(evidence, entered)
+    blamed = swapped(evidence, entered) or aligned(evidence, entered) or blame(evidence, entered)
     culprits, cause, why = explained(evidence, *blamed)
     why += ran_out(evidence, culprits, cause)
     facts = tuple(
