@@ -63,6 +63,55 @@ def test_a_worker_waits_for_a_job_that_it_did_not_ask_for(group):
     dist.barrier()
 
 
+@planted("p2p_unmatched", [1], n=3, marked=True)
+def test_an_inner_node_takes_no_answer_and_passes_the_last_one_on(group):
+    """It is found only when it has gone on: what it sends to its own child is taken for the answer."""
+    rank, x = group.rank, torch.ones(3)
+    for step in range(6):
+        if rank < 2:
+            dist.recv(x, rank + 1)
+        if rank:
+            dist.send(x, rank - 1)
+            if (rank, step) != (1, AT):
+                dist.recv(x, rank - 1)  # HERE
+        if rank < 2:
+            dist.send(x, rank + 1)
+
+
+@planted("p2p_unmatched", [0], n=3, marked=True)
+def test_a_first_stage_sends_nothing_after_the_first_reduction(group):
+    rank, x = group.rank, torch.ones(4)
+    warm = 2 - rank
+    for step in range(3):
+        begun = []
+        for forward in [1] * warm + [1, 0] * (4 - warm) + [0] * warm:
+            if forward and rank:
+                dist.recv(x, rank - 1, tag=1)
+            if forward and rank < 2 and (rank, step) != (0, 1):
+                begun.append(dist.isend(x, rank + 1, tag=1))  # HERE
+            if not forward and rank < 2:
+                dist.recv(x, rank + 1, tag=2)  # HERE
+            if not forward and rank:
+                begun.append(dist.isend(x, rank - 1, tag=2))
+        for work in begun:
+            work.wait()
+        dist.all_reduce(x)
+
+
+@planted("p2p_unmatched", [3], n=4, marked=True)
+def test_the_tag_of_another_round(group):
+    """All others seek its rows under the tag that they have."""
+    for step in range(5):
+        others = [r for r in range(4) if r != group.rank]
+        tag = step + 50 * ((group.rank, step) == (3, 1))
+        sent = [dist.isend(torch.ones(2), other, tag=tag) for other in others]  # HERE
+        for other in others:
+            dist.recv(torch.empty(2), other, tag=step)
+        for work in sent:
+            work.wait()  # HERE
+        dist.barrier()
+
+
 # A collective left out, where the next thing to wait for is a message or a key.
 
 
@@ -170,6 +219,38 @@ def test_a_reduction_more_among_those_begun_together(group):
                 begun.append(dist.all_reduce(torch.ones(size), async_op=True))  # HERE
         for work in begun:
             work.wait()
+
+
+class Stopping:
+    def on_epoch(self, rank, epoch):
+        dist.all_reduce(torch.zeros(1), op=dist.ReduceOp.MAX)
+        if (rank, epoch) == (2, 0):
+            dist.all_reduce(torch.zeros(1), op=dist.ReduceOp.MAX)  # HERE
+
+
+class Saving:
+    def on_epoch(self, rank, epoch):
+        dist.barrier()
+
+
+@planted("extra_collective", [2], n=3, marked=True)
+def test_a_callback_asks_twice_in_the_first_epoch(group):
+    for epoch in range(3):
+        dist.all_reduce(torch.ones(4))
+        for callback in (Stopping(), Saving()):
+            callback.on_epoch(group.rank, epoch)
+
+
+@planted("skipped_collective", [1], n=3, marked=True)
+def test_a_reduction_of_the_same_size_takes_the_place_of_one_left_out(group):
+    """Neither waits: the two reduce one number each. The latter is of the first epoch's end, which no round tells of."""
+    for _ in range(3):
+        for step in range(3):
+            dist.all_reduce(torch.ones(4))
+            if step % 2 == 0 and (group.rank, step) != (1, 2):
+                dist.all_reduce(torch.ones(1))  # HERE
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
+        dist.barrier()
 
 
 # Partners
