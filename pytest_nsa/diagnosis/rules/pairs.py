@@ -148,7 +148,8 @@ def _belong_to_each_other(evidence: Evidence, outside: set[int], halves: dict[in
     made = [(r, c) for r in others for c in completed(evidence, r) if (c.op.startswith("send"), c.site) in waiting]
     sent = Counter((r, c.peer) for r, c in made if c.op.startswith("send"))
     received = Counter((c.peer, r) for r, c in made if not c.op.startswith("send"))
-    return bool(sent) and sent == received and all(rank not in halves for pair in sent for rank in pair)
+    have_met = any(c.peer in halves for r in others for c in completed(evidence, r))
+    return bool(sent) and sent == received and not have_met
 
 
 def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> set[int]:
