@@ -190,6 +190,18 @@ def test_a_rank_waits_for_its_own_key(group):
             store.get(f"{step}/of/{rank}")
 
 
+@planted("missing_collective", [1], n=2, marked=True)
+def test_the_other_leads_for_the_first_time_and_sets_nothing(group):
+    """Only the rank that waits has set such a key, when it led; there is no third one."""
+    store = dist.PrefixStore("lead", dist.distributed_c10d._get_default_store())
+    for step in range(5):
+        if step % 2 != group.rank:
+            store.wait([f"round/{step}"], timedelta(minutes=20))  # HERE
+        elif step != 1:
+            store.set(f"round/{step}", "1")  # HERE
+        dist.all_reduce(torch.ones(1))
+
+
 # A call more
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -45,9 +46,12 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     where = last_seen(waiting[0])
     keys = sorted({key for r in waiting if (key := key_of(r))})
     usual = _where_such_are_set(evidence.ranks[gone[0]], keys)
+    went += f", and has set such keys at {usual}" if usual else ""
+    if not usual and is_the_other_s(evidence, waiting):
+        usual = _where_such_are_set(waiting[0], keys)
+        went += f", and such keys are set at {usual}"
     named = f": {_some(keys)}" if keys else ""
     who = who_waits(ranks, n)
-    went += f", and has set such keys at {usual}" if usual else ""
     reason = f"{describe_ranks(gone, n)} {went}; {who} for a key of a store that is not set{named}, at {where}"
     return Finding(
         cause="missing_collective",
@@ -104,6 +108,17 @@ def _owner_of(evidence: Evidence, key: str) -> int | None:
 
 def _numbers(key: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\d+", key))
+
+
+def is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
+    """Return whether one of two ranks waits for a key such as the ranks have set, and the other has gone on in the same round of
+    their loops: no third one was to set it.
+    """
+    if len(evidence.ranks) != 2 or len(waiting) != 1 or not key_of(waiting[0]):
+        return False
+    other = evidence.ranks[1 - waiting[0].rank]
+    is_known = any(_where_such_are_set(rank, [key_of(waiting[0])]) for rank in evidence.ranks)
+    return is_known and lead(evidence.sources, waiting[0], other) == 0
 
 
 def _where_such_are_set(rank: RankEvidence, keys: list[str]) -> str:

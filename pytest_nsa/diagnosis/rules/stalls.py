@@ -6,7 +6,7 @@ import re
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.beside import went_on_without
-from pytest_nsa.diagnosis.rules.keys import at_another, not_set_by_its_owner, went_past, who_waits
+from pytest_nsa.diagnosis.rules.keys import at_another, is_the_other_s, not_set_by_its_owner, went_past, who_waits
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.whys import why_of
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -34,7 +34,8 @@ def blocked(evidence: Evidence) -> Finding | None:
         # A loop that looks for it has more lines than one.
         functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in absent}
         others = len(evidence.ranks) - len(absent)  # elsewhere, or at the end of their test
-        if len(functions) == 1 and others and (len(alive) == len(absent) or 2 * len(absent) > len(alive)):
+        are_most = len(alive) == len(absent) or 2 * len(absent) > len(alive)
+        if len(functions) == 1 and others and (are_most or is_the_other_s(evidence, absent)):
             return went_past(evidence, absent)
         elsewhere = at_another(evidence, absent) if len(absent) == len(alive) > 2 else None
         if elsewhere is not None:
