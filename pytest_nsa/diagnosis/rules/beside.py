@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from pytest_nsa.diagnosis.rules.blame import calls_before, rings
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import where_they_part
 from pytest_nsa.diagnosis.rules.order import extra, skipped
+from pytest_nsa.diagnosis.rules.rounds import token
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -27,10 +30,9 @@ def went_on_without(
     if not ranks or len(ranks) > len(others) or len({waits[r].place for r in others}) != 1:
         return None
     missed = waits[others[0]]
-    members = evidence.members(missed.group)
-    if missed.peer != -1 or not missed.sequence or not set(ranks) <= set(members):
+    if missed.peer != -1 or not missed.sequence:
         return None
-    if any(c.place == missed.place for r in ranks for c in evidence.ranks[r].collectives):
+    if lacking([missed], ranks, rings(evidence), evidence.members)[missed.place] != set(ranks):
         return None
     one = evidence.ranks[others[0]]
     if not all(
@@ -71,7 +73,7 @@ def _is_past(
     # Its calls do not show when it looks for keys; nor has one that waits for a call begun earlier made another instead.
     if mine is None or mine.index < rank.collectives[-1].index:
         return False
-    calls = [c for c in rank.collectives if c.index < mine.index]
+    calls = calls_before(evidence, rank.rank, mine)
     expected = expected_next([token(c) for c in calls])
     is_new = all(token(c) != token(mine) for c in calls)
     if expected is not None and not is_new:  # what it has never called may be one call more, before the others'
@@ -92,8 +94,3 @@ def _goes_on_a_run(rank: RankEvidence, call: Collective) -> bool:
     """Return whether what a rank called just before ``call`` was of the same group and line."""
     before = next((c for c in reversed(rank.collectives) if c.index < call.index), None)
     return before is not None and (before.group, before.way) == (call.group, call.way)
-
-
-def token(call: Collective) -> tuple[object, ...]:
-    """Return what tells a rank's calls apart, whatever they carry: group, operation, peer, and the way to it."""
-    return call.group, call.op, call.peer, call.way

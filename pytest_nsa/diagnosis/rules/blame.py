@@ -130,37 +130,40 @@ def aligned(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
         return None
     few = tuple(r for r, c in sorted(entered.items()) if c.shape == kinds[1][0])
     others = tuple(r for r in entered if r not in few)
-    is_extra, is_less = _makes_next(evidence, entered, few, others), _makes_next(evidence, entered, others, few)
-    if is_extra == is_less:
+    has_more, has_less = _makes_next(evidence, entered, few, others), _makes_next(evidence, entered, others, few)
+    if has_more == has_less:
         return None
-    if len(few) == len(others) and is_less:  # seen from the other side, they have made one more
-        few, others, is_extra = others, few, True
-    if is_extra:
-        ways = [b.way for b in _before(evidence, few[0], entered[few[0]])]
-        is_new = entered[few[0]].way not in ways
-        if not is_new and (len(few) < len(others) or ways[-1] == entered[few[0]].way):
+    more, less = (few, others) if has_more else (others, few)
+    call, missing = entered[more[0]], entered[less[0]]
+    ways = [before.way for before in _before(evidence, more[0], call)]
+    is_new = call.way not in ways
+    if len(few) == len(others):
+        if not is_new and ways[-1] == call.way:
             return None
-        few, others, is_extra = (few, others, True) if is_new else (others, few, False)
-    mine, theirs = entered[few[0]], entered[others[0]]
-    who = describe_ranks(few, evidence.job.world_size)
-    if is_extra:
-        why = f"{who} entered {mine.describe()}, and then {theirs.op}, which the others entered in its place"
-        return few, "extra_collective", why
-    why = f"{who} went on without {theirs.describe()} and entered {mine.describe()}, which the others entered next (call skipped)"
-    return few, "skipped_collective", why
+        culprits = more if is_new else less
+    elif more == few and not is_new:
+        return None
+    else:
+        culprits = few
+    who = describe_ranks(culprits, evidence.job.world_size)
+    if culprits == more:
+        why = f"{who} entered {call.describe()}, and then {missing.op}, which the others entered in its place"
+        return culprits, "extra_collective", why
+    why = f"{who} went on without {call.describe()} and entered {missing.describe()}, which the others entered next (call skipped)"
+    return culprits, "skipped_collective", why
 
 
 def _makes_next(
     evidence: Evidence, entered: dict[int, Collective], ranks: tuple[int, ...], others: tuple[int, ...]
 ) -> bool:
     """Return whether those of some ranks that have made another call of the group made the one that others entered in its place."""
-    after = [
-        n
+    after = {
+        (n.shape, n.way)
         for r in ranks
         for n in evidence.ranks[r].collectives
         if n.place == (entered[r].group, entered[r].sequence + 1)
-    ]
-    return bool(after) and all((n.shape, n.way) == (entered[r].shape, entered[r].way) for n in after for r in others)
+    }
+    return len(after) == 1 and after == {(entered[r].shape, entered[r].way) for r in others}
 
 
 def _have_made_as_many(evidence: Evidence, entered: dict[int, Collective]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from heapq import nsmallest
 
@@ -32,9 +31,10 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 
 
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return, of two whose tags differ, the one with an old tag, or another than other ranks had at its line, else both. Else the
-    one rank of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at the same line;
-    else the one out of its round; else the one that has entered its line once more than all others; else the one that more ranks
+    """Return, of two whose tags differ, the one with an old tag, another than other ranks had at its line, or another than ranks
+    outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one rank of a circle
+    that completed, else entered, fewer of the calls that are waited for than other ranks did at the same line; else the one out of
+    its later rounds; else the one that has entered its line once more than all others; else the one that more ranks
     wait for than for any other; all of them where there is none.
     """
     # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
@@ -103,17 +103,13 @@ def _is_out_of_its_round(
     """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in;
     ``with_first``: nor what it called before its first collective, as far as that is known.
     """
-    made = completed(evidence, rank)
-    mark = next((c for c in reversed(made) if c.peer == -1 and c.op != NEW_GROUP), None)
+    mark = next((c for c in reversed(completed(evidence, rank)) if c.peer == -1 and c.op != NEW_GROUP), None)
     if mark is None:
         return False
-    rounds = rounds_of(evidence, rank, mark)
+    first, *rounds = _parts_of(evidence, rank, mark)
     if with_first and not has_forgotten(evidence.ranks[rank]):
-        first = [
-            c for c in itertools.takewhile(lambda c: c.place[0] != mark.group or c.op != mark.op, made) if c.peer != -1
-        ]
-        rounds = [((mark.op, mark.site), *((c.op, c.site) for c in first)), *rounds]
-    return begins_anew(rounds, halves[rank])
+        rounds = [[mark, *(c for c in first if c.peer != -1)], *rounds]
+    return begins_anew(_in_lines(rounds), halves[rank])
 
 
 def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
@@ -153,12 +149,21 @@ def rounds_of(evidence: Evidence, rank: int, mark: Collective) -> list[tuple[tup
     """Return what a rank has called and completed, by operation and line, from each of its calls of the collective ``mark`` to the
     next; the last one is as long as it has come.
     """
-    rounds: list[list[tuple[str, str]]] = [[]]
+    return _in_lines(_parts_of(evidence, rank, mark)[1:])
+
+
+def _parts_of(evidence: Evidence, rank: int, mark: Collective) -> list[list[Collective]]:
+    """Return what a rank has completed before its first call of the collective ``mark``, and from each of them on."""
+    parts: list[list[Collective]] = [[]]
     for call in completed(evidence, rank):
         if (call.group, call.op, call.root) == (mark.group, mark.op, mark.root) and call.peer == -1:
-            rounds.append([])
-        rounds[-1].append((call.op, call.site))
-    return [tuple(found) for found in rounds[1:]]
+            parts.append([])
+        parts[-1].append(call)
+    return parts
+
+
+def _in_lines(parts: list[list[Collective]]) -> list[tuple[tuple[str, str], ...]]:
+    return [tuple((c.op, c.site) for c in part) for part in parts]
 
 
 def begins_anew(rounds: list[tuple[tuple[str, str], ...]], call: Collective) -> bool:

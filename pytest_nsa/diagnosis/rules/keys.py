@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen
+from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
+from pytest_nsa.diagnosis.rules.beside import went_on_without
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
@@ -24,8 +25,7 @@ def _some(keys: list[str]) -> str:
     return ", ".join([*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else keys)
 
 
-def who_waits(ranks: tuple[int, ...], world_size: int) -> str:
-    """'ranks 0 and 1 wait'."""
+def _who_waits(ranks: tuple[int, ...], world_size: int) -> str:
     return f"{describe_ranks(ranks, world_size)} {'wait' if len(ranks) > 1 else 'waits'}"
 
 
@@ -35,7 +35,26 @@ def key_of(rank: RankEvidence) -> str:
     return rank.board.key if rank.board is not None and is_main else ""
 
 
-def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
+def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvidence]) -> Finding | None:
+    """Find who is to blame where each rank of ``alive`` waits, and those of ``waiting`` for keys of a store; None where it is not
+    known.
+    """
+    n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
+    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    found = went_on_without(evidence, ranks, waits, f"; {_who_waits(ranks, n)} for a key of a store")
+    found = found or _not_set_by_its_owner(evidence, waiting)
+    if found is not None:
+        return found
+    # A loop that looks for it has more lines than one.
+    functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in waiting}
+    others = len(evidence.ranks) - len(waiting)  # elsewhere, or at the end of their test
+    are_most = len(alive) == len(waiting) or 2 * len(waiting) > len(alive)
+    if len(functions) == 1 and others and (are_most or _is_the_other_s(evidence, waiting)):
+        return _went_past(evidence, waiting)
+    return _at_another(evidence, waiting) if len(waiting) == len(alive) > 2 else None
+
+
+def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     """Conclude of most ranks, which wait for a key at one line, that the others went on without setting it."""
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
     gone = tuple(sorted({r.rank for r in evidence.ranks} - set(ranks)))
@@ -47,11 +66,11 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     keys = sorted({key for r in waiting if (key := key_of(r))})
     usual = _where_such_are_set(evidence.ranks[gone[0]], keys)
     went += f", and has set such keys at {usual}" if usual else ""
-    if not usual and is_the_other_s(evidence, waiting):
+    if not usual and _is_the_other_s(evidence, waiting):
         usual = _where_such_are_set(waiting[0], keys)
         went += f", and such keys are set at {usual}"
     named = f": {_some(keys)}" if keys else ""
-    who = who_waits(ranks, n)
+    who = _who_waits(ranks, n)
     reason = f"{describe_ranks(gone, n)} {went}; {who} for a key of a store that is not set{named}, at {where}"
     return Finding(
         cause="missing_collective",
@@ -63,18 +82,18 @@ def went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
     )
 
 
-def not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
+def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
     """Find the ranks whose own keys are waited for: of such keys each rank has set those with its number in one place."""
     owners = {r.rank: owner for r in waiting if (owner := _owner_of(evidence, key_of(r))) is not None}
     if not owners or len(owners) < len(waiting):
         return None
-    # A rank that waits for another's key before it sets its own holds nobody up.
+    # A rank that waits for another's key before it sets its own is blocked, and blocks only as a consequence.
     culprits = tuple(sorted({o for o in owners.values() if owners.get(o, o) == o}))
     if not culprits:
         return None
     n, key = evidence.job.world_size, next(key_of(r) for r in waiting if owners[r.rank] == culprits[0])
     usual = _where_such_are_set(evidence.ranks[culprits[0]], [key])
-    who, waits = describe_ranks(culprits, n), who_waits(tuple(sorted(owners)), n)
+    who, waits = describe_ranks(culprits, n), _who_waits(tuple(sorted(owners)), n)
     has_set = f"{who} {'has' if len(culprits) == 1 else 'have'} set such keys at {usual}"
     return Finding(
         cause="missing_collective",
@@ -110,7 +129,7 @@ def _numbers(key: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\d+", key))
 
 
-def is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
+def _is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
     """Return whether one of two ranks waits for a key such as the ranks have set, and the other has gone on in the same round of
     their loops: no third one was to set it.
     """
@@ -131,7 +150,7 @@ def _without_numbers(key: str) -> str:
     return re.sub(r"\d+", "#", key)
 
 
-def at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
+def _at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
     """Find that of ranks which all wait at one line, most for one key, the others wait for another."""
     keys = {r.rank: key_of(r) for r in waiting}
     ways = {tuple(f.describe() for f in user_frames(r)) for r in waiting}
@@ -140,7 +159,7 @@ def at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | Non
         return None
     n, odd = evidence.job.world_size, tuple(r for r, key in sorted(keys.items()) if key != usual)
     theirs = sorted({keys[r] for r in odd})
-    who = who_waits(odd, n)
+    who = _who_waits(odd, n)
     what = f"the key {theirs[0]} of a store" if len(theirs) == 1 else f"keys of a store of their own ({_some(theirs)})"
     return Finding(
         cause="missing_collective",

@@ -59,8 +59,8 @@ def out_of_their_round(evidence: Evidence, waits: Mapping[int, Collective]) -> A
         return None
     ranks = tuple(sorted(departed))
     left_out = {rank: _left_out(d) for rank, d in departed.items()}
-    tokens = {token for found in left_out.values() for token in found}
-    missed = next((waits[r] for r in others if waits[r].peer == -1 and _token(waits[r]) in tokens), None)
+    tokens = {t for found in left_out.values() for t in found}
+    missed = next((waits[r] for r in others if waits[r].peer == -1 and token(waits[r]) in tokens), None)
     if missed is not None and all(left_out.values()):
         return Apart(ranks, missed=missed)
     if all(_is_extra(evidence, rank, d, others[0], waits) for rank, d in departed.items()):
@@ -87,13 +87,14 @@ def first_left_out(evidence: Evidence, rank: int, missed: Collective) -> tuple[s
     if found.made.group == missed.group and found.made.sequence < missed.sequence:
         return None  # the others answered it, so it was none that they did not know
     # What its rounds have next, up to what it made instead; to the end, where it has left the loop.
-    following, made = _following(found), _token(found.made)
+    following, made = _following(found), token(found.made)
     left_out = following[: following.index(made)] if made in following else following
-    own = [token for token in left_out if not token[0].startswith("ddp")]  # DDP's own calls are no line of the user's
+    own = [t for t in left_out if not t[0].startswith("ddp")]  # DDP's own calls are no line of the user's
     return own[0][3] if any((op, way) == (missed.op, missed.way) for _, op, _, way in own) else None
 
 
-def _token(call: Collective) -> Token:
+def token(call: Collective) -> Token:
+    """Return what tells a rank's calls apart, whatever they carry."""
     return call.group, call.op, call.peer, call.way
 
 
@@ -107,7 +108,7 @@ def _latest_round(evidence: Evidence, rank: int, at: Collective) -> Round | None
     """Return a rank's round up to the call that it waits in; None where its calls do not repeat."""
     ring = [c for c in evidence.ranks[rank].collectives if c.op != NEW_GROUP and c.index <= at.index]
     calls = ring[-LATEST:]
-    tokens = [_token(c) for c in calls]
+    tokens = [token(c) for c in calls]
     found = _period(tokens)
     if found is None:
         return None
@@ -140,7 +141,7 @@ def _left_out(found: Round) -> list[Token]:
     Calls that one line makes, of several groups in turn, may as well have been made in another order.
     """
     assert found.expected is not None
-    made = _token(found.made)
+    made = token(found.made)
     if made[0] != found.expected[0] and _are_of_one_line(made[3], found.expected[3]):
         return []
     following = _following(found)
@@ -149,7 +150,7 @@ def _left_out(found: Round) -> list[Token]:
 
 def _following(found: Round) -> list[Token]:
     """Return what a rank's rounds have next, from the call that it did not make."""
-    return [_token(c) for c in found.before[-found.length :]][:AHEAD]
+    return [token(c) for c in found.before[-found.length :]][:AHEAD]
 
 
 def _are_of_one_line(one: tuple[str, ...], other: tuple[str, ...]) -> bool:

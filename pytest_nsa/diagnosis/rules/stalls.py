@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
-from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
-from pytest_nsa.diagnosis.rules.beside import went_on_without
-from pytest_nsa.diagnosis.rules.keys import at_another, is_the_other_s, not_set_by_its_owner, went_past, who_waits
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.keys import of_keys
 from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.whys import why_of
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -24,22 +21,9 @@ def blocked(evidence: Evidence) -> Finding | None:
     absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
     if not absent:
         absent = [r for r in alive if r.waits_for_a_key]
-        waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-        beside = went_on_without(evidence, [r.rank for r in absent], waits, _for_keys(evidence, absent))
-        if beside is not None:
-            return beside
-        of_an_owner = not_set_by_its_owner(evidence, absent) if absent else None
-        if of_an_owner is not None:
-            return of_an_owner
-        # A loop that looks for it has more lines than one.
-        functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in absent}
-        others = len(evidence.ranks) - len(absent)  # elsewhere, or at the end of their test
-        are_most = len(alive) == len(absent) or 2 * len(absent) > len(alive)
-        if len(functions) == 1 and others and (are_most or is_the_other_s(evidence, absent)):
-            return went_past(evidence, absent)
-        elsewhere = at_another(evidence, absent) if len(absent) == len(alive) > 2 else None
-        if elsewhere is not None:
-            return elsewhere
+        of_a_key = of_keys(evidence, alive, absent) if absent else None
+        if of_a_key is not None:
+            return of_a_key
     if not absent:
         return _all_wait(evidence, alive)
     whys = {rank.rank: why for rank in absent if (why := why_of(rank)) is not None}
@@ -71,14 +55,6 @@ def blocked(evidence: Evidence) -> Finding | None:
         reason=reason,
         confidence=why.confidence,
         facts=all_facts(evidence.ranks),
-    )
-
-
-def _for_keys(evidence: Evidence, waiting: list[RankEvidence]) -> str:
-    return (
-        f"; {who_waits(tuple(r.rank for r in waiting), evidence.job.world_size)} for a key of a store"
-        if waiting
-        else ""
     )
 
 

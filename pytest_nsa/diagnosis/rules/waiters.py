@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import awaited
+from pytest_nsa.diagnosis.rules.blame import calls_before
 from pytest_nsa.diagnosis.rules.circles import begins_anew, completed, has_forgotten, rounds_of
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.halves import half_of
@@ -46,9 +47,8 @@ def unasked(
     # It waits at the mark, and so its latest round is whole.
     own = rounds_of(evidence, end, mark)
     is_regular = len(set(own)) == 1 and len(own) > 2
-    are_few = 2 * len(halves) < len(
-        evidence.ranks
-    )  # where most ranks do what is new to all, it is the one that does not
+    # Where most ranks do what is new to all, it is the one that does not.
+    are_few = 2 * len(halves) < len(evidence.ranks)
     differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
     return tuple(sorted(before)) if before and is_regular and differ else ()
 
@@ -68,7 +68,7 @@ def at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int
     if any(rank != waiter or not c.is_inside for rank, c in at_line) or not usual or mark is None:
         return ()
     with_it = Counter(c.op.startswith("send") for c in completed(evidence, end) if c.peer == waiter)
-    before = [half_of(c) for c in evidence.ranks[end].collectives if c.index < mark.index]
+    before = [half_of(c) for c in calls_before(evidence, end, mark)]
     is_whole = expected_next(before) == half_of(mark) or with_it[True] == with_it[False] > 0
     return (waiter,) if is_whole else ()
 
