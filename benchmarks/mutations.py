@@ -11,19 +11,9 @@ like one more or one less (docs/limitations.md).
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import re
-import subprocess
-import sys
-import tempfile
-from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from figures import keep
+from generated import Program, measure
 
 HEAD = """\
 import time
@@ -65,6 +55,8 @@ def train_step(model, optimizer):
 
 def shard(x, n):
     dist.reduce_scatter_tensor(torch.empty(x.shape[0] // n, x.shape[1]), x)
+
+
 """
 STATEMENTS = {
     "loss": "dist.all_reduce(loss)",
@@ -102,18 +94,6 @@ CAUSES = {
     "raised": ("rank_exception",),
 }
 ODD = "if (rank, step) in odd:"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """A generated test: its text, the kind of its fault, and what its verdict must name; ``lines`` count from its first."""
-
-    name: str
-    text: str
-    kind: str
-    causes: tuple[str, ...]
-    ranks: list[int]
-    lines: list[int]
 
 
 def program(number: int, draw: random.Random) -> Program:
@@ -160,8 +140,7 @@ def program(number: int, draw: random.Random) -> Program:
     lines.append("    dist.barrier()")
     causes = CAUSES.get(kind, ("skipped_collective",))
     causes += ("p2p_unmatched",) if names[at] == "ring" and kind != "raised" else ()
-    here = [i for i, line in enumerate(lines) if line.endswith("# HERE")]
-    return Program(name=name, text="\n".join(lines), kind=kind, causes=causes, ranks=culprits, lines=here)
+    return Program(name=name, text="\n".join(lines) + "\n", kind=kind, causes=causes, ranks=culprits)
 
 
 def _mutated(kind: str, statement: str, extra: str) -> list[str]:
@@ -180,55 +159,5 @@ def _mutated(kind: str, statement: str, extra: str) -> list[str]:
     return bodies[kind]
 
 
-def run(programs: list[Program], folder: Path, workers: int) -> dict[str, Any]:
-    """Run the programs as tests; return how many verdicts are right, by kind of fault."""
-    text, first = HEAD, {}
-    for p in programs:
-        text += "\n\n"
-        first[p.name] = text.count("\n") + 1
-        text += p.text + "\n"
-    (folder / "test_generated.py").write_text(text)
-    options = ("ranks_hang_after=2.5", "ranks_timeout=16")
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-p", "xdist", "-n", str(workers),
-         "-c", "/dev/null", "--rootdir", str(folder), *(a for o in options for a in ("-o", o)), "test_generated.py"],
-        cwd=folder, capture_output=True, check=False,
-    )  # fmt: skip
-    lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
-    verdicts = {v["nodeid"].partition("::")[2]: v for v in map(json.loads, lines)}
-    right, by_kind, wrong = Counter[str](), Counter[str](), []
-    for p in programs:
-        verdict = verdicts[p.name]
-        marked = {first[p.name] + line for line in p.lines}
-        told = {int(n) for text in (verdict["where"], verdict["called_from"]) for n in re.findall(r":(\d+) in ", text)}
-        is_cause, is_ranks = verdict["cause"] in p.causes, verdict["ranks"] == p.ranks
-        right.update(
-            {
-                "cause": is_cause,
-                "ranks": is_ranks,
-                "cause and ranks": is_cause and is_ranks,
-                "line": bool(told & marked),
-            }
-        )
-        by_kind[f"{p.kind} -> {verdict['cause']}"] += 1
-        if not (is_cause and is_ranks):
-            wrong.append({"kind": p.kind, "test": p.text, "told": verdict["reason"]})
-    return {"programs": len(programs), "right": dict(right), "by_kind": dict(sorted(by_kind.items())), "wrong": wrong}
-
-
-def main() -> None:
-    """Generate, run, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--programs", type=int, default=60)
-    parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args()
-    draw = random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        figures = run([program(k, draw) for k in range(arguments.programs)], Path(folder), arguments.workers)
-    keep({"seed": arguments.seed, **figures}, arguments.json)
-
-
 if __name__ == "__main__":
-    main()
+    measure(__doc__, program, HEAD, count_passed=True)

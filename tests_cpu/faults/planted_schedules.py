@@ -180,7 +180,7 @@ def test_one_reduces_again_while_the_others_exchange(group):
 
 @planted("missing_collective", [1], n=3, marked=True)
 def test_a_rank_waits_for_its_own_key(group):
-    """Each rank sets a key with its number, and reads all of them: the one that is not set is told by its number."""
+    """Each rank sets a key with its number, and reads all of them: the number tells which rank left its key out."""
     store = dist.PrefixStore("round", dist.distributed_c10d._get_default_store())
     store.set_timeout(timedelta(minutes=20))
     for step in range(6):
