@@ -99,6 +99,16 @@ def origin(error: BaseException) -> dict[str, str]:
     }
 
 
+def record_thread_exception(folder: Path, error: BaseException, whose: str, future: int) -> None:
+    """Append an exception of a thread beside the main one, or of a task; ``future``: the number of the one that keeps it, or 0."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _user_line(frames)
+    record(
+        folder, event="thread_exception", whose=whose, future=future, type=type(error).__name__, message=message_of(error),
+        where=f"{place.filename}:{place.lineno} in {place.name}" if place else "", raised_in=frames[-1].filename if frames else "",
+    )  # fmt: skip
+
+
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
     """Append an exception with the innermost line of the user's code."""
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)

@@ -29,22 +29,27 @@ def handled_exception(thread: int) -> dict[str, str]:
     traceback: TracebackType | None = error.__traceback__ if error is not None else None
     if error is None or traceback is None:
         return {}
-    handling, raised = traceback.tb_frame, ""
+    return {**_said(error), "in": describe(traceback.tb_frame)}
+
+
+def _said(error: BaseException) -> dict[str, str]:
+    """Return type and first argument of an exception, and the user's line that raised it."""
+    raised, traceback = "", error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if is_user_file(code.co_filename):
             raised = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
         traceback = traceback.tb_next
     first = error.args[0] if error.args and isinstance(error.args[0], str) else ""
-    says = masked(f"{type(error).__name__}: {first}"[:MOST_CHARACTERS])
-    return {"says": says, "at": raised, "in": describe(handling)}
+    return {"says": masked(f"{type(error).__name__}: {first}"[:MOST_CHARACTERS]), "at": raised}
 
 
 def asyncio_tasks(thread: int) -> dict[str, Any]:
     """Return what the asyncio loop that a thread runs waits for; {} where it runs none.
 
     ``tasks``: the user's innermost line of each task that is not done, first that of the one which the loop runs for, or of
-    what that one awaits; ``timers`` and ``files``: how many may wake the loop.
+    what that one awaits; ``timers`` and ``files``: how many may wake the loop; ``failed``: the exceptions of tasks that have ended,
+    which nobody has been given.
     """
     loop, main = _running_loop(sys._current_frames().get(thread))
     if loop is None:
@@ -57,7 +62,10 @@ def asyncio_tasks(thread: int) -> dict[str, Any]:
     timers = sum(not handle.cancelled() for handle in list(getattr(loop, "_scheduled", ())))
     selector = getattr(loop, "_selector", None)
     files = len(selector.get_map()) - _ONLY_ITS_OWN if selector is not None else 0
-    return {"tasks": [*([place] if place else []), *sorted(tasks)], "timers": timers, "files": max(0, files)}
+    return {
+        "tasks": [*([place] if place else []), *sorted(tasks)], "timers": timers, "files": max(0, files),
+        "failed": [_said(error) for error in _kept_by_tasks(loop)][:MOST_TASKS],
+    }  # fmt: skip
 
 
 def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
@@ -72,6 +80,15 @@ def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
                 return loop, frame.f_locals.get("future")
         frame = frame.f_back
     return loop, None
+
+
+def _kept_by_tasks(loop: Any) -> list[BaseException]:
+    """Return the exceptions with which tasks of a loop have ended, and that nobody has asked them for: asyncio's own mark of it."""
+    known: set[Any] = set()
+    for name in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # the first until Python 3.11
+        known.update(getattr(asyncio.tasks, name, ()))
+    ended = [task for task in known if task.done() and not task.cancelled() and task.get_loop() is loop]
+    return [error for t in ended if getattr(t, "_log_traceback", False) and (error := t._exception) is not None]
 
 
 def _awaited_by(task: Any) -> Any:

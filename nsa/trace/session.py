@@ -10,11 +10,12 @@ from nsa.trace.board import Board
 from nsa.trace.calls import in_runs
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.divergence import Checksums
-from nsa.trace.events import record
+from nsa.trace.events import record, record_thread_exception
 from nsa.trace.exits import note_own_end
 from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.loaders import count_batches
 from nsa.trace.observe import Observer
+from nsa.trace.thread_errors import forget_thread_errors, tell_thread_errors
 
 LEVEL, LEVELS = "NSA_TRACE_LEVEL", ("full", "light")
 
@@ -50,6 +51,7 @@ class TraceSession:
         """A fork, such as a data loader's worker, writes on no board; a rank begins on one of its own."""
         self.recorder.stores.forget()
         self.observer.forget()
+        forget_thread_errors()
         self.board.open(None, 0, 1)
 
     def begin(
@@ -80,6 +82,10 @@ class TraceSession:
         self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.recorder.on_reduce = self.observer.checksums.reduced if self.observer.checksums is not None else None
+        tell_thread_errors(
+            lambda error, whose, future: record_thread_exception(Path(folder), error, whose, future),
+            lambda future: record(Path(folder), event="future_asked", future=future),
+        )
         self.heartbeat.start()
 
     def end(self, settle_s: float = 0.0) -> None:
@@ -88,6 +94,7 @@ class TraceSession:
         Collectives without a wait get ``settle_s`` seconds to be seen to complete.
         """
         self.observer.end()
+        forget_thread_errors()
         if self.observer.checksums is not None:
             self.observer.checksums.close()
         self.observer.forget()

@@ -120,6 +120,7 @@ _REGISTRY = (
         rules=(
             "exits.rank_raised",
             "unwinding.in_cleanup",
+            "threads.raised_beside",
             "exits.only_victims",
         ),
         outcome="FAIL",
@@ -165,7 +166,7 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a rank ran out of memory.",
         advice="lower the batch or sequence, checkpoint more layers, or give the rank more memory",
-        rules=("exits.rank_raised", "unwinding.in_cleanup"),
+        rules=("exits.rank_raised", "unwinding.in_cleanup", "threads.raised_beside"),
         outcome="FAIL",
         of_the_rank=True,
     ),

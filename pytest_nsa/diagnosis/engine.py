@@ -25,6 +25,7 @@ from pytest_nsa.diagnosis.rules import (
     payloads,
     speed,
     stalls,
+    threads,
     unwinding,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
@@ -111,9 +112,13 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 )
 
 
+# Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
+_OF_STALLS = ("order", "groups", "numbering", "pairs", "absence", "stalls")
+
+
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
     """Return the first rule's finding, and a fact per rule that failed before it. What a rank's own exception explains is that
-    exception's (`unwinding`).
+    exception's (`unwinding`, `threads.raised_beside`).
 
     A diagnosis must never be the failure: a rule that raises, or names a cause that is not in the registry, is passed over.
     """
@@ -122,7 +127,9 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         name = name_of(rule)
         try:
             finding = rule(evidence)
-            finding = unwinding.in_cleanup(evidence, replace(finding, rule=name)) if finding is not None else None
+            finding = replace(finding, rule=name) if finding is not None else None
+            if finding is not None and name.partition(".")[0] in _OF_STALLS:
+                finding = threads.raised_beside(evidence, unwinding.in_cleanup(evidence, finding))
         except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact
             failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
             continue

@@ -16,7 +16,7 @@ from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_map, is_text, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump
-from pytest_nsa.evidence.values import EventLoop, Evidence, Handled, RaisedException, RankEvidence, Told
+from pytest_nsa.evidence.values import EventLoop, Evidence, Handled, RaisedException, RankEvidence, ThreadError, Told
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -192,8 +192,26 @@ def _read_rank(
         counters=_counters(folder),
         keys_set=tuple((e["key"], e["where"]) for e in events if e["event"] == "key_set"),
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
-        loop=EventLoop(tuple(told["tasks"]), told["timers"], told["files"]) if (told := own.get("asyncio")) else None,
+        loop=_loop(own.get("asyncio")),
+        thread_errors=_thread_errors(events),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
+    )
+
+
+def _loop(told: Mapping[str, Any] | None) -> EventLoop | None:
+    if not told:
+        return None
+    failed = tuple((e["says"], e["at"]) for e in told.get("failed", ()))
+    return EventLoop(tuple(told["tasks"]), told["timers"], told["files"], failed)
+
+
+def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ...]:
+    """Return the exceptions of threads, but for those that a future has given to whoever asked it."""
+    asked = {e["future"] for e in events if e["event"] == "future_asked"}
+    return tuple(
+        ThreadError(e["time"], e["whose"], e["type"], e["message"], e["where"], e["raised_in"])
+        for e in events
+        if e["event"] == "thread_exception" and e["future"] not in asked - {0}
     )
 
 

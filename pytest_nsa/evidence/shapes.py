@@ -57,6 +57,10 @@ def _tuples(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, list) and all(map(is_text, entry)) for entry in value)
 
 
+def _failed(value: Any) -> bool:
+    return isinstance(value, list) and all(is_map(e) and is_text(e.get("says")) and is_text(e.get("at")) for e in value)
+
+
 _STANDING: dict[str, Check] = {
     "stood_still_s?": is_number, "moved?": _flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
     "by?": is_text,
@@ -91,6 +95,10 @@ EVENTS: dict[str, dict[str, Check]] = {
         "module?": is_text,
         "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag, "network?": is_text,
     },
+    "thread_exception": {
+        "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,
+    },
+    "future_asked": {"future": _int},
     "parameters": {"names": _list_of(is_text), "modules?": _list_of(is_text)},
     "warning": {"category?": is_text, "message?": is_text},
     "left_thread": {"name": is_text, "where": is_text},
@@ -107,7 +115,7 @@ OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
     "asyncio?": lambda value: is_map(value)
-    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int})),
+    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _failed})),
 }  # fmt: skip
 REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
 BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}

@@ -51,6 +51,25 @@ class RaisedException:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadError:
+    """An exception of a thread beside the main one, or of an asyncio task, that nobody was given. ``where``: the user's line that
+    raised it; ``raised_in`` the file of the innermost frame.
+    """
+
+    time: float
+    whose: str
+    type: str
+    message: str
+    where: str
+    raised_in: str
+
+    @property
+    def headline(self) -> str:
+        """The first line of its message, '' where it has none."""
+        return next(iter(self.message.strip().splitlines()), "")
+
+
+@dataclass(frozen=True, slots=True)
 class Handled:
     """An exception that a stalled rank was handling: in an ``except``, a ``finally``, an ``__exit__``.
 
@@ -69,11 +88,14 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class EventLoop:
-    """What a stalled rank's asyncio loop waited for: the user's lines of its tasks, and how many timers and files may wake it."""
+    """What a stalled rank's asyncio loop waited for: the user's lines of its tasks, and how many timers and files may wake it;
+    ``failed`` are (exception, the user's line that raised it) of tasks that ended so and that nobody asked.
+    """
 
     tasks: tuple[str, ...]
     timers: int
     files: int
+    failed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +154,7 @@ class RankEvidence:
     handles: Handled | None = None
     keys_set: tuple[tuple[str, str], ...] = ()  # a key of a store, and the line that set it, once a line
     loop: EventLoop | None = None
+    thread_errors: tuple[ThreadError, ...] = ()
 
     @property
     def rounds(self) -> dict[str, str]:

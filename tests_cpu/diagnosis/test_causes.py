@@ -53,7 +53,13 @@ def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
     asked = {engine.name_of(rule) for rule in (*engine.RULES, *engine.SUSPICIONS, *engine.OF_THE_PASSED)}
     named = {rule for cause in CAUSES.values() for rule in cause.rules}
     assert asked <= named
-    assert named - asked == {"engine.unknown", "engine.skipped_apart", "items.foreseen", "unwinding.in_cleanup"}
+    assert named - asked == {
+        "engine.unknown",
+        "engine.skipped_apart",
+        "items.foreseen",
+        "unwinding.in_cleanup",
+        "threads.raised_beside",
+    }
 
 
 def test_every_cause_is_planted() -> None:

@@ -134,5 +134,23 @@ def test_the_line_that_the_main_task_s_task_awaits_comes_first() -> None:
     assert told["files"] == 0
 
 
+async def fails() -> None:
+    fail()
+
+
+def test_tasks_that_ended_with_an_exception_that_nobody_was_given_are_told() -> None:
+    def runs(look: Look) -> None:
+        async def main() -> None:
+            lost, asked = asyncio.create_task(fails()), asyncio.create_task(fails())
+            await asyncio.gather(asked, return_exceptions=True)
+            look()
+            assert lost.exception()
+
+        asyncio.run(main())
+
+    here = f"{__file__}:{line_of(fail, 'raise')} in fail"
+    assert looked_at(runs, asyncio_tasks)["failed"] == [{"says": "KeyError: speech", "at": here}]
+
+
 def test_a_thread_without_a_loop_has_no_tasks() -> None:
     assert looked_at(lambda look: look(), asyncio_tasks) == {}

@@ -38,7 +38,7 @@ _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))"
 def is_victim(error: RaisedException) -> bool:
     """Return whether an exception, or what it was raised from, is torch saying that another rank has gone."""
     said = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
-    return not _is_of_a_lost_worker(error) and any(_says_so(message, file) for message, file in said)
+    return not _is_of_a_lost_worker(error) and any(says_that_another_has_gone(message, file) for message, file in said)
 
 
 def _is_of_a_lost_worker(error: RaisedException) -> bool:
@@ -73,7 +73,8 @@ def is_victim_text(message: str) -> bool:
     return any(phrase in message.lower() for phrase in VICTIM_TEXTS)
 
 
-def _says_so(message: str, raised_in: str) -> bool:
+def says_that_another_has_gone(message: str, raised_in: str) -> bool:
+    """Return whether torch, which raised in a file, says so."""
     from_torch = "/torch/" in raised_in or "/nsa/trace/" in raised_in or not raised_in
     return from_torch and is_victim_text(message)
 

@@ -14,15 +14,12 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
-_OF_STALLS = ("order", "groups", "numbering", "pairs", "absence", "stalls")  # modules of rules: what ranks wait for
 # Raised to end a generator, a loop or a task, whose cleanup is part of its work.
 _ENDS = ("GeneratorExit", "StopIteration", "StopAsyncIteration", "CancelledError")
 
 
 def in_cleanup(evidence: Evidence, finding: Finding) -> Finding:
     """Return the finding that ranks raised, where some are blocked while their exception unwinds; else ``finding`` itself."""
-    if finding.rule.partition(".")[0] not in _OF_STALLS:
-        return finding
     found = [r for r in evidence.ranks if not r.finished and not r.exceptions and _unwinds(evidence.sources, r)]
     alive = [r for r in evidence.ranks if not r.finished]
     if not found or len(found) == len(alive) > 1 or evidence.moved_at_stop or not evidence.was_stalled:

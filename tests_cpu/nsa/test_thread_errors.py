@@ -1,0 +1,81 @@
+"""What threads beside the main one raise is recorded: as it is raised, and, of a future, that somebody asked."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from nsa.trace.thread_errors import MOST, forget_thread_errors, tell_thread_errors
+
+
+class Told:
+    """What was recorded: (exception, whose, future), and the futures that were asked."""
+
+    def __init__(self) -> None:
+        self.raised: list[tuple[str, str, int]] = []
+        self.asked: list[int] = []
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    told = Told()
+    tell_thread_errors(lambda error, whose, n: told.raised.append((repr(error), whose, n)), told.asked.append)
+    yield told
+    forget_thread_errors()
+
+
+def fail() -> None:
+    raise ValueError("bad shard")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_raises_is_told(told: Told) -> None:
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    assert told.raised == [("ValueError('bad shard')", "thread loader", 0)]
+
+
+def test_a_future_is_told_and_then_that_it_was_asked(told: Told) -> None:
+    with ThreadPoolExecutor(1, thread_name_prefix="saver") as pool:
+        future = pool.submit(fail)
+    ((error, whose, number),) = told.raised
+    assert (error, whose) == ("ValueError('bad shard')", "thread saver_0") and number > 0
+    assert told.asked == []
+    with pytest.raises(ValueError, match="bad shard"):
+        future.result()
+    assert told.asked == [number]
+
+
+def test_a_future_whose_exception_a_callback_looks_at_was_asked(told: Told) -> None:
+    future: Future[None] = Future()
+    future.add_done_callback(lambda f: f.exception())
+    future.set_exception(OSError("disk full"))
+    assert told.asked == [told.raised[0][2]]
+
+
+def test_a_task_that_nobody_awaits_is_told_when_it_goes(told: Told) -> None:
+    async def failing() -> None:
+        fail()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        task = asyncio.create_task(failing())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        del task
+        gc.collect()
+
+    asyncio.run(main())
+    assert told.raised == [("ValueError('bad shard')", "an asyncio task", 0)]
+
+
+def test_a_pool_that_fails_for_ever_fills_no_disk(told: Told) -> None:
+    for _ in range(MOST + 50):
+        Future[None]().set_exception(OSError("again"))
+    assert len(told.raised) == MOST
