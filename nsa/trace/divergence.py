@@ -7,6 +7,7 @@ that is called past its wrapper, so that DDP did not reduce them; and steps whos
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -40,7 +41,10 @@ class Checksums:
         self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
         self._has_updated = False
         self._by_hand = HandReduction()
-        self._unchecked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # updated while nothing was reduced
+        # Updated while nothing was reduced: in which step, and from where, at last.
+        self._unchecked: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, str]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def called(self, root: torch.nn.Module) -> None:
         """A module is called, from outside any other, to be trained."""
@@ -60,10 +64,8 @@ class Checksums:
         for root in _alive(self._called):
             for ddp in ddp_models_in(root):
                 if _keeps_equal(ddp):
-                    if (
-                        ddp in self._unchecked
-                    ):  # what is reduced now was computed with the parameters that local steps left
-                        self._unchecked.discard(ddp)
+                    # What is reduced now was computed with the parameters that local steps left.
+                    if self._unchecked.pop(ddp, None) is not None:
                         self._write("parameter", step, ddp, ddp)
                     self._write("gradient", step, ddp, ddp)
         for reference in self._called:
@@ -79,20 +81,21 @@ class Checksums:
                 if _keeps_equal(ddp):
                     self._write("parameter", step, ddp, ddp)
                 else:
-                    self._unchecked.add(ddp)
+                    self._unchecked[ddp] = (step, call_site())
             wrapper = None if inside else _wrapper_of(root)
             if wrapper is not None and _keeps_equal(wrapper):
                 self._write("unwrapped", step, root, wrapper)
             if wrapper is None and not inside and (group := self._by_hand.group_of(root)) is not None:
                 self._write_of("by_hand", step, root, root, (), group)
 
-    def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
+    def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel, site: str = "") -> None:
         # The names to ignore are those in the module that it wraps.
-        self._write_of(kind, step, root, ddp.module, ddp.parameters_to_ignore, ddp.process_group)
+        self._write_of(kind, step, root, ddp.module, ddp.parameters_to_ignore, ddp.process_group, site)
 
     def _write_of(
-        self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
-    ) -> None:
+        self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any,
+        site: str = "",
+    ) -> None:  # fmt: skip
         if self._size > MAX_BYTES:
             return
         named = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
@@ -108,7 +111,7 @@ class Checksums:
             self._count += 1
             self._models[root] = self._count
         record: dict[str, object] = {
-            "kind": kind, "step": step, "model": self._models[root], "ranks": ranks, "norms": values, "site": call_site(),
+            "kind": kind, "step": step, "model": self._models[root], "ranks": ranks, "norms": values, "site": site or call_site(),
         }  # fmt: skip
         if is_new:
             record["names"] = [name for name, _ in kept]
@@ -116,7 +119,10 @@ class Checksums:
             self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
-        """No more is written."""
+        """No more is written, but for the parameters of models that DDP has not reduced since their last updates."""
+        for ddp, (step, site) in list(self._unchecked.items()):
+            with contextlib.suppress(ValueError, KeyError, RuntimeError):  # its group has gone
+                self._write("unreduced", step, ddp, ddp, site)
         os.close(self._file)
 
 

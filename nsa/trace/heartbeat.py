@@ -223,6 +223,7 @@ class Heartbeat:
         found = {
             "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": stacks,
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
+            "keys": self.recorder.stores.latest_keys() if self.recorder is not None else [],
         }  # fmt: skip
         partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business

@@ -103,6 +103,8 @@ class TraceSession:
         while self.recorder.is_waiting and time.monotonic() < deadline:
             time.sleep(0.001)
             self.recorder.poll()
+        for key, site in self.recorder.stores.latest_keys():
+            self.recorder.stores.on_set(key, site)
         self.heartbeat.stop()
 
 

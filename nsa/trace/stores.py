@@ -21,7 +21,7 @@ _WAITS = ("wait", "get", "queue_pop")
 _WAITS_OF_A_CLASS = ("multi_get", "barrier")
 _LOOKS = ("check", "add", "num_keys")
 _SETS = ("set", "append", "compare_set", "multi_set", "queue_push")
-_MOST_SITES = 64  # lines that set keys, which are recorded once each
+_MOST_SITES = 64  # lines that set keys, which are recorded the first and the last key of each
 _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 
 
@@ -45,13 +45,13 @@ class StoreRecorder:
         self._limit = limit
         self._looked = 0.0  # when the main thread last looked into a store
         self._key = ""  # what the main thread waits for, or looked for last
-        self._sites: set[str] = set()
+        self._latest: dict[str, str] = {}  # by line, the key that it set last
         self.on_set: Callable[[str, str], None] = _ignore  # the key and the line, once a line
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board."""
         self._looked, self._key = 0.0, ""
-        self._sites.clear()
+        self._latest.clear()
         self.on_set = _ignore
 
     def install(self) -> None:
@@ -112,13 +112,22 @@ class StoreRecorder:
             return
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
-            site = call_site() if len(self._sites) < _MOST_SITES else ""
-            if site and site not in self._sites:
-                self._sites.add(site)
-                self.on_set(keys_of_call(args, kwargs), site)
-            return original(store, *args, **kwargs)
+            site = call_site()
+            if not site or (site not in self._latest and len(self._latest) == _MOST_SITES):
+                return original(store, *args, **kwargs)
+            key = keys_of_call(args, kwargs)
+            if site not in self._latest:
+                self.on_set(key, site)
+            try:
+                return original(store, *args, **kwargs)
+            finally:
+                self._latest[site] = key
 
         setattr(kind, name, recorded)
+
+    def latest_keys(self) -> list[tuple[str, str]]:
+        """Return (key, line) of the last key that each line set."""
+        return [(key, site) for site, key in list(self._latest.items())]
 
     def _set_key(self, key: str) -> None:
         if key != self._key:

@@ -190,12 +190,18 @@ def _read_rank(
         backend=job.backend,
         machine=machine,
         counters=_counters(folder),
-        keys_set=tuple((e["key"], e["where"]) for e in events if e["event"] == "key_set"),
+        keys_set=_keys_set(events, own.get("keys", ())),
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
         thread_errors=_thread_errors(events),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
+
+
+def _keys_set(events: Sequence[Mapping[str, Any]], latest: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    """Return (key, line) of the first and the last key that each line of a rank has set in a store."""
+    found = [(e["key"], e["where"]) for e in events if e["event"] == "key_set"]
+    return tuple(dict.fromkeys([*found, *((pair[0], pair[1]) for pair in latest if len(pair) == 2)]))
 
 
 def _loop(told: Mapping[str, Any] | None) -> EventLoop | None:

@@ -113,6 +113,7 @@ EVENTS: dict[str, dict[str, Check]] = {
 # What a stalled rank wrote of itself; the two that are empty where there is nothing to say.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
+    "keys?": _tuples,
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
     "asyncio?": lambda value: is_map(value)
     and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _failed})),

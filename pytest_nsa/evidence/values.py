@@ -152,7 +152,7 @@ class RankEvidence:
     # Of loops, by location in the user's code, outermost first.
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
     handles: Handled | None = None
-    keys_set: tuple[tuple[str, str], ...] = ()  # a key of a store, and the line that set it, once a line
+    keys_set: tuple[tuple[str, str], ...] = ()  # the first and the last key of a store that each line set, and the line
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
 

@@ -45,7 +45,8 @@ def test_a_future_is_told_and_then_that_it_was_asked(told: Told) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="saver") as pool:
         future = pool.submit(fail)
     ((error, whose, number),) = told.raised
-    assert (error, whose) == ("ValueError('bad shard')", "thread saver_0") and number > 0
+    assert (error, whose) == ("ValueError('bad shard')", "thread saver_0")
+    assert number > 0
     assert told.asked == []
     with pytest.raises(ValueError, match="bad shard"):
         future.result()

@@ -84,14 +84,18 @@ def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
 
 def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
     """Find the ranks whose own keys are waited for: of such keys each rank has set those with its number in one place."""
-    owners = {r.rank: owner for r in waiting if (owner := _owner_of(evidence, key_of(r))) is not None}
-    if not owners or len(owners) < len(waiting):
+    wanted = {r.rank: _unset(evidence, r) for r in waiting}
+    owners = {rank: {_owner_of(evidence, key): key for key in keys} for rank, keys in wanted.items()}
+    if not all(of and None not in of for of in owners.values()):
         return None
     # A rank that waits for another's key before it sets its own is blocked, and blocks only as a consequence.
-    culprits = tuple(sorted({o for o in owners.values() if owners.get(o, o) == o}))
+    of_all = {
+        o: key for of in owners.values() for o, key in of.items() if o is not None and set(owners.get(o, [o])) == {o}
+    }
+    culprits = tuple(sorted(of_all))
     if not culprits:
         return None
-    n, key = evidence.job.world_size, next(key_of(r) for r in waiting if owners[r.rank] == culprits[0])
+    n, key = evidence.job.world_size, of_all[culprits[0]]
     usual = _where_such_are_set(evidence.ranks[culprits[0]], [key])
     who, waits = describe_ranks(culprits, n), _who_waits(tuple(sorted(owners)), n)
     has_set = f"{who} {'has' if len(culprits) == 1 else 'have'} set such keys at {usual}"
@@ -103,6 +107,12 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
         confidence=0.75,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _unset(evidence: Evidence, rank: RankEvidence) -> list[str]:
+    """Return the keys that a rank waits for, but for those that are known to have been set."""
+    known = {key for r in evidence.ranks for key, _ in r.keys_set}
+    return [key for key in key_of(rank).split(", ") if key and key not in known]
 
 
 def _owner_of(evidence: Evidence, key: str) -> int | None:
