@@ -120,6 +120,8 @@ def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[
     n = evidence.job.world_size
     for note, call in {c.note: c for c in making.values()}.items():
         members = _members(call, n)
+        if note.partition(":")[0] in clashing:
+            continue
         # A group of all whose ranks do not meet has been under way for as long as the stall: it is not to be expected to end.
         if len(members) < n and all(m in making and making[m].note == note for m in members):
             return True
@@ -132,6 +134,10 @@ def _of_other_members(evidence: Evidence) -> set[str]:
     for rank in evidence.ranks:
         for name, members in rank.groups.items():
             found.setdefault(name, set()).add(members)
+        for call in _calls(rank):
+            name, _, ranks = call.note.partition(": ")
+            if ranks and not _ITSELF.search(call.note):
+                found.setdefault(name, set()).add(tuple(sorted(_named_in(ranks, evidence.job.world_size))))
     return {name for name, kinds in found.items() if len(kinds) > 1}
 
 

@@ -74,6 +74,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
     )
     if len(outside) < 2:  # each of several at which a chain ends has left something out
         culprits = the_silent_one(evidence, ends, waits, halves) or culprits
+    if not outside:
+        culprits = _of_another_partner(evidence, halves) or culprits
     first = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
@@ -156,26 +158,46 @@ def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> 
     """Return the ranks for which another rank than the one that their call addresses is in a half that it could answer, or has
     entered more halves for them than they have answered.
     """
-    made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, who, to or from whom
     under_way: dict[bool, list[int]] = {True: [], False: []}
     for rank in evidence.ranks:
         for call in (c for c in rank.collectives if c.peer != -1):
-            sends = call.op.startswith("send")
-            made[sends, rank.rank, call.peer] += 1
             # A completed receive from any rank has its message.
             if call.is_inside and (rank.rank in halves or call.peer == ANY):
-                under_way[sends].append(rank.rank)
-    offers: dict[tuple[bool, int], list[int]] = defaultdict(list)
-    for (sends, caller, peer), number in made.items():
-        if number > made[not sends, peer, caller]:
-            offers[sends, peer].append(caller)
-    found = set()
+                under_way[call.op.startswith("send")].append(rank.rank)
+    offers, found = _unanswered(evidence), set()
     for waiter, call in halves.items():
         answer = not call.op.startswith("send")
         others = itertools.chain(under_way[answer], offers[answer, waiter])
         if any(other not in (waiter, call.peer) for other in others):
             found.add(waiter)
     return found
+
+
+def _of_another_partner(evidence: Evidence, halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the one rank of a circle that waits for a rank which has left nothing out, while another one has entered more halves
+    for it than it has answered: it takes the former for its partner.
+    """
+    offers = _unanswered(evidence)
+    found = tuple(
+        rank
+        for rank, call in sorted(halves.items())
+        if call.peer in halves
+        and any(other not in (rank, call.peer) for other in offers[not call.op.startswith("send"), rank])
+        and _has_made_its_half(evidence, call.peer, [rank], halves)
+    )
+    return found if len(found) == 1 else ()
+
+
+def _unanswered(evidence: Evidence) -> dict[tuple[bool, int], list[int]]:
+    """Return, by whether they send and for whom, the ranks that have entered more halves than that one has answered."""
+    made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, who, to or from whom
+    for rank in evidence.ranks:
+        made.update((c.op.startswith("send"), rank.rank, c.peer) for c in rank.collectives if c.peer != -1)
+    offers: dict[tuple[bool, int], list[int]] = defaultdict(list)
+    for (sends, caller, peer), number in made.items():
+        if number > made[not sends, peer, caller]:
+            offers[sends, peer].append(caller)
+    return offers
 
 
 def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
