@@ -350,7 +350,7 @@ _REGISTRY = (
         chapter="Numbers",
         summary="ranks end with different gradients or parameters, though DDP keeps them equal.",
         advice="find what differs: a seed, a learning rate, an unreduced gradient (use non-reentrant checkpointing)",
-        rules=("numbers.silent_divergence",),
+        rules=("numbers.silent_divergence", "numbers.diverged_before"),
         outcome="FAIL",
     ),
     Cause(

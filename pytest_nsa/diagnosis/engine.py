@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     network.unusable,
     exits.init_timeout,
     numbers.nan_loss,
+    numbers.diverged_before,
     exits.rank_raised,
     payloads.aborted,
     exits.rank_died,

@@ -73,18 +73,17 @@ def _is_past(
     # Its calls do not show when it looks for keys; nor has one that waits for a call begun earlier made another instead.
     if mine is None or mine.index < rank.collectives[-1].index:
         return False
+    parted = where_they_part(evidence.sources, rank, mine, other, missed)
+    are_branches = are_alternatives(evidence.sources, parted.here, parted.there)
+    if by == 0 and parted.comes_first and not are_branches:
+        return False
     calls = calls_before(evidence, rank.rank, mine)
     expected = expected_next([token(c) for c in calls])
     is_new = all(token(c) != token(mine) for c in calls)
     if expected is not None and not is_new:  # what it has never called may be one call more, before the others'
         return expected == token(missed)
-    if by == 0:
-        parted = where_they_part(evidence.sources, rank, mine, other, missed)
-        if not are_alternatives(evidence.sources, parted.here, parted.there):
-            if parted.comes_first:
-                return False
-            if parted.turned.comes_first and not parted.goes_round:
-                return True
+    if by == 0 and not are_branches and parted.turned.comes_first and not parted.goes_round:
+        return True
     return (
         are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
     )

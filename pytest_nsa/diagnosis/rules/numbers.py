@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pytest_nsa.diagnosis.facts import exception_fact
@@ -151,6 +152,18 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
         if len(by_rank) == len(members) > 1
     )
     return next((finding for finding in found if finding is not None), None)
+
+
+def diverged_before(evidence: Evidence) -> Finding | None:
+    """Find that ranks had parted before the test's own assertions failed, and nothing else did: what these saw, maybe."""
+    errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
+    if not errors or any(e.type != "AssertionError" for e in errors) or any(r.signal and not r.by_us for r in evidence.ranks):
+        return None
+    found = silent_divergence(evidence)
+    if found is None:
+        return None
+    first = min(errors, key=lambda e: e.time)
+    return replace(found, reason=f"{found.reason}; then {first.type}: {first.headline[:120]} at {first.where}")
 
 
 def _streams(evidence: Evidence) -> dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]]:

@@ -62,7 +62,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if apart is not None:
         outside &= set(apart.ranks)
     culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or of_the_circle(evidence, ends, halves)
-    more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves)
+    more = (
+        _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves) or _sent_fewer(evidence, halves)
+    )
     if more is not None:
         return more
     culprits = (
@@ -241,6 +243,36 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.8,
         facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _sent_fewer(evidence: Evidence, halves: dict[int, Collective]) -> Finding | None:
+    """Find that a rank receives from anybody, all others have gone on to a collective or to their ends, and a few of them have sent
+    it fewer messages than the rest, each of which has sent as many.
+    """
+    if len(halves) != 1 or any(has_forgotten(r) for r in evidence.ranks):
+        return None
+    ((receiver, call),) = halves.items()
+    if call.peer != ANY:
+        return None
+    sent = {
+        r.rank: [c for c in r.collectives if c.op.startswith("send") and c.peer == receiver]
+        for r in evidence.ranks
+        if r.rank != receiver
+    }
+    (most, number), *_ = Counter(map(len, sent.values())).most_common()
+    culprits = tuple(rank for rank, calls in sent.items() if 0 < len(calls) < most)
+    if len(culprits) + number != len(sent) or not culprits or number < 2 or number <= len(culprits):
+        return None
+    n, last = evidence.job.world_size, sent[culprits[0]][-1]
+    told = by_ranks({r: f"{len(calls)} messages" for r, calls in sent.items()}, n)
+    reason = (
+        f"{describe_ranks((receiver,), n)} waits {doing(evidence.ranks[receiver])}; {describe_ranks(culprits, n)} has sent it fewer "
+        f"than the others, which have all sent as many: {told}"
+    )
+    return Finding(
+        cause="p2p_unmatched", ranks=culprits, where=last.site, called_from=next(iter(last.way[1:]), ""), reason=reason,
+        certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 
