@@ -7,12 +7,12 @@ that is called past its wrapper, so that DDP did not reduce them; and steps whos
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,18 @@ from nsa.trace.reduced_by_hand import HandReduction
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What of a model is to be compared: in which step, at which line of the user's code, among which ranks."""
+
+    step: int
+    site: str
+    model: int
+    names: list[str]
+    tensors: list[torch.Tensor | None]
+    ranks: list[int]
+
+
 class Checksums:
     """Writes the checksums of a rank. Costs one norm per tensor and, on a GPU, a synchronisation: only on request."""
 
@@ -41,10 +53,9 @@ class Checksums:
         self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
         self._has_updated = False
         self._by_hand = HandReduction()
-        # Updated while nothing was reduced: in which step, and from where, at last.
-        self._unchecked: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._named: set[int] = set()  # of the models, those whose names are written
+        # By the model's number, its parameters at the latest update, where nothing was reduced since. They outlive the model.
+        self._unchecked: dict[int, Seen] = {}
 
     def called(self, root: torch.nn.Module) -> None:
         """A module is called, from outside any other, to be trained."""
@@ -65,7 +76,7 @@ class Checksums:
             for ddp in ddp_models_in(root):
                 if _keeps_equal(ddp):
                     # What is reduced now was computed with the parameters that local steps left.
-                    if self._unchecked.pop(ddp, None) is not None:
+                    if self._unchecked.pop(self._number_of(ddp), None) is not None:
                         self._write("parameter", step, ddp, ddp)
                     self._write("gradient", step, ddp, ddp)
         for reference in self._called:
@@ -81,49 +92,59 @@ class Checksums:
                 if _keeps_equal(ddp):
                     self._write("parameter", step, ddp, ddp)
                 else:
-                    self._unchecked[ddp] = (step, call_site())
+                    kept = _named_parameters(ddp.module, ddp.parameters_to_ignore)
+                    names, tensors = [name for name, _ in kept], [p.detach() for _, p in kept]
+                    ranks, number = dist.get_process_group_ranks(ddp.process_group), self._number_of(ddp)
+                    self._unchecked[number] = Seen(step, call_site(), number, names, tensors, ranks)
             wrapper = None if inside else _wrapper_of(root)
             if wrapper is not None and _keeps_equal(wrapper):
                 self._write("unwrapped", step, root, wrapper)
             if wrapper is None and not inside and (group := self._by_hand.group_of(root)) is not None:
                 self._write_of("by_hand", step, root, root, (), group)
 
-    def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel, site: str = "") -> None:
+    def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         # The names to ignore are those in the module that it wraps.
-        self._write_of(kind, step, root, ddp.module, ddp.parameters_to_ignore, ddp.process_group, site)
+        self._write_of(kind, step, root, ddp.module, ddp.parameters_to_ignore, ddp.process_group)
 
     def _write_of(
-        self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any,
-        site: str = "",
-    ) -> None:  # fmt: skip
-        if self._size > MAX_BYTES:
-            return
-        named = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
-        kept = [(plain_name(name), p) for name, p in named]
+        self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
+    ) -> None:
+        kept = _named_parameters(module, ignored)
         tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
-        there = [t for t in tensors if t is not None and not t.is_sparse]
-        norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
-        found = iter(norms.tolist())
-        values = [next(found) if t is not None and not t.is_sparse else None for t in tensors]
-        ranks = dist.get_process_group_ranks(group)
-        is_new = root not in self._models
-        if is_new:
+        names, ranks = [name for name, _ in kept], dist.get_process_group_ranks(group)
+        self._append(kind, Seen(step, call_site(), self._number_of(root), names, tensors, ranks))
+
+    def _number_of(self, root: torch.nn.Module) -> int:
+        if root not in self._models:
             self._count += 1
             self._models[root] = self._count
+        return self._models[root]
+
+    def _append(self, kind: str, seen: Seen) -> None:
+        if self._size > MAX_BYTES:
+            return
+        there = [t for t in seen.tensors if t is not None and not t.is_sparse]
+        norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
+        found = iter(norms.tolist())
+        values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
         record: dict[str, object] = {
-            "kind": kind, "step": step, "model": self._models[root], "ranks": ranks, "norms": values, "site": site or call_site(),
+            "kind": kind, "step": seen.step, "model": seen.model, "ranks": seen.ranks, "norms": values, "site": seen.site,
         }  # fmt: skip
-        if is_new:
-            record["names"] = [name for name, _ in kept]
+        if seen.model not in self._named:
+            self._named.add(seen.model)
+            record["names"] = seen.names
         with where_there_is_room():
             self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
-        """No more is written, but for the parameters of models that DDP has not reduced since their last updates."""
-        for ddp, (step, site) in list(self._unchecked.items()):
-            with contextlib.suppress(ValueError, KeyError, RuntimeError):  # its group has gone
-                self._write("unreduced", step, ddp, ddp, site)
+        """No more is written, but for the parameters of models that DDP has not reduced since their latest updates."""
+        for seen in self._unchecked.values():
+            self._append("unreduced", seen)
         os.close(self._file)
+
+
+def _named_parameters(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(plain_name(n), p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
 
 
 def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:

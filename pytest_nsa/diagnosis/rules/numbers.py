@@ -157,7 +157,11 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
 def diverged_before(evidence: Evidence) -> Finding | None:
     """Find that ranks had parted before the test's own assertions failed, and nothing else did: what these saw, maybe."""
     errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
-    if not errors or any(e.type != "AssertionError" for e in errors) or any(r.signal and not r.by_us for r in evidence.ranks):
+    if (
+        not errors
+        or any(e.type != "AssertionError" for e in errors)
+        or any(r.signal and not r.by_us for r in evidence.ranks)
+    ):
         return None
     found = silent_divergence(evidence)
     if found is None:

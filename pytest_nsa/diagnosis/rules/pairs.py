@@ -62,9 +62,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if apart is not None:
         outside &= set(apart.ranks)
     culprits = (apart.ranks if apart is not None else tuple(sorted(outside))) or of_the_circle(evidence, ends, halves)
-    more = (
-        _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves) or _sent_fewer(evidence, halves)
-    )
+    more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves) or _sent_fewer(evidence, halves)
     if more is not None:
         return more
     culprits = (
@@ -267,8 +265,8 @@ def _sent_fewer(evidence: Evidence, halves: dict[int, Collective]) -> Finding | 
     n, last = evidence.job.world_size, sent[culprits[0]][-1]
     told = by_ranks({r: f"{len(calls)} messages" for r, calls in sent.items()}, n)
     reason = (
-        f"{describe_ranks((receiver,), n)} waits {doing(evidence.ranks[receiver])}; {describe_ranks(culprits, n)} has sent it fewer "
-        f"than the others, which have all sent as many: {told}"
+        f"{describe_ranks((receiver,), n)} waits {doing(evidence.ranks[receiver])}; {describe_ranks(culprits, n)} has sent it "
+        f"fewer than the others, which have all sent as many: {told}"
     )
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=last.site, called_from=next(iter(last.way[1:]), ""), reason=reason,
