@@ -56,6 +56,9 @@ class Checksums:
         self._named: set[int] = set()  # of the models, those whose names are written
         # By the model's number, its parameters at the latest update, where nothing was reduced since. They outlive the model.
         self._unchecked: dict[int, Seen] = {}
+        self._met: set[int] = (
+            set()
+        )  # models that DDP has reduced, or whose parameters may have been averaged by the program
 
     def called(self, root: torch.nn.Module) -> None:
         """A module is called, from outside any other, to be trained."""
@@ -66,6 +69,7 @@ class Checksums:
 
     def reduced(self, group: Any, tensors: Any) -> None:
         """An all-reduce is about to be made: of gradients, it may be, that DDP has no part in."""
+        self._met.update(n for n, seen in self._unchecked.items() if _may_average(tensors, seen.tensors))
         roots = [r for r in _alive([*self._trained, *self._called]) if not ddp_models_in(r) and _wrapper_of(r) is None]
         if roots and isinstance(tensors, list | tuple):
             self._by_hand.reduced(group, tensors, roots)
@@ -75,6 +79,7 @@ class Checksums:
         for root in _alive(self._called):
             for ddp in ddp_models_in(root):
                 if _keeps_equal(ddp):
+                    self._met.add(self._number_of(ddp))
                     # What is reduced now was computed with the parameters that local steps left.
                     if self._unchecked.pop(self._number_of(ddp), None) is not None:
                         self._write("parameter", step, ddp, ddp)
@@ -92,10 +97,10 @@ class Checksums:
                 if _keeps_equal(ddp):
                     self._write("parameter", step, ddp, ddp)
                 else:
-                    kept = _named_parameters(ddp.module, ddp.parameters_to_ignore)
-                    names, tensors = [name for name, _ in kept], [p.detach() for _, p in kept]
-                    ranks, number = dist.get_process_group_ranks(ddp.process_group), self._number_of(ddp)
-                    self._unchecked[number] = Seen(step, call_site(), number, names, tensors, ranks)
+                    seen = self._look("unreduced", step, ddp, ddp.module, ddp.parameters_to_ignore, ddp.process_group)
+                    self._unchecked[seen.model] = seen
+                    if _averages_in_subgroups(ddp):
+                        self._met.add(seen.model)
             wrapper = None if inside else _wrapper_of(root)
             if wrapper is not None and _keeps_equal(wrapper):
                 self._write("unwrapped", step, root, wrapper)
@@ -109,10 +114,18 @@ class Checksums:
     def _write_of(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
     ) -> None:
-        kept = _named_parameters(module, ignored)
+        if self._size <= MAX_BYTES:
+            self._append(kind, self._look(kind, step, root, module, ignored, group))
+
+    def _look(
+        self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
+    ) -> Seen:
+        """Return what is compared of a model, its gradients or its parameters; no number is read yet."""
+        named = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
+        kept = [(plain_name(name), p) for name, p in named]
         tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
         names, ranks = [name for name, _ in kept], dist.get_process_group_ranks(group)
-        self._append(kind, Seen(step, call_site(), self._number_of(root), names, tensors, ranks))
+        return Seen(step, call_site(), self._number_of(root), names, tensors, ranks)
 
     def _number_of(self, root: torch.nn.Module) -> int:
         if root not in self._models:
@@ -121,8 +134,6 @@ class Checksums:
         return self._models[root]
 
     def _append(self, kind: str, seen: Seen) -> None:
-        if self._size > MAX_BYTES:
-            return
         there = [t for t in seen.tensors if t is not None and not t.is_sparse]
         norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
         found = iter(norms.tolist())
@@ -137,14 +148,14 @@ class Checksums:
             self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
-        """No more is written, but for the parameters of models that DDP has not reduced since their latest updates."""
+        """No more is written, but for the parameters of models that DDP has never reduced, nor the program averaged.
+
+        Local SGD leaves them unlike each other between two averages, and rightly so.
+        """
         for seen in self._unchecked.values():
-            self._append("unreduced", seen)
+            if seen.model not in self._met and self._size <= MAX_BYTES:
+                self._append("unreduced", seen)
         os.close(self._file)
-
-
-def _named_parameters(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(plain_name(n), p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
 
 
 def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:
@@ -158,9 +169,20 @@ def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Modu
 
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:
     """Not under no_sync, nor under torch's hook for local SGD, which reduces in subgroups."""
-    hook = getattr(getattr(ddp, "_nsa_bucket_hook", None), "user_hook", None)
     reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
-    return reduces and getattr(hook, "__name__", "") != "post_localSGD_hook"
+    return reduces and not _averages_in_subgroups(ddp)
+
+
+def _averages_in_subgroups(ddp: DistributedDataParallel) -> bool:
+    hook = getattr(getattr(ddp, "_nsa_bucket_hook", None), "user_hook", None)
+    return getattr(hook, "__name__", "") == "post_localSGD_hook"
+
+
+def _may_average(tensors: Any, parameters: list[torch.Tensor | None]) -> bool:
+    """Return whether an all-reduce has a tensor as large as the largest parameter: one of them, or many in one."""
+    largest = max((p.numel() for p in parameters if p is not None), default=0)
+    reduced = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return any(isinstance(t, torch.Tensor) and t.numel() >= largest for t in reduced)
 
 
 _wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()

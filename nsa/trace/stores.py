@@ -21,7 +21,7 @@ _WAITS = ("wait", "get", "queue_pop")
 _WAITS_OF_A_CLASS = ("multi_get", "barrier")
 _LOOKS = ("check", "add", "num_keys")
 _SETS = ("set", "append", "compare_set", "multi_set", "queue_push")
-_MOST_SITES = 64  # lines that set keys, which are recorded the first and the last key of each
+_MOST_SITES = 64  # lines that set keys: of each the first and the last one is recorded
 _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 
 

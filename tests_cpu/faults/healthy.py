@@ -243,6 +243,17 @@ def test_local_steps_and_their_mean(ddp: DDP) -> None:
 
 
 @world_size(2)
+def test_local_steps_after_their_last_mean(ddp: DDP) -> None:
+    model = ddp.wrap(net())
+    with model.no_sync():  # type: ignore[operator]
+        train(model, ddp.rank, steps=2)
+        flat = torch.cat([p.data.reshape(-1) for p in model.parameters()])
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat / 2, model.parameters())
+        train(model, ddp.rank, steps=1)
+
+
+@world_size(2)
 def test_parameters_that_ddp_is_told_to_ignore(group: Group) -> None:
     model = net(seed=0)
     for parameter in model.head.parameters():
