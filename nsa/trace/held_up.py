@@ -49,7 +49,7 @@ def asyncio_tasks(thread: int) -> dict[str, Any]:
 
     ``tasks``: the user's innermost line of each task that is not done, first that of the one which the loop runs for, or of
     what that one awaits; ``timers`` and ``files``: how many may wake the loop; ``failed``: the exceptions of tasks that have ended,
-    which nobody has been given.
+    which were never retrieved.
     """
     loop, main = _running_loop(sys._current_frames().get(thread))
     if loop is None:
@@ -83,7 +83,7 @@ def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
 
 
 def _kept_by_tasks(loop: Any) -> list[BaseException]:
-    """Return the exceptions with which tasks of a loop have ended, and that nobody has asked them for: asyncio's own mark of it."""
+    """Return the exceptions with which tasks of a loop have ended, where they were never retrieved (asyncio's own mark)."""
     known: set[Any] = set()
     for name in ("_all_tasks", "_scheduled_tasks", "_eager_tasks"):  # the first until Python 3.11
         known.update(getattr(asyncio.tasks, name, ()))

@@ -1,7 +1,7 @@
-"""Exceptions of threads beside the main one: what ended a thread, and what a future keeps for whoever asks it.
+"""Exceptions of threads beside the main one: uncaught in a thread, or kept by a future or an asyncio task.
 
-What such a thread would have done is not done, and those that wait for it wait for ever. Each is recorded as it is raised; of a
-future also that it was asked for its result since: then its asker has raised in turn.
+The work of such a thread is not done, and whoever waits for it waits for ever. Each exception is recorded as it is raised; of a
+future also that it was retrieved since: then the caller of ``result`` has raised in turn.
 """
 
 from __future__ import annotations

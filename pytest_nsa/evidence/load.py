@@ -212,12 +212,12 @@ def _loop(told: Mapping[str, Any] | None) -> EventLoop | None:
 
 
 def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ...]:
-    """Return the exceptions of threads, but for those that a future has given to whoever asked it."""
-    asked = {e["future"] for e in events if e["event"] == "future_asked"}
+    """Return the exceptions of threads, but for those that were retrieved from their future."""
+    asked = {e["future"] for e in events if e["event"] == "future_asked" and e["future"]}
     return tuple(
         ThreadError(e["time"], e["whose"], e["type"], e["message"], e["where"], e["raised_in"])
         for e in events
-        if e["event"] == "thread_exception" and e["future"] not in asked - {0}
+        if e["event"] == "thread_exception" and e["future"] not in asked
     )
 
 

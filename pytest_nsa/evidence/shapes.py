@@ -53,12 +53,12 @@ def _numbers_by_name(value: Any) -> bool:
     return isinstance(value, dict) and all(value is None or is_number(value) for value in value.values())
 
 
+def _says(value: Any) -> bool:
+    return is_map(value) and has(value, {"says": is_text, "at": is_text})
+
+
 def _tuples(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, list) and all(map(is_text, entry)) for entry in value)
-
-
-def _failed(value: Any) -> bool:
-    return isinstance(value, list) and all(is_map(e) and is_text(e.get("says")) and is_text(e.get("at")) for e in value)
 
 
 _STANDING: dict[str, Check] = {
@@ -116,7 +116,7 @@ OWN_WORDS: dict[str, Check] = {
     "keys?": _tuples,
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
     "asyncio?": lambda value: is_map(value)
-    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _failed})),
+    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_says)})),
 }  # fmt: skip
 REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
 BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}

@@ -18,6 +18,10 @@ POLLED_S = 2.0  # a rank that looked into a store so long ago or less, while it 
 STILL_LOOKS = 16  # beats that found the rank where it was: 0.8 s
 
 
+def _first_line(message: str) -> str:
+    return next(iter(message.strip().splitlines()), "")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaisedException:
     """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
@@ -47,13 +51,13 @@ class RaisedException:
     @property
     def headline(self) -> str:
         """The first line of its message, '' where it has none."""
-        return next(iter(self.message.strip().splitlines()), "")
+        return _first_line(self.message)
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadError:
-    """An exception of a thread beside the main one, or of an asyncio task, that nobody was given. ``where``: the user's line that
-    raised it; ``raised_in`` the file of the innermost frame.
+    """An exception of a thread beside the main one, or of an asyncio task, that was never retrieved. ``where``: the user's line
+    that raised it; ``raised_in`` the file of the innermost frame.
     """
 
     time: float
@@ -66,7 +70,7 @@ class ThreadError:
     @property
     def headline(self) -> str:
         """The first line of its message, '' where it has none."""
-        return next(iter(self.message.strip().splitlines()), "")
+        return _first_line(self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class Handled:
 @dataclass(frozen=True, slots=True)
 class EventLoop:
     """What a stalled rank's asyncio loop waited for: the user's lines of its tasks, and how many timers and files may wake it;
-    ``failed`` are (exception, the user's line that raised it) of tasks that ended so and that nobody asked.
+    ``failed`` are (exception, the user's line that raised it) of tasks that ended so and whose exception was never retrieved.
     """
 
     tasks: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.beside import went_on_without
@@ -84,7 +85,8 @@ def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
 
 def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
     """Find the ranks whose own keys are waited for: of such keys each rank has set those with its number in one place."""
-    wanted = {r.rank: _unset(evidence, r) for r in waiting}
+    known = {key for r in evidence.ranks for key, _ in r.keys_set}
+    wanted = {r.rank: _unset(r, known) for r in waiting}
     owners = {rank: {_owner_of(evidence, key): key for key in keys} for rank, keys in wanted.items()}
     if not all(of and None not in of for of in owners.values()):
         return None
@@ -109,9 +111,8 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
     )
 
 
-def _unset(evidence: Evidence, rank: RankEvidence) -> list[str]:
+def _unset(rank: RankEvidence, known: Collection[str]) -> list[str]:
     """Return the keys that a rank waits for, but for those that are known to have been set."""
-    known = {key for r in evidence.ranks for key, _ in r.keys_set}
     return [key for key in key_of(rank).split(", ") if key and key not in known]
 
 

@@ -36,8 +36,8 @@ def _functions_beside(rank: RankEvidence) -> set[tuple[str, str]]:
 
 
 def raised_beside(evidence: Evidence, finding: Finding) -> Finding:
-    """Return the finding that a thread or a task of the ranks that hold the others up raised, and nobody was given its exception;
-    else ``finding`` itself.
+    """Return the finding that a thread or a task of the ranks that hold the others up raised, and its exception was never
+    retrieved; else ``finding`` itself.
     """
     found = {rank: error for rank in finding.ranks if (error := _first_error(evidence.ranks[rank])) is not None}
     if not found or (len(found) < len(finding.ranks) and finding.certain):
@@ -48,7 +48,7 @@ def raised_beside(evidence: Evidence, finding: Finding) -> Finding:
     return replace(
         finding, cause="oom" if kind in MEMORY else "rank_exception", ranks=culprits, where=where or finding.where,
         called_from="", module="", rule="threads.raised_beside", facts=finding.facts or all_facts(evidence.ranks),
-        reason=f"{whose} of {who} raised {says}, and nobody was given it: {finding.reason}",
+        reason=f"{whose} of {who} raised {says}, and it was never retrieved: {finding.reason}",
     )  # fmt: skip
 
 
