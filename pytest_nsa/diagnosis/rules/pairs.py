@@ -305,8 +305,8 @@ def _asked_for_more(evidence: Evidence, halves: dict[int, Collective]) -> Findin
 
 
 def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> bool:
-    """Return whether the peer is in the other half of a rank's call."""
+    """Return whether the peer is in the other half of a rank's call, in the same group: messages of two groups never meet."""
     other = halves.get(call.peer)
-    if other is None or other.peer != rank or other.note != call.note:
+    if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
         return False
     return {call.op.startswith("send"), other.op.startswith("send")} == {True, False}

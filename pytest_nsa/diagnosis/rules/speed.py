@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
-from pytest_nsa.diagnosis.rules.source import is_in_while
+from pytest_nsa.diagnosis.rules.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -16,6 +16,7 @@ OFTEN = 0.7
 LATE = 0.4  # of the time
 AGAIN = 0.25  # of the time that the others wait now: what it was late by before
 MANY_TIMES = 50  # a round that makes so many times what all rounds before made
+WITHOUT_END = 500  # times what any rank has made in all
 _ENGINE = "_engine_run_backward"
 
 
@@ -76,17 +77,36 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
-    """Return that a rank in a ``while`` has made far more steps since its latest collective than before; else ''."""
+    """Return that a rank goes round a loop since its latest collective: in a ``while``, with far more steps than before it; in any
+    loop, with far more calls of modules than any rank has made; else ''.
+    """
     frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
     board, calls = rank.board, [c for c in rank.collectives if c.peer == -1]
-    if board is None or len(calls) < 2 or not any(is_in_while(evidence.sources, f.describe()) for f in frames):
+    if board is None or len(calls) < 2:
         return ""
+    told = ""
     before = calls[-1].step
     since = int(board.numbers["step"]) - before
-    if since < MANY_TIMES * max(before, MANY_TIMES):
+    in_while = any(is_in_while(evidence.sources, f.describe()) for f in frames)
+    if in_while and since >= MANY_TIMES * max(before, MANY_TIMES):
+        told = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
+    elif any(loops_of(evidence.sources, f.describe()) for f in frames):
+        told = _calls_without_end(evidence, rank)
+    return f"rank {rank.rank} goes round a loop: {told}" if told else ""
+
+
+def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
+    """Return that a rank has called far more modules since its latest collective than it had before, and the others in all."""
+    assert rank.board is not None
+    latest = next((b for b in rank.heartbeats if b["collectives"] == rank.heartbeats[-1]["collectives"]), None)
+    others = [int(r.board.numbers["modules_entered"]) for r in evidence.ranks if r.board is not None and r is not rank]
+    if latest is None:
         return ""
-    told = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
-    return f"rank {rank.rank} goes round a loop: {told}"
+    before = int(latest["modules_entered"])
+    since, usual = int(rank.board.numbers["modules_entered"]) - before, max(before, *others, 0)
+    if since < WITHOUT_END * max(usual, MANY_TIMES):
+        return ""
+    return f"it has called modules {since:,} times since its latest collective; before, and on the other ranks, {usual:,} times at most"
 
 
 def _is_between_steps(evidence: Evidence) -> bool:
