@@ -45,7 +45,12 @@ def nested(depth: int) -> str:
 
 
 def any_file(folder: Path, chance: random.Random) -> Path:
-    return chance.choice(sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size < 1 << 20))
+    """Return a file of the folder itself: through a link the next damage would be done outside of it."""
+    return chance.choice(sorted(p for p in folder.rglob("*") if is_own(p) and p.stat().st_size < 1 << 20))
+
+
+def is_own(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def bytes_changed(folder: Path, chance: random.Random) -> None:
@@ -78,7 +83,7 @@ def another_s(folder: Path, chance: random.Random) -> None:
 
 def value_changed(folder: Path, chance: random.Random) -> None:
     """Give values of a JSON file another type, or remove them."""
-    path = chance.choice(sorted(p for p in folder.rglob("*.json*") if p.is_file() and p.stat().st_size < 1 << 20))
+    path = chance.choice(sorted(p for p in folder.rglob("*.json*") if is_own(p) and p.stat().st_size < 1 << 20))
     lines = path.read_text(errors="replace").splitlines()
     for _ in range(chance.choice((1, 3, 20)) if lines else 0):
         at = chance.randrange(len(lines))
@@ -103,8 +108,10 @@ def value_changed(folder: Path, chance: random.Random) -> None:
 
 def board_s_header_changed(folder: Path, chance: random.Random) -> None:
     """Change the layout in a board's header."""
-    path = chance.choice(sorted(path for path in folder.rglob("board.bin") if path.is_file()) or [folder / "job.json"])
-    data = path.read_bytes() if path.is_file() else b""
+    path = chance.choice(sorted(path for path in folder.rglob("board.bin") if is_own(path)) or [folder / "job.json"])
+    if not is_own(path):
+        return
+    data = path.read_bytes()
     try:
         layout = json.loads(data[:4096].rstrip(b"\0 "))
     except (ValueError, RecursionError):  # damaged before
