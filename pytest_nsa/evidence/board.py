@@ -64,6 +64,16 @@ class Collective:
         return self.left == 0
 
     @property
+    def is_send(self) -> bool:
+        """It sends to one rank."""
+        return self.op.startswith("send")
+
+    @property
+    def is_receive(self) -> bool:
+        """It receives, from one rank or from any."""
+        return self.op.startswith("recv")
+
+    @property
     def was_refused(self) -> bool:
         """It raised before it began: the rank has not taken part in it."""
         return self.left < 0

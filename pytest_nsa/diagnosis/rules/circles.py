@@ -68,7 +68,7 @@ def _differ_by_tag(ranks: set[int], halves: dict[int, Collective]) -> bool:
     if len(calls) != 2 or calls[0] is None or calls[1] is None:
         return False
     one, other = calls[0], calls[1]
-    is_pair = {one.peer, other.peer} == ranks and one.op.startswith("send") != other.op.startswith("send")
+    is_pair = {one.peer, other.peer} == ranks and one.is_send != other.is_send
     return is_pair and one.note != other.note
 
 
@@ -130,11 +130,11 @@ def _made_fewer(evidence: Evidence, ranks: set[int], halves: dict[int, Collectiv
     fewest = {line: nsmallest(2, counts.values()) for line, counts in made.items()}
     found = set()
     for waiter in ranks:
-        peer, sends = halves[waiter].peer, not halves[waiter].op.startswith("send")
+        peer, sends = halves[waiter].peer, not halves[waiter].is_send
         mine = [
             c.site
             for c in (evidence.ranks[peer].collectives if peer in ranks else ())
-            if c.peer == waiter and c.op.startswith("send") == sends and not (ended and c.is_inside)
+            if c.peer == waiter and c.is_send == sends and not (ended and c.is_inside)
         ]
         if not mine:
             continue

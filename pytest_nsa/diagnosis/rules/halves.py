@@ -81,11 +81,7 @@ def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list
 def _answers(call: Collective, rank: int, halves: dict[int, Collective]) -> bool:
     """Return whether a call of a rank is such as its peer waits for."""
     waiting = halves.get(call.peer)
-    return (
-        waiting is not None
-        and waiting.peer in (rank, ANY)
-        and waiting.op.startswith("send") != call.op.startswith("send")
-    )
+    return waiting is not None and waiting.peer in (rank, ANY) and waiting.is_send != call.is_send
 
 
 def half_of(call: Collective) -> tuple[object, ...]:

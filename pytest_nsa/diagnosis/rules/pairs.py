@@ -128,7 +128,7 @@ def _has_made_its_half(evidence: Evidence, rank: int, waiters: list[int], halves
     mine = _exchanges(evidence, rank)
     for waiter in waiters:
         call, theirs = halves[waiter], _exchanges(evidence, waiter)
-        way_out = call.op.startswith("send")
+        way_out = call.is_send
         tried = theirs[way_out, call.site]
         other_halves = sum(mine[key] for key in theirs if key[0] != way_out)
         if mine[way_out, call.site] < tried or other_halves < tried:
@@ -141,15 +141,15 @@ def _belong_to_each_other(evidence: Evidence, outside: set[int], halves: dict[in
     other alone: a rank without a partner, or a pair that takes another pair's numbers for its own.
     """
     begun = [c for rank in halves for c in evidence.ranks[rank].collectives if c.peer != -1 and c.is_inside]
-    waiting = {(c.op.startswith("send"), c.site) for c in begun}
+    waiting = {(c.is_send, c.site) for c in begun}
     if len(waiting) != 2 or {sends for sends, _ in waiting} != {True, False}:
         return False
     if any(c.peer not in outside for c in halves.values()):
         return False
     others = [r.rank for r in evidence.ranks if r.rank not in halves]
-    made = [(r, c) for r in others for c in completed(evidence, r) if (c.op.startswith("send"), c.site) in waiting]
-    sent = Counter((r, c.peer) for r, c in made if c.op.startswith("send"))
-    received = Counter((c.peer, r) for r, c in made if not c.op.startswith("send"))
+    made = [(r, c) for r in others for c in completed(evidence, r) if (c.is_send, c.site) in waiting]
+    sent = Counter((r, c.peer) for r, c in made if c.is_send)
+    received = Counter((c.peer, r) for r, c in made if not c.is_send)
     have_met = any(c.peer in halves for r in others for c in completed(evidence, r))
     return bool(sent) and sent == received and not have_met
 
@@ -163,10 +163,10 @@ def _addressed_by_another(evidence: Evidence, halves: dict[int, Collective]) -> 
         for call in (c for c in rank.collectives if c.peer != -1):
             # A completed receive from any rank has its message.
             if call.is_inside and (rank.rank in halves or call.peer == ANY):
-                under_way[call.op.startswith("send")].append(rank.rank)
+                under_way[call.is_send].append(rank.rank)
     offers, found = _unanswered(evidence), set()
     for waiter, call in halves.items():
-        answer = not call.op.startswith("send")
+        answer = not call.is_send
         others = itertools.chain(under_way[answer], offers[answer, waiter])
         if any(other not in (waiter, call.peer) for other in others):
             found.add(waiter)
@@ -182,7 +182,7 @@ def _of_another_partner(evidence: Evidence, halves: dict[int, Collective]) -> tu
         rank
         for rank, call in sorted(halves.items())
         if call.peer in halves
-        and any(other not in (rank, call.peer) for other in offers[not call.op.startswith("send"), rank])
+        and any(other not in (rank, call.peer) for other in offers[not call.is_send, rank])
         and _has_made_its_half(evidence, call.peer, [rank], halves)
     )
     return found if len(found) == 1 else ()
@@ -192,7 +192,7 @@ def _unanswered(evidence: Evidence) -> dict[tuple[bool, int], list[int]]:
     """Return, by whether they send and for whom, the ranks that have entered more halves than that one has answered."""
     made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, who, to or from whom
     for rank in evidence.ranks:
-        made.update((c.op.startswith("send"), rank.rank, c.peer) for c in rank.collectives if c.peer != -1)
+        made.update((c.is_send, rank.rank, c.peer) for c in rank.collectives if c.peer != -1)
     offers: dict[tuple[bool, int], list[int]] = defaultdict(list)
     for (sends, caller, peer), number in made.items():
         if number > made[not sends, peer, caller]:
@@ -203,7 +203,7 @@ def _unanswered(evidence: Evidence) -> dict[tuple[bool, int], list[int]]:
 def _exchanges(evidence: Evidence, rank: int) -> Counter[tuple[bool, str]]:
     """Return how often a rank has entered a send (True) or a receive, by its line."""
     calls = evidence.ranks[rank].collectives
-    return Counter((c.op.startswith("send"), c.site) for c in calls if c.peer != -1)
+    return Counter((c.is_send, c.site) for c in calls if c.peer != -1)
 
 
 def _misdirected(evidence: Evidence, halves: dict[int, Collective]) -> Finding:
@@ -222,12 +222,10 @@ def _sent_more(evidence: Evidence, halves: dict[int, Collective], outside: set[i
     if len(outside) != 1 or any(c.peer not in outside for c in halves.values()):
         return None
     (receiver,) = outside
-    received = [c for c in completed(evidence, receiver) if c.op.startswith("recv")]
+    received = [c for c in completed(evidence, receiver) if c.is_receive]
     if not received or any(c.peer != ANY for c in received) or any(has_forgotten(r) for r in evidence.ranks):
         return None
-    sent = {
-        r.rank: [c for c in r.collectives if c.op.startswith("send") and c.peer == receiver] for r in evidence.ranks
-    }
+    sent = {r.rank: [c for c in r.collectives if c.is_send and c.peer == receiver] for r in evidence.ranks}
     sent = {rank: calls for rank, calls in sent.items() if calls}
     culprits = tuple(rank for rank, calls in sent.items() if len(calls) == 2 and rank not in halves)
     others = [len(calls) for rank, calls in sent.items() if rank not in culprits]
@@ -254,7 +252,7 @@ def _sent_fewer(evidence: Evidence, halves: dict[int, Collective]) -> Finding | 
     if call.peer != ANY:
         return None
     sent = {
-        r.rank: [c for c in r.collectives if c.op.startswith("send") and c.peer == receiver]
+        r.rank: [c for c in r.collectives if c.is_send and c.peer == receiver]
         for r in evidence.ranks
         if r.rank != receiver
     }
@@ -290,7 +288,7 @@ def _asked_for_more(evidence: Evidence, halves: dict[int, Collective]) -> Findin
             c for c in calls
             if c.is_inside and c.index < last and (c.op, c.peer, c.note) == (call.op, call.peer, call.note)
         ]  # fmt: skip
-        if not left or not call.op.startswith("recv"):
+        if not left or not call.is_receive:
             continue
         who = describe_ranks((rank,), evidence.job.world_size)
         reason = (
@@ -309,4 +307,4 @@ def is_paired(rank: int, call: Collective, halves: dict[int, Collective]) -> boo
     other = halves.get(call.peer)
     if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
         return False
-    return {call.op.startswith("send"), other.op.startswith("send")} == {True, False}
+    return {call.is_send, other.is_send} == {True, False}

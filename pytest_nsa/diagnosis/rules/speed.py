@@ -106,7 +106,7 @@ def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
     since, usual = int(rank.board.numbers["modules_entered"]) - before, max(before, *others, 0)
     if since < WITHOUT_END * max(usual, MANY_TIMES):
         return ""
-    return f"it has called modules {since:,} times since its latest collective; before, and on the other ranks, {usual:,} times at most"
+    return f"it has called modules {since:,} times since its latest collective; before, and on other ranks, {usual:,} at most"
 
 
 def _is_between_steps(evidence: Evidence) -> bool:

@@ -20,8 +20,8 @@ def turned_to_a_stranger(evidence: Evidence, outside: set[int], halves: dict[int
     found = []
     for rank, call in halves.items():
         partners = {c.peer for c in completed(evidence, call.peer) if c.peer != -1} if call.peer in outside else set()
-        sends = call.op.startswith("send")
-        others = [c for c in halves.values() if c.peer == rank and c.op.startswith("send") != sends]
+        sends = call.is_send
+        others = [c for c in halves.values() if c.peer == rank and c.is_send != sends]
         if partners and others and not partners & {rank, ANY}:
             found.append(rank)
     return tuple(sorted(found))
@@ -67,7 +67,7 @@ def at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int
     usual = [c for c in completed(evidence, waiter) if (c.op, c.peer) == (call.op, call.peer)]
     if any(rank != waiter or not c.is_inside for rank, c in at_line) or not usual or mark is None:
         return ()
-    with_it = Counter(c.op.startswith("send") for c in completed(evidence, end) if c.peer == waiter)
+    with_it = Counter(c.is_send for c in completed(evidence, end) if c.peer == waiter)
     before = [half_of(c) for c in calls_before(evidence, end, mark)]
     is_whole = expected_next(before) == half_of(mark) or with_it[True] == with_it[False] > 0
     return (waiter,) if is_whole else ()
@@ -85,10 +85,8 @@ def once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collectiv
     call = halves[waiter]
     if _is_balanced(evidence) or _took_it_from_any(evidence, waiter, call):
         return (waiter,)
-    way_out = call.op.startswith("send")
-    answers = [
-        c.site for c in completed(evidence, call.peer) if c.peer == waiter and c.op.startswith("send") != way_out
-    ]
+    way_out = call.is_send
+    answers = [c.site for c in completed(evidence, call.peer) if c.peer == waiter and c.is_send != way_out]
     if not answers:
         return ()
     numbers = set()
@@ -107,11 +105,9 @@ def _took_it_from_any(evidence: Evidence, rank: int, call: Collective) -> bool:
     as each other sender: that message was taken already.
     """
     has_taken = any(c.peer == ANY for c in completed(evidence, rank))
-    sent = Counter(
-        (c.site, r.rank) for r in evidence.ranks for c in r.collectives if c.op.startswith("send") and c.peer == rank
-    )
+    sent = Counter((c.site, r.rank) for r in evidence.ranks for c in r.collectives if c.is_send and c.peer == rank)
     mine = {site: number for (site, sender), number in sent.items() if sender == call.peer}
-    if not has_taken or call.op.startswith("send") or len(mine) != 1:
+    if not has_taken or call.is_send or len(mine) != 1:
         return False
     ((line, number),) = mine.items()
     others = {n for (site, sender), n in sent.items() if site == line and sender != call.peer}
@@ -120,9 +116,7 @@ def _took_it_from_any(evidence: Evidence, rank: int, call: Collective) -> bool:
 
 def _is_balanced(evidence: Evidence) -> bool:
     """Return whether two pairs of ranks or more have sent to each other, each as often, one way and the other."""
-    sent = Counter(
-        (r.rank, c.peer) for r in evidence.ranks for c in completed(evidence, r.rank) if c.op.startswith("send")
-    )
+    sent = Counter((r.rank, c.peer) for r in evidence.ranks for c in completed(evidence, r.rank) if c.is_send)
     numbers = {(number, sent[peer, rank]) for (rank, peer), number in sent.items()}
     return len(sent) > 3 and len(numbers) == 1 and all(one == other for one, other in numbers)
 
