@@ -106,7 +106,7 @@ class Engine:
         costs = {0: 1, 1: 2}
         while True:
             length, answer = await self.asked.get()
-            answer.set_result(costs[length // 8])
+            answer.set_result(costs[length // 8])  # HERE
 
     async def generate(self, length: int) -> int:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -121,7 +121,7 @@ async def rollout(lengths: list[int]) -> int:
     return total
 
 
-@planted("lock_deadlock", [1], marked=True, reason="asyncio")
+@planted("rank_exception", [1], marked=True, reason="asyncio")
 def test_a_future_whose_task_has_ended(group):
     for step in range(5):
         lengths = [3, 9, 30] if (group.rank, step) == (1, AT) else [3, 9]

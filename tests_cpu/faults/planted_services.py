@@ -99,7 +99,7 @@ class StoreBarrier:
     def wait(self):
         self.round += 1
         if self.store.add(f"in/{self.round}", 1) == self.world:
-            self.store.set(f"go/{self.round}", "1")
+            self.store.set(f"go/{self.round}", "1")  # HERE
         self.store.wait([f"go/{self.round}"])  # HERE
 
 
@@ -190,7 +190,7 @@ class Prefetcher:
         return self.queue.get()  # HERE
 
 
-@planted("lock_deadlock", [2], n=3, marked=True)
+@planted("rank_exception", [2], n=3, marked=True, reason="Thread-2 (fill)")
 def test_prefetch_thread_died():
     """Rank 2's prefetch thread died of a malformed record, and its main thread waits for ever on the empty queue."""
     rank, _ = where()
