@@ -173,8 +173,8 @@ class RankEvidence:
 
     @property
     def stack(self) -> ThreadStack | None:
-        """The thread that shows the rank's location, from the dump of the stall or of the crash."""
-        return telling_thread(self.threads) or telling_thread(self.fatal)
+        """The thread that shows the rank's location, from the dump of the crash, which came last, or of the stall."""
+        return telling_thread(self.fatal) or telling_thread(self.threads)
 
     @property
     def is_waiting(self) -> bool:

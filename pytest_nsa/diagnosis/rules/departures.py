@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pytest_nsa.diagnosis.rules.locations import Parting, line_in, parts_of
@@ -17,6 +17,7 @@ from pytest_nsa.diagnosis.rules.source import (
     is_in_order_of_values,
     is_past_the_loop,
     loops_of,
+    may_be_left_out,
 )
 from pytest_nsa.evidence.board import Collective, Shape
 
@@ -243,6 +244,16 @@ class Departure:
         return not (self.before and is_other_new) and not calls_each_of_some(sources, fork)
 
     @property
+    def is_of_another_round(self) -> bool:
+        """Whether the two are calls of one line whose sizes change from round to round, of a loop that may go round without it."""
+        mine, other = self.mine, self.other
+        if mine.way != other.way or mine.count == other.count or replace(mine, count=0).shape != replace(other, count=0).shape:
+            return False
+        sizes = [c.count for c in self.before if c.way == mine.way]
+        changes = len(sizes) > 1 and all(a != b for a, b in itertools.pairwise(sizes))
+        return changes and may_be_left_out(self.parted.sources, mine.site)
+
+    @property
     def are_alike(self) -> bool:
         """Whether the two are the same operation in the same phase and function."""
         one, two = ((c.op, c.phase, c.site.rpartition(" in ")[2]) for c in (self.mine, self.other))
@@ -252,6 +263,7 @@ class Departure:
 # (condition, cause, why): the first that holds. By the source first, then by what the rank did in earlier rounds.
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.has_stayed and d.is_new, "extra_collective", "in a function that the others have left"),
+    (lambda d: d.is_of_another_round, "skipped_collective", "call skipped: each round of the loop has a size of its own"),
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
     (lambda d: d.is_in_a_later_round, "skipped_collective", "call skipped: it is in a later round of the loop"),
     (lambda d: d.is_in_an_earlier_round, "extra_collective", "which the others, in a later round of the loop, have gone past"),

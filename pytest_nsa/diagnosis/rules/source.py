@@ -119,6 +119,24 @@ def is_in_retries(sources: Sources, place: str) -> bool:
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
+def may_be_left_out(sources: Sources, place: str) -> bool:
+    """Return whether a round of the innermost ``for`` of a line may go without it: an ``if`` without ``else`` is around it, or
+    before it one that ends in a ``continue``.
+    """
+    found, loops = sources.around(place), loops_of(sources, place)
+    if not loops or not isinstance(loops[-1], ast.For):
+        return False
+    inside = found[found.index(loops[-1]) :]
+    for outer, inner in itertools.pairwise(inside):
+        if isinstance(inner, ast.If) and not inner.orelse and inner is not inside[-1]:
+            return True
+        block = getattr(outer, "body", [])
+        before = block[: block.index(inner)] if inner in block else []
+        if any(isinstance(s, ast.If) and isinstance(s.body[-1], ast.Continue) for s in before):
+            return True
+    return False
+
+
 def is_in_loop(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``for`` or a ``while``."""
     return bool(loops_of(sources, place))
