@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from heapq import nsmallest
 
+from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -32,10 +33,10 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
     """Return, of two whose tags differ, the one with an old tag, another than other ranks had at its line, or another than ranks
-    outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one rank of a circle
-    that completed, else entered, fewer of the calls that are waited for than other ranks did at the same line; else the one out of
-    its later rounds; else the one that has entered its line once more than all others; else the one that more ranks
-    wait for than for any other; all of them where there is none.
+    outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one in a later
+    round of its loops than who waits for it; else the one rank of a circle that completed, else entered, fewer of the calls that
+    are waited for than other ranks did at the same line; else the one out of its later rounds; else the one that has entered its
+    line once more than all others; else the one that more ranks wait for than for any other; all of them where there is none.
     """
     # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
     if _differ_by_tag(ranks, halves):
@@ -46,6 +47,9 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
     odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves, with_first=True)))
     if len(odd) == 1:
         return odd
+    past = _is_past(evidence, ranks, halves)
+    if len(past) == 1:
+        return past
     for ended in (True, False):
         fewer = _made_fewer(evidence, ranks, halves, ended=ended)
         if len(fewer) == 1:
@@ -117,6 +121,12 @@ def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
     made = Counter(r.rank for r in evidence.ranks for c in r.collectives if c.peer != -1 and c.site == call.site)
     others = {number for other, number in made.items() if other != rank}
     return len(made) > 2 and others == {made[rank] - 1} and not any(map(has_forgotten, evidence.ranks))
+
+
+def _is_past(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks of the circle that are in a later round of the loops which they share with the one that waits for them."""
+    pairs = ((evidence.ranks[halves[waiter].peer], evidence.ranks[waiter]) for waiter in ranks if waiter in halves)
+    return tuple(sorted({peer.rank for peer, waiter in pairs if lead(evidence.sources, peer, waiter) == 1}))
 
 
 def _made_fewer(evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, ended: bool) -> tuple[int, ...]:

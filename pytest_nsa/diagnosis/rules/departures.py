@@ -247,7 +247,11 @@ class Departure:
     def is_of_another_round(self) -> bool:
         """Whether the two are calls of one line whose sizes change from round to round, of a loop that may go round without it."""
         mine, other = self.mine, self.other
-        if mine.way != other.way or mine.count == other.count or replace(mine, count=0).shape != replace(other, count=0).shape:
+        if (
+            mine.way != other.way
+            or mine.count == other.count
+            or replace(mine, count=0).shape != replace(other, count=0).shape
+        ):
             return False
         sizes = [c.count for c in self.before if c.way == mine.way]
         changes = len(sizes) > 1 and all(a != b for a, b in itertools.pairwise(sizes))

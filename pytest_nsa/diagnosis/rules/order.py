@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
-from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out
+from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out, unlike_the_others
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -150,7 +150,9 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     else:
         ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else went_ahead(evidence, found)
     if not ahead:
-        ranks = departing or (_minority(found) if crossed else tuple(sorted(found)))
+        ranks = departing or (
+            (unlike_the_others(evidence, found) or _minority(found)) if crossed else tuple(sorted(found))
+        )
         return Finding(
             cause="group_order_deadlock" if crossed else "collective_mismatch", ranks=ranks,
             where=found[ranks[0]].site, reason=f"the ranks wait in different collectives: {shown}", certain=True,

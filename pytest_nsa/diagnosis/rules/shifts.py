@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_nsa.diagnosis.rules.circles import has_forgotten
+from pytest_nsa.diagnosis.rules.counters import MOST_KINDS
 from pytest_nsa.diagnosis.rules.departures import is_same_line
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
@@ -97,6 +100,30 @@ def left_out(evidence: Evidence, found: Mapping[int, Collective]) -> tuple[tuple
     if not ranks or len(ranks) == len(found):
         return None
     return tuple(sorted(ranks)), ranks[min(ranks)]
+
+
+def unlike_the_others(evidence: Evidence, ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the few ranks whose calls so far, whatever their groups' members, are not how those of the others began, while these
+    agree with each other; () where there are none, or where calls are no longer known.
+    """
+    made = {rank: tuple(map(_role, _calls(evidence, rank))) for rank in ranks}
+    kinds = Counter(made.values())  # of thousands of ranks, most are alike
+    if len(kinds) > MOST_KINDS or any(has_forgotten(evidence.ranks[rank]) for rank in made):
+        return ()
+    alike = {one: sum(number for other, number in kinds.items() if _agree(one, other)) for one in kinds}
+    longest = max(kinds, key=lambda calls: (alike[calls], len(calls)))
+    odd = tuple(sorted(rank for rank, calls in made.items() if not _agree(calls, longest)))
+    return odd if 2 * len(odd) < len(made) else ()
+
+
+def _agree(calls: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether one of two sequences is how the other begins."""
+    return all(a == b for a, b in zip(calls, others, strict=False))
+
+
+def _role(call: Collective) -> tuple[object, ...]:
+    """Return what is equal where ranks make the same call in groups of their own."""
+    return call.op, call.dtype, call.count, call.size, call.way
 
 
 def _has_left_out(calls: list[Collective], awaited: Collective | None, group: str) -> bool:

@@ -8,6 +8,7 @@ from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.whys import why_of
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.waiting import torch_s_wait
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 
@@ -32,12 +33,18 @@ def blocked(evidence: Evidence) -> Finding | None:
     rank = next(r for r in absent if r.rank in whys)
     why = whys[rank.rank]
     culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
+    served = tuple(r for r in culprits if _waits_in_a_thread(evidence.ranks[r]))
+    if len(served) < len(culprits):  # these get what they wait for when another rank answers their thread
+        culprits = tuple(r for r in culprits if r not in served)
+        rank, why = evidence.ranks[culprits[0]], whys[culprits[0]]
     # A rank that holds the lock and waits itself is half of the deadlock; where several wait for it, the one to look at.
     holders = tuple(h for h in why.holders if evidence.ranks[h].is_waiting)
     if holders:
         culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders
     waiting = tuple(
-        r.rank for r in alive if r.rank not in culprits and r not in absent and (r.is_waiting or r.waits_for_a_key)
+        r.rank
+        for r in alive
+        if r.rank not in culprits and (r.rank in served or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
     )
     n = evidence.job.world_size
     reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"
@@ -56,6 +63,12 @@ def blocked(evidence: Evidence) -> Finding | None:
         confidence=why.confidence,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _waits_in_a_thread(rank: RankEvidence) -> bool:
+    """Return whether a thread of the user's, beside the one that shows what the rank does, waits for other ranks."""
+    threads = [t for t in rank.threads if t is not rank.stack and t.user_frame is not None and not t.is_ours]
+    return any(torch_s_wait(t.frames) for t in threads)
 
 
 def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
