@@ -57,7 +57,9 @@ class Sources:
     _around: dict[str, tuple[ast.stmt, ...]] = field(default_factory=dict)  # many ranks are at one location
 
     def _snippet(self, file: str, line: int) -> Snippet | None:
-        return next((s for s in self.snippets if s.file == file and s.first <= line <= s.last), None)
+        """Return the snippet of a line. Of a caller the file's name alone is known: None where two have it."""
+        at = [s for s in self.snippets if s.first <= line <= s.last and (s.file == file or file_name(s.file) == file)]
+        return at[0] if len({s.file for s in at}) == 1 else None
 
     def line(self, file: str, line: int) -> str:
         """Return the text of a line, '' where it is not kept."""

@@ -17,11 +17,12 @@ from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
     line_in,
     recomputes,
+    user_frames,
     where_calls_part,
     where_they_part,
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
-from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, share_a_loop
+from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, is_in_retries, share_a_loop
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
@@ -65,6 +66,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     together = are_in_one_round(evidence.ranks[culprits[0]], evidence.ranks[another])
     before = _before(evidence, culprits[0], mine)
     cause, why = kind_of(before, calls, mine, other, parted, ahead, in_one_round=together)
+    if cause == "skipped_collective" and _tries_again(evidence, culprits[0], mine, other):
+        cause, why = "extra_collective", "in another attempt of a loop that tries again after an error"
     earlier = (
         first_apart(evidence, culprits, other) if cause == "collective_mismatch" and is_same_line(mine, other) else None
     )
@@ -86,6 +89,15 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
+
+
+def _tries_again(evidence: Evidence, rank: int, mine: Collective, other: Collective) -> bool:
+    """Return whether a rank makes its latest call again, from a loop that tries again after an error and that others have left."""
+    calls = calls_before(evidence, rank, mine)
+    if not calls or (calls[-1].way, calls[-1].shape) != (mine.way, mine.shape):
+        return False
+    loops = [f for f in user_frames(evidence.ranks[rank]) if is_in_retries(evidence.sources, f.describe())]
+    return bool(loops) and not any(line_in(other, f.describe()) for f in loops)
 
 
 def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.counters import MOST_KINDS
 from pytest_nsa.diagnosis.rules.departures import is_same_line
+from pytest_nsa.diagnosis.rules.locations import where_ways_part
+from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
@@ -45,6 +47,8 @@ def first_shift(evidence: Evidence) -> Shift | None:
         if not new or not others or len(new) > len(others):
             return None
         usual = entered[others[0]]
+        if are_alternatives(evidence.sources, *where_ways_part(entered[new[0]].way, usual.way)):
+            continue  # one call, in the two branches of an `if`
         # It has gone back to its usual calls: one that goes on at its own line has left them.
         returned = {r: any(c.index > entered[r].index and c.way in before[r] for c in rings[r]) for r in new}
         if all(usual.way in before[rank] and returned[rank] for rank in new):
