@@ -11,20 +11,23 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nsa.trace.ddp_buckets import ddp_models_in
 from nsa.trace.events import where_there_is_room
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
 from nsa.trace.reduced_by_hand import HandReduction
+from nsa.trace.training_state import TrainingState, keep, made_equal
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
 
@@ -52,13 +55,17 @@ class Checksums:
         self._called: list[weakref.ref[torch.nn.Module]] = []  # since the last backward, each once
         self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
         self._has_updated = False
+        self._optimizer: Optimizer | None = None  # of the latest update
         self._by_hand = HandReduction()
         self._named: set[int] = set()  # of the models, those whose names are written
         # By the model's number, its parameters at the latest update, where nothing was reduced since. They outlive the model.
         self._unchecked: dict[int, Seen] = {}
-        self._met: set[int] = (
-            set()
-        )  # models that DDP has reduced, or whose parameters may have been averaged by the program
+        # Models that DDP has reduced, or whose parameters may have been averaged by the program.
+        self._met: set[int] = set()
+        self._called_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # past a wrapper
+        self._state = TrainingState()
+        self._told: dict[int, dict[str, object]] = {}  # by model, what was last written of it
+        keep(self._state)
 
     def called(self, root: torch.nn.Module) -> None:
         """A module is called, from outside any other, to be trained."""
@@ -66,6 +73,8 @@ class Checksums:
             self._trained, self._has_updated = [], False
             self._by_hand.forget()
         _add(self._called, weakref.ref(root))
+        if root not in self._called_at and _wrapper_of(root) is not None:
+            self._called_at[root] = call_site()
 
     def reduced(self, group: Any, tensors: Any) -> None:
         """An all-reduce is about to be made: of gradients, it may be, that DDP has no part in."""
@@ -88,9 +97,9 @@ class Checksums:
             _add(self._trained, reference)
         self._called = []
 
-    def after_update(self, step: int) -> None:
+    def after_update(self, step: int, optimizer: Optimizer | None = None) -> None:
         """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
-        self._has_updated = True
+        self._has_updated, self._optimizer = True, optimizer
         for root in _alive(self._trained):
             inside = ddp_models_in(root)
             for ddp in inside:
@@ -115,7 +124,15 @@ class Checksums:
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
     ) -> None:
         if self._size <= MAX_BYTES:
-            self._append(kind, self._look(kind, step, root, module, ignored, group))
+            self._append(kind, self._look(kind, step, root, module, ignored, group), self._news_of(root))
+
+    def _news_of(self, root: torch.nn.Module) -> dict[str, object]:
+        """Return what a model's update is made from, beside gradients, as far as it is not what was last written."""
+        number, now = self._number_of(root), self._state.of(root, self._optimizer)
+        now |= {"added": added} if (added := _added_since_wrapped(root)) else {}
+        news = {name: value for name, value in now.items() if self._told.get(number, {}).get(name) != value}
+        self._told.setdefault(number, {}).update(news)
+        return news
 
     def _look(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
@@ -125,7 +142,8 @@ class Checksums:
         kept = [(plain_name(name), p) for name, p in named]
         tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
         names, ranks = [name for name, _ in kept], dist.get_process_group_ranks(group)
-        return Seen(step, call_site(), self._number_of(root), names, tensors, ranks)
+        site = self._called_at.get(root, "") if kind == "unwrapped" else ""
+        return Seen(step, site or call_site(), self._number_of(root), names, tensors, ranks)
 
     def _number_of(self, root: torch.nn.Module) -> int:
         if root not in self._models:
@@ -133,13 +151,14 @@ class Checksums:
             self._models[root] = self._count
         return self._models[root]
 
-    def _append(self, kind: str, seen: Seen) -> None:
+    def _append(self, kind: str, seen: Seen, news: Mapping[str, object] = MappingProxyType({})) -> None:
         there = [t for t in seen.tensors if t is not None and not t.is_sparse]
         norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
         found = iter(norms.tolist())
         values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
         record: dict[str, object] = {
             "kind": kind, "step": seen.step, "model": seen.model, "ranks": seen.ranks, "norms": values, "site": seen.site,
+            **news,
         }  # fmt: skip
         if seen.model not in self._named:
             self._named.add(seen.model)
@@ -155,6 +174,7 @@ class Checksums:
         for seen in self._unchecked.values():
             if seen.model not in self._met and self._size <= MAX_BYTES:
                 self._append("unreduced", seen)
+        keep(None)
         os.close(self._file)
 
 
@@ -165,6 +185,17 @@ def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[
 
 def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Module]:
     return [module for reference in references if (module := reference()) is not None]
+
+
+def _added_since_wrapped(root: torch.nn.Module) -> list[str]:
+    """Return the parameters that a model has got since DDP wrapped it: DDP does not know them."""
+    found: list[str] = []
+    for ddp in ddp_models_in(root):
+        known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
+        found += [
+            plain_name(n) for n, p in ddp.module.named_parameters() if known and p.requires_grad and id(p) not in known
+        ]
+    return found
 
 
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:
@@ -196,6 +227,7 @@ def remember_wrappers() -> None:
     def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         init(ddp, module, *args, **kwargs)
         _wrappers[module] = weakref.ref(ddp)
+        made_equal(module)
 
     DistributedDataParallel.__init__ = remembering
 

@@ -34,6 +34,7 @@ from nsa.trace.divergence import Checksums, remember_wrappers
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
+from nsa.trace.training_state import watch_loads
 
 MAX_LOOK = 1 << 22  # numbers
 
@@ -180,6 +181,7 @@ class Observer:
         torch.autograd.backward = observed_backward
         give_way_to_user_hooks()
         remember_wrappers()
+        watch_loads()
 
     def _before_optimizer(self, *_: Any) -> None:
         if self._updating and not _is_inside_a_step():  # one before has raised
@@ -187,14 +189,14 @@ class Observer:
         self._updating += 1
         self._phase("optimizer")
 
-    def _after_optimizer(self, *_: Any) -> None:
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._updating -= 1
         if self._updating > 0:  # an optimizer that is made of others has more to do
             return
         self._updating = 0
         self._phase("body")
         if self.checksums is not None:
-            self.checksums.after_update(self.board.count("step"))
+            self.checksums.after_update(self.board.count("step"), optimizer)
 
     def _note_loss(self, tensors: Any) -> None:
         """Before a backward: is the loss a number, and will DDP reduce? A loss on a GPU is not looked at: that would wait."""

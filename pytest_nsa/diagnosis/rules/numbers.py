@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.training_states import with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.wire.files import read_lines
@@ -197,6 +198,7 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
     names: list[str] = next((r["names"] for r in next(iter(streams.values()), []) if "names" in r), [])
     # Ranks reduce gradients together: between two reductions each may have updated its parameters, or not.
     parts = {rank: _between_reductions(records) for rank, records in streams.items()}
+    equal: Mapping[int, dict[str, Any]] = {}
     for part in zip(*parts.values(), strict=False):
         if not _are_alike(part):
             part = tuple(records[:1] for records in part)  # a step that some ranks left out shows in the next one
@@ -206,7 +208,10 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
             by_rank = dict(zip(streams, records, strict=True))
             index = _first_difference(by_rank)
             if index is not None:
-                return _diverged(evidence, by_rank, index, names)
+                found = _diverged(evidence, by_rank, index, names)
+                return with_origin(found, evidence.job.world_size, streams, by_rank, equal)
+            if records[0]["kind"] != "gradient":
+                equal = by_rank
     return None
 
 

@@ -1,0 +1,181 @@
+"""What an update is made from beside gradients: the optimizer's settings and who set them, and the states that were loaded.
+
+Where ranks diverge, what they loaded or set otherwise is why. Kept while a rank writes checksums, and only then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from nsa.trace.frames import call_site
+
+MOST = 64  # loads of a test that are kept
+_SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A ``load_state_dict`` that the user's code has called: of ``what``, at ``site``; the ``norm`` of the state's numbers, and the
+    ``error`` that it raised, if it did.
+    """
+
+    what: str
+    site: str
+    norm: float
+    error: str
+    owner: weakref.ref[Any]
+
+    def as_list(self) -> list[object]:
+        """As a record of checksums has it."""
+        return [self.what, self.site, self.norm, self.error]
+
+
+class TrainingState:
+    """What a rank has loaded and set since its test began."""
+
+    def __init__(self) -> None:
+        self._loads: list[Load] = []
+        self._set_at: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._is_loading = False
+
+    def load(self, what: str, owner: Any, state: Any, call: Callable[[], Any]) -> Any:
+        """Load a state by ``call``, and take note of it: of the outermost call alone, as a model loads its modules'."""
+        __tracebackhide__ = True
+        if self._is_loading or len(self._loads) >= MOST:
+            return call()
+        site, norm, error = call_site(2), _norm_of(state), ""
+        self._is_loading = True
+        try:
+            return call()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"[:200]
+            raise
+        finally:
+            self._is_loading = False
+            self._loads.append(Load(what, site, norm, error, weakref.ref(owner)))
+
+    def made_equal(self, model: torch.nn.Module) -> None:
+        """DDP has given a model the parameters of one rank: what was loaded into it before is no matter."""
+        own = {id(p) for p in model.parameters()}
+        self._loads = [load for load in self._loads if load.what != "model" or not _concerns(load.owner(), own)]
+
+    def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
+        """Let a scheduler step by ``call``, and take note where it changed its optimizer's learning rates."""
+        optimizer = scheduler.optimizer
+        before = [group["lr"] for group in optimizer.param_groups]
+        result = call()
+        if [group["lr"] for group in optimizer.param_groups] != before:
+            self._set_at[optimizer] = call_site(2)
+        return result
+
+    def of(self, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, object]:
+        """Return what a model's update is made from: its ``loads``, and the ``settings`` of its optimizer, ``set_at`` a line."""
+        found: dict[str, object] = {}
+        own = {id(p) for p in model.parameters()}
+        loads = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
+        if loads:
+            found["loads"] = loads
+        if optimizer is not None:
+            found["settings"] = [_settings(group) for group in optimizer.param_groups]
+            found["set_at"] = self._set_at.get(optimizer, "")
+        return found
+
+
+_current: TrainingState | None = None
+
+
+def keep(state: TrainingState | None) -> None:
+    """Let what is loaded and set from now on be noted in ``state``; nowhere, where it is None."""
+    global _current
+    _current = state
+
+
+def made_equal(model: torch.nn.Module) -> None:
+    """DDP has wrapped a model."""
+    if _current is not None:
+        _current.made_equal(model)
+
+
+def watch_loads() -> None:
+    """Wrap what loads states and what sets learning rates, once a process."""
+    for kind, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer"), (torch.amp.GradScaler, "scaler")):
+        _wrap_load(kind, what)
+    _wrap_load(LRScheduler, "scheduler")
+    for kind in list(vars(lr_scheduler).values()):
+        if isinstance(kind, type) and issubclass(kind, LRScheduler) and "step" in vars(kind):
+            _wrap_step(kind)
+
+
+def _wrap_load(kind: Any, what: str) -> None:
+    load = kind.load_state_dict
+
+    @functools.wraps(load)
+    def noted(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if _current is None:
+            return load(self, state_dict, *args, **kwargs)
+        return _current.load(what, self, state_dict, lambda: load(self, state_dict, *args, **kwargs))
+
+    kind.load_state_dict = noted
+
+
+def _wrap_step(kind: Any) -> None:
+    step = kind.__dict__["step"]
+
+    @functools.wraps(step)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _current is None:
+            return step(self, *args, **kwargs)
+        return _current.set(self, lambda: step(self, *args, **kwargs))
+
+    kind.step = noted
+
+
+def _concerns(owner: Any, parameters: set[int]) -> bool:
+    """Return whether what was loaded belongs to a model, its optimizer, or a scaler or scheduler, of which it is not known."""
+    if owner is None:
+        return False
+    if isinstance(owner, torch.nn.Module):
+        return any(id(p) in parameters for p in owner.parameters())
+    if isinstance(owner, Optimizer):
+        return any(id(p) in parameters for group in owner.param_groups for p in group["params"])
+    return True
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, object]:
+    """Return the numbers that a group of parameters is updated by."""
+    return {name: _plain(group[name]) for name in _SETTINGS if name in group}
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _norm_of(state: Any) -> float:
+    """Return the L2 norm of all numbers in a nested state; 0 where it has none."""
+    return math.sqrt(sum(_squares(state)))
+
+
+def _squares(state: Any) -> Iterator[float]:
+    if isinstance(state, torch.Tensor):
+        if state.is_floating_point() and not hasattr(state, "placements") and not state.is_sparse:
+            yield float(state.detach().double().square().sum())
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _squares(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _squares(value)
+    elif isinstance(state, float) and math.isfinite(state):
+        yield state * state

@@ -1,0 +1,119 @@
+"""Why ranks have diverged, where their checksums tell: what they loaded, or set their optimizer to, is not what others did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+
+TOLERANCE = 1e-9  # relative, of a state's norm
+Records = list[dict[str, Any]]
+Loads = list[tuple[str, str, float, str]]  # what, where, the norm of its numbers, and the error that it raised
+
+
+def with_origin(
+    finding: Finding,
+    world_size: int,
+    streams: Mapping[int, Records],
+    diverged: Mapping[int, dict[str, Any]],
+    equal: Mapping[int, dict[str, Any]],
+) -> Finding:
+    """Return the finding with what a model's update was made from where ranks differ in it; its line is where they do so.
+
+    ``diverged`` has the record of each rank in which it was seen, of its ``streams``; ``equal`` the latest in which all ranks'
+    parameters were equal, {} where there is none: what was loaded until then is not why.
+    """
+    known = {rank: _known(records, diverged[rank]) for rank, records in streams.items()}
+    added: list[str] = next((k["added"] for k in known.values() if k.get("added")), [])
+    if added:
+        more = f" and {len(added) - 1} more" if len(added) > 1 else ""
+        finding = replace(
+            finding, reason=f"{finding.reason}; DDP does not know {added[0]}{more}: added since it wrapped the model"
+        )
+    loads = {rank: k.get("loads", []) for rank, k in known.items()}
+    if equal:
+        before = {rank: len(_known(records, equal[rank]).get("loads", ())) for rank, records in streams.items()}
+        loads = {rank: of_rank[before[rank] :] for rank, of_rank in loads.items()}
+    found = _not_loaded(world_size, loads) or _loaded_otherwise(world_size, loads) or _set_otherwise(world_size, known)
+    if found is None:
+        return finding
+    says, where = found
+    return replace(finding, reason=f"{finding.reason}; {says}", where=where or finding.where)
+
+
+def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rank's records say of its model's training up to one of them: each has what has changed."""
+    known: dict[str, Any] = {}
+    for record in records:
+        known |= {name: record[name] for name in ("loads", "settings", "set_at", "added") if name in record}
+        if record is last:
+            break
+    return known
+
+
+def _not_loaded(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
+    """Return that some ranks have not loaded what others have, in words, and at which line.
+
+    Of a model most must have loaded it: where few have, its parameters are broadcast from there.
+    """
+    done = {rank: {(what, site) for what, site, _, error in of_rank if not error} for rank, of_rank in loads.items()}
+    for what, site in dict.fromkeys(load for of_rank in done.values() for load in sorted(of_rank)):
+        without = tuple(rank for rank, of_rank in done.items() if (what, site) not in of_rank)
+        if not without or (what == "model" and 2 * len(without) >= len(done)):
+            continue
+        error = next((e for r in without for w, s, _, e in loads[r] if (w, s) == (what, site) and e), "")
+        who, others = (
+            describe_ranks(ranks, world_size) for ranks in (without, tuple(r for r in done if r not in without))
+        )
+        return f"{who} did not load the {what} that {others} loaded at {site}" + (f" ({error})" if error else ""), site
+    return None
+
+
+def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
+    """Return that ranks have loaded other numbers at one line, in words, and that line."""
+    done = {rank: [load for load in of_rank if not load[3]] for rank, of_rank in loads.items()}
+    if len({tuple((what, site) for what, site, _, _ in of_rank) for of_rank in done.values()}) != 1:
+        return None
+    for calls in zip(*done.values(), strict=True):
+        norms = dict(zip(done, (call[2] for call in calls), strict=True))
+        if _odd(norms):
+            what, site = calls[0][:2]
+            told = by_ranks({rank: f"{norm:.6g}" for rank, norm in norms.items()}, world_size)
+            return f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {told})", site
+    return None
+
+
+def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tuple[str, str] | None:
+    """Return that a setting of the optimizer differs, in words, and the line where a scheduler has set it last."""
+    groups = {rank: k.get("settings", []) for rank, k in known.items()}
+    if len({len(of_rank) for of_rank in groups.values()}) != 1:
+        return None
+    for of_ranks in zip(*groups.values(), strict=True):
+        for name in of_ranks[0]:
+            values = {rank: group.get(name) for rank, group in zip(groups, of_ranks, strict=True)}
+            odd = _odd(values)
+            if odd:
+                where = next((at for rank in (*odd, *values) if (at := known[rank].get("set_at", ""))), "")
+                told = by_ranks({rank: f"{value}" for rank, value in values.items()}, world_size)
+                return f"the optimizer's {name} differs ({told})" + (f", as set at {where}" if where else ""), where
+    return None
+
+
+def _odd(values: Mapping[int, Any]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of most; all of those but the first ones, where none has most."""
+    kinds: list[tuple[Any, list[int]]] = []
+    for rank, value in values.items():
+        ranks = next((ranks for other, ranks in kinds if _is_close(value, other)), None)
+        if ranks is None:
+            kinds.append((value, ranks := []))
+        ranks.append(rank)
+    _, most = max(kinds, key=lambda kind: len(kind[1]))
+    return tuple(rank for rank in values if rank not in most)
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or abs(one - other) <= TOLERANCE * max(abs(one), abs(other))
+    return bool(one == other)
