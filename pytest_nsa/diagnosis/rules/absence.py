@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.blame import rings
+from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank, skipped
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import NEW_GROUP
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -63,7 +66,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
             confidence=0.85,
             facts=all_facts(evidence.ranks),
         )
-    if missed.op.startswith(("send", "recv")):
+    if missed.is_send or missed.is_receive:
         return _unmatched(evidence, culprits, left)
     if (len(here) == 1 and is_for_one_rank(evidence, here[0], missed)) or len(here) < len(culprits):
         who_waits = describe_ranks(here, evidence.job.world_size)
@@ -84,6 +87,16 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
     """Find sends and receives without their other half: first those whose peer has ended its test."""
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
     alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
+    for rank, call in alone.items():
+        half = _made_fewer(evidence, rank, call) if call.peer in finished else None
+        if half is not None:
+            who = describe_ranks((call.peer,), evidence.job.world_size)
+            waits_in = f"{describe_ranks((rank,), evidence.job.world_size)} waits in {call.describe()}"
+            reason = f"{who} has made {half.describe()} less often than others have at this line, and ended its test; {waits_in}"
+            return Finding(
+                cause="p2p_unmatched", ranks=(call.peer,), where=half.site, called_from=next(iter(half.way[1:]), ""),
+                reason=reason, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
+            )  # fmt: skip
     ended = ", which ended its test without the other half"
     told = by_ranks(
         {rank: f"waits in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
@@ -93,6 +106,26 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
         cause="p2p_unmatched", ranks=tuple(sorted(alone)), where=alone[min(alone)].site, reason=told, certain=True,
         confidence=0.85, facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _made_fewer(evidence: Evidence, waiter: int, call: Collective) -> Collective | None:
+    """Return the latest half that the peer of a call made for the waiter, where it made fewer at that line than each other rank
+    that made any, while the waiter has tried as often as another rank did at its own; else None.
+    """
+    if any(map(has_forgotten, evidence.ranks)):
+        return None
+    made = Counter((r.rank, c.site) for r in evidence.ranks for c in r.collectives if c.peer != -1)
+    halves = [
+        c
+        for c in evidence.ranks[call.peer].collectives
+        if c.peer == waiter and c.is_send != call.is_send and not c.is_inside
+    ]
+    if not halves:
+        return None
+    at_line = [n for (rank, site), n in made.items() if site == halves[-1].site and rank != call.peer]
+    tried = [n for (rank, site), n in made.items() if site == call.site and rank != waiter]
+    is_fewer = bool(at_line) and made[call.peer, halves[-1].site] < min(at_line)
+    return halves[-1] if is_fewer and tried and made[waiter, call.site] <= max(tried) else None
 
 
 def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankEvidence]) -> str:

@@ -86,10 +86,24 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
         return ""
     for a, b in zip(mine[1], others[0][1], strict=False):
         if a != b:
+            if _is_another_model(evidence, culprits, a) or _is_another_model(evidence, culprits, b):
+                return ""
             return f"entered {a} where the others entered {b}"
     left_out = others[0][1][len(mine[1]) :]
     is_whole = len(whole) == 1 and 0.0 not in whole
-    return f"has not entered {left_out[0]}, as the others have" if left_out and is_whole else ""
+    if not left_out or not is_whole or _is_another_model(evidence, culprits, left_out[0]):
+        return ""
+    return f"has not entered {left_out[0]}, as the others have"
+
+
+def _is_another_model(evidence: Evidence, culprits: tuple[int, ...], module: str) -> bool:
+    """Return whether a module with parameters is in the culprits' model or in the others' alone: stages of a pipeline differ so."""
+    has = {
+        rank.rank in culprits: any(name.startswith(f"{module}.") for name in rank.parameter_names)
+        for rank in evidence.ranks
+        if rank.parameter_names
+    }
+    return len(set(has.values())) > 1
 
 
 def _step_of_backward(rank: RankEvidence) -> float:

@@ -30,6 +30,7 @@ from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _LATEST = 64  # calls of a rank that are looked at
+REPEATED = 3  # calls in a row that are alike
 
 
 def rings(evidence: Evidence) -> Rings:
@@ -126,6 +127,9 @@ def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
             return None
     culprits = tuple(r for r, c in sorted(entered.items()) if c.shape == other or votes[0][1] == votes[1][1])
     mine, theirs = entered[culprits[0]], next(c for c in entered.values() if c.shape != entered[culprits[0]].shape)
+    another = next(rank for rank, c in entered.items() if c is theirs)
+    if _are_one_apart(evidence, culprits[0], another, mine):
+        return None
     who = describe_ranks(culprits, evidence.job.world_size)
     why = f"{who} entered {mine.describe()} before {theirs.describe()}, the others after it: the two calls in another order"
     return culprits, "collective_mismatch", why
@@ -187,6 +191,20 @@ def _have_made_as_many(evidence: Evidence, entered: dict[int, Collective]) -> bo
     made = [Counter(c.shape for c in rank.collectives if c.group == group) for rank in (first, *others)]
     are_together = bool(first.rounds) and all(rank.counters == first.counters for rank in others)
     return are_together and all(number == made[0] for number in made)
+
+
+def _are_one_apart(evidence: Evidence, rank: int, other: int, since: Collective) -> bool:
+    """Return whether what one of two ranks has called in a group since a call is what the other called after one more, of which it
+    made fewer in all: two calls that alternate in another order look alike, but are as many.
+    """
+    one, two = (
+        [c.shape for c in evidence.ranks[r].collectives if c.group == since.group and c.sequence >= since.sequence]
+        for r in (rank, other)
+    )
+    return Counter(one) != Counter(two) and any(
+        min(len(a), len(b) - 1) >= REPEATED and all(x == y for x, y in zip(a, b[1:], strict=False))
+        for a, b in ((one, two), (two, one))
+    )
 
 
 def _is_finalizer(rank: RankEvidence) -> bool:

@@ -88,14 +88,18 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
     known = {key for r in evidence.ranks for key, _ in r.keys_set}
     wanted = {r.rank: _unset(r, known) for r in waiting}
     owners = {rank: {_owner_of(evidence, key): key for key in keys} for rank, keys in wanted.items()}
-    if not all(of and None not in of for of in owners.values()):
-        return None
+    sure = {rank: of for rank, of in owners.items() if of and None not in of}
     # A rank that waits for another's key before it sets its own is blocked, and blocks only as a consequence.
     of_all = {
-        o: key for of in owners.values() for o, key in of.items() if o is not None and set(owners.get(o, [o])) == {o}
+        o: key
+        for of in sure.values()
+        for o, key in of.items()
+        if o is not None and set(owners.get(o, {o: key})) <= {o, None}
     }
     culprits = tuple(sorted(of_all))
-    if not culprits:
+    if not culprits or not owners.keys() - sure.keys() <= set(
+        culprits
+    ):  # a culprit may wait for keys that no other has set
         return None
     n, key = evidence.job.world_size, of_all[culprits[0]]
     usual = _where_such_are_set(evidence.ranks[culprits[0]], [key])

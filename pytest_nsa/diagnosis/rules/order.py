@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
-from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out, unlike_the_others
+from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out, missed_by_comparison, unlike_the_others
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -49,7 +49,11 @@ def departed(evidence: Evidence) -> Finding | None:
     first = entered[culprits[0]] if culprits else next(iter(entered.values()))
     others = next((c for r, c in entered.items() if r not in culprits), first)
     left = Origin(first.site)
-    if cause == "skipped_collective" or (blamed[1] == "skipped_collective" and cause == "data_dependent_branch"):
+    if "skipped_collective" in (cause, blamed[1]) and cause in (
+        "skipped_collective",
+        "data_dependent_branch",
+        "hook_deadlock",
+    ):
         # For a call that was skipped, the line to look at is the call that the others are in.
         left = origin_of(evidence, culprits, others)
         why += left.since
@@ -128,6 +132,11 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
         who = describe_ranks(omitted[0], evidence.job.world_size)
         why = f"{who} left {omitted[1].describe()} out, in which another rank waits (call skipped): {shown}"
         return skipped(evidence, *omitted, why)
+    compared = missed_by_comparison(evidence, found) if crossed else None
+    if compared is not None:
+        who = describe_ranks(compared[0], evidence.job.world_size)
+        why = f"{who} went on without {compared[1].describe()}, which other ranks made before the call that they are in, too"
+        return skipped(evidence, *compared, f"{why} (call skipped): {shown}")
     by_rounds = of_rounds(evidence, out_of_their_round(evidence, found), shown) if crossed else None
     if by_rounds is not None:
         return by_rounds

@@ -106,6 +106,27 @@ def left_out(evidence: Evidence, found: Mapping[int, Collective]) -> tuple[tuple
     return tuple(sorted(ranks)), ranks[min(ranks)]
 
 
+def missed_by_comparison(
+    evidence: Evidence, found: Mapping[int, Collective]
+) -> tuple[tuple[int, ...], Collective] | None:
+    """Return the ranks that have not come to a call in which another one waits, though other ranks, which wait where these do, made
+    it before; and that call.
+    """
+    for missed in found.values():
+        members = [r for r in evidence.members(missed.group) if r in found]
+        made = {r: _has_ended(_calls(evidence, r), missed) for r in members}
+        absent = tuple(r for r in sorted(members) if made[r] is None)
+        there = {(found[r].place, found[r].way) for r in members if made[r]}
+        if absent and all((found[r].place, found[r].way) in there for r in absent):
+            return absent, missed
+    return None
+
+
+def _has_ended(calls: list[Collective], missed: Collective) -> bool | None:
+    """Return whether a rank has completed a call; None where it has not come to it."""
+    return next((not c.is_inside for c in reversed(calls) if c.place == missed.place), None)
+
+
 def unlike_the_others(evidence: Evidence, ranks: Iterable[int]) -> tuple[int, ...]:
     """Return the few ranks whose calls so far, whatever their groups' members, are not how those of the others began, while these
     agree with each other; () where there are none, or where calls are no longer known.
