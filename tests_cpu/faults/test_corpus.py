@@ -27,7 +27,7 @@ MODULES = (
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
     "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
     "exchanges",
-    "schedules", "threads", "shares",
+    "schedules", "threads", "shares", "states", "turns",
 )  # fmt: skip
 
 

@@ -82,13 +82,13 @@ def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
     """
     frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
     board, calls = rank.board, [c for c in rank.collectives if c.peer == -1]
-    if board is None or len(calls) < 2:
+    if board is None or not calls:
         return ""
     told = ""
     before = calls[-1].step
     since = int(board.numbers["step"]) - before
     in_while = any(is_in_while(evidence.sources, f.describe()) for f in frames)
-    if in_while and since >= MANY_TIMES * max(before, MANY_TIMES):
+    if in_while and len(calls) > 1 and since >= MANY_TIMES * max(before, MANY_TIMES):
         told = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
     elif any(loops_of(evidence.sources, f.describe()) for f in frames):
         told = _calls_without_end(evidence, rank)
@@ -98,11 +98,9 @@ def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
 def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
     """Return that a rank has called far more modules since its latest collective than it had before, and the others in all."""
     assert rank.board is not None
-    latest = next((b for b in rank.heartbeats if b["collectives"] == rank.heartbeats[-1]["collectives"]), None)
+    earlier = [b for b in rank.heartbeats if b["collectives"] < rank.heartbeats[-1]["collectives"]]
     others = [int(r.board.numbers["modules_entered"]) for r in evidence.ranks if r.board is not None and r is not rank]
-    if latest is None:
-        return ""
-    before = int(latest["modules_entered"])
+    before = int(earlier[-1]["modules_entered"]) if earlier else 0
     since, usual = int(rank.board.numbers["modules_entered"]) - before, max(before, *others, 0)
     if since < WITHOUT_END * max(usual, MANY_TIMES):
         return ""
