@@ -70,10 +70,13 @@ class TrainingState:
 
     def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
         """Let a scheduler step by ``call``, and take note where it changed its optimizer's learning rates."""
-        optimizer = scheduler.optimizer
-        before = [group["lr"] for group in optimizer.param_groups]
+        __tracebackhide__ = True
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not isinstance(optimizer, Optimizer):  # a user's own kind
+            return call()
+        before = [_plain(group["lr"]) for group in optimizer.param_groups]
         result = call()
-        if [group["lr"] for group in optimizer.param_groups] != before:
+        if [_plain(group["lr"]) for group in optimizer.param_groups] != before:
             self._set_at[optimizer] = call_site(2)
         return result
 
