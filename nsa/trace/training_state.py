@@ -112,10 +112,11 @@ def watch_loads() -> None:
     """Wrap what loads states and what sets learning rates, once a process."""
     for kind, what in ((torch.nn.Module, "model"), (Optimizer, "optimizer"), (torch.amp.GradScaler, "scaler")):
         _wrap_load(kind, what)
-    _wrap_load(LRScheduler, "scheduler")
-    for kind in list(vars(lr_scheduler).values()):
-        if isinstance(kind, type) and issubclass(kind, LRScheduler) and "step" in vars(kind):
+    for kind in [k for k in vars(lr_scheduler).values() if isinstance(k, type) and issubclass(k, LRScheduler)]:
+        if "step" in vars(kind):
             _wrap_step(kind)
+        if "load_state_dict" in vars(kind):
+            _wrap_load(kind, "scheduler")
 
 
 def _wrap_load(kind: Any, what: str) -> None:
