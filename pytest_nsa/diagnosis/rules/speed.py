@@ -11,7 +11,8 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 MANY_NODES = 20_000
 SHARE = 0.5  # of a forward's nodes that one module makes
-RECENT = 20  # collectives
+RECENT = 20  # collectives, and all of the last seconds
+WINDOW_S = 5.0
 OFTEN = 0.7
 LATE = 0.4  # of the time
 AGAIN = 0.25  # of the time that the others wait now: what it was late by before
@@ -127,9 +128,12 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
         for c in rank.collectives:
             if c.peer == -1 and not c.group.startswith("ddp"):  # what DDP does by itself goes with its buckets
                 by_place.setdefault(c.place, {})[rank.rank] = c.entered
-    whole = sorted((min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks))[-RECENT:]
+    calls = [(min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks)]
+    whole = sorted(calls, key=lambda call: call[0])
     if not whole:
         return None
+    since = whole[-1][0] - WINDOW_S  # of short steps more than a few: a busy machine lets one rank come last to some in a row
+    whole = [call for place, call in enumerate(whole) if call[0] >= since or place >= len(whole) - RECENT]
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
     end = max(max(e.values()) for _, e in whole)
     awaited = _awaited_now(evidence, by_place)
