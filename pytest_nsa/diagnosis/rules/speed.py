@@ -132,7 +132,9 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     whole = sorted(calls, key=lambda call: call[0])
     if not whole:
         return None
-    since = whole[-1][0] - WINDOW_S  # of short steps more than a few: a busy machine lets one rank come last to some in a row
+    since = (
+        whole[-1][0] - WINDOW_S
+    )  # of short steps more than a few: a busy machine lets one rank come last to some in a row
     whole = [call for place, call in enumerate(whole) if call[0] >= since or place >= len(whole) - RECENT]
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
     end = max(max(e.values()) for _, e in whole)
