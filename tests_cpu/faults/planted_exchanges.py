@@ -218,7 +218,7 @@ class Lanes:
         self.lanes, self.at, self.stride = [deque(range(3)), deque(range(3 * stride))], 0, stride
 
     def take(self) -> int:
-        while True:
+        while True:  # HERE
             lane = self.lanes[self.at % len(self.lanes)]  # HERE
             self.at += self.stride  # HERE
             if lane:  # HERE
