@@ -1,4 +1,4 @@
-"""What replicas loaded and set is told as the reason only where it can be one."""
+"""What replicas loaded and set is reported as the reason only where it can be one."""
 
 from __future__ import annotations
 

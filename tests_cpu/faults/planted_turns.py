@@ -118,7 +118,7 @@ class KeyBarrier:
 
 @planted("missing_collective", [1], n=4, marked=True)
 def test_a_barrier_by_keys_that_a_rank_left_out_before_the_last_one(group):
-    """It waits for keys, too, of a kind that nobody else has set."""
+    """It waits for keys, too, such as no other rank has set."""
     barrier = KeyBarrier(group.rank, 4)
     for epoch in range(3):
         if (group.rank, epoch) != (1, 1):
