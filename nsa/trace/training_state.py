@@ -83,10 +83,9 @@ class TrainingState:
     def of(self, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, object]:
         """Return what a model's update is made from: its ``loads``, and the ``settings`` of its optimizer, ``set_at`` a line."""
         found: dict[str, object] = {}
-        own = {id(p) for p in model.parameters()}
-        loads = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
-        if loads:
-            found["loads"] = loads
+        if self._loads:
+            own = {id(p) for p in model.parameters()}
+            found["loads"] = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
         if optimizer is not None:
             found["settings"] = [_settings(group) for group in optimizer.param_groups]
             found["set_at"] = self._set_at.get(optimizer, "")

@@ -97,9 +97,8 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
         if o is not None and set(owners.get(o, {o: key})) <= {o, None}
     }
     culprits = tuple(sorted(of_all))
-    if not culprits or not owners.keys() - sure.keys() <= set(
-        culprits
-    ):  # a culprit may wait for keys that no other has set
+    # Only a culprit may wait for keys of which it is not known whose they are: such as no other rank has set.
+    if not culprits or not owners.keys() - sure.keys() <= of_all.keys():
         return None
     n, key = evidence.job.world_size, of_all[culprits[0]]
     usual = _where_such_are_set(evidence.ranks[culprits[0]], [key])

@@ -10,7 +10,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.training_states import with_origin
+from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.wire.files import read_lines
@@ -246,11 +246,7 @@ def _are_equal(values: tuple[float | None, ...]) -> bool:
 
 def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: int, names: list[str]) -> Finding:
     values = {rank: r["norms"][index] for rank, r in records.items()}
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        near = next((k for k, ranks in groups.items() if _are_equal((value, values[ranks[0]]))), str(value))
-        groups.setdefault(near, []).append(rank)
-    largest = max(groups.values(), key=len)
+    largest = max(grouped(values, lambda *pair: _are_equal(pair)), key=len)
     minority = tuple(r for r in values if r not in largest)
     ranks = minority if len(largest) > len(values) / 2 else tuple(values)
     first = next(iter(records.values()))

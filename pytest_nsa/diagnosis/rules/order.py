@@ -23,6 +23,7 @@ from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
+_OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # what a skipped call may be
 STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 
@@ -49,11 +50,7 @@ def departed(evidence: Evidence) -> Finding | None:
     first = entered[culprits[0]] if culprits else next(iter(entered.values()))
     others = next((c for r, c in entered.items() if r not in culprits), first)
     left = Origin(first.site)
-    if "skipped_collective" in (cause, blamed[1]) and cause in (
-        "skipped_collective",
-        "data_dependent_branch",
-        "hook_deadlock",
-    ):
+    if "skipped_collective" in (cause, blamed[1]) and cause in _OF_SKIPPED:
         # For a call that was skipped, the line to look at is the call that the others are in.
         left = origin_of(evidence, culprits, others)
         why += left.since

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -103,14 +103,19 @@ def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tupl
 
 def _odd(values: Mapping[int, Any]) -> tuple[int, ...]:
     """Return the ranks whose value is not that of most; all of those but the first ones, where none has most."""
-    kinds: list[tuple[Any, list[int]]] = []
-    for rank, value in values.items():
-        ranks = next((ranks for other, ranks in kinds if _is_close(value, other)), None)
-        if ranks is None:
-            kinds.append((value, ranks := []))
-        ranks.append(rank)
-    _, most = max(kinds, key=lambda kind: len(kind[1]))
+    most = max(grouped(values, _is_close), key=len)
     return tuple(rank for rank in values if rank not in most)
+
+
+def grouped(values: Mapping[int, Any], are_equal: Callable[[Any, Any], bool]) -> list[list[int]]:
+    """Return the ranks in lists of those whose values are equal, each compared with the first of a list."""
+    groups: list[list[int]] = []
+    for rank, value in values.items():
+        ranks = next((ranks for ranks in groups if are_equal(value, values[ranks[0]])), None)
+        if ranks is None:
+            groups.append(ranks := [])
+        ranks.append(rank)
+    return groups
 
 
 def _is_close(one: Any, other: Any) -> bool:
