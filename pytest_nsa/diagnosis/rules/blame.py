@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_nsa.diagnosis.rules.counters import are_in_one_round, lead
-from pytest_nsa.diagnosis.rules.departures import (
-    Departure,
-    expected_next,
-    is_same_line,
-    kind_of,
-    leaves_out_one,
-    rounds_since,
-)
+from pytest_nsa.diagnosis.rules.departures import Departure, expected_next, kind_of
 from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
     line_in,
@@ -23,6 +16,7 @@ from pytest_nsa.diagnosis.rules.locations import (
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, is_in_retries, share_a_loop
+from pytest_nsa.diagnosis.rules.visits import is_same_line, leaves_out_one, rounds_since
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.counters import MOST_KINDS
-from pytest_nsa.diagnosis.rules.departures import is_same_line
 from pytest_nsa.diagnosis.rules.locations import where_ways_part
 from pytest_nsa.diagnosis.rules.source import are_alternatives
+from pytest_nsa.diagnosis.rules.visits import is_same_line
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
