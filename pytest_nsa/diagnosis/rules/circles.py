@@ -33,10 +33,11 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
     """Return, of two whose tags differ, the one with an old tag, another than other ranks had at its line, or another than ranks
-    outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one in a later
-    round of its loops than who waits for it; else the one rank of a circle that completed, else entered, fewer of the calls that
-    are waited for than other ranks did at the same line; else the one out of its later rounds; else the one that has entered its
-    line once more than all others; else the one that more ranks wait for than for any other; all of them where there is none.
+    outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one that alone has
+    a partner which it never had at its line; else the one in a later round of its loops than who waits for it; else the one rank
+    of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at the same line; else
+    the one out of its later rounds; else the one that has entered its line once more than all others; else the one that more
+    ranks wait for than for any other; all of them where there is none.
     """
     # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
     if _differ_by_tag(ranks, halves):
@@ -47,6 +48,9 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
     odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves, with_first=True)))
     if len(odd) == 1:
         return odd
+    strange = tuple(sorted(r for r in ranks if _turns_to_a_stranger(evidence, r, halves[r])))
+    if len(strange) == 1:
+        return strange
     past = _is_past(evidence, ranks, halves)
     if len(past) == 1:
         return past
@@ -121,6 +125,13 @@ def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
     made = Counter(r.rank for r in evidence.ranks for c in r.collectives if c.peer != -1 and c.site == call.site)
     others = {number for other, number in made.items() if other != rank}
     return len(made) > 2 and others == {made[rank] - 1} and not any(map(has_forgotten, evidence.ranks))
+
+
+def _turns_to_a_stranger(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether a rank has completed calls of this kind at this line round after round, and none of them with this partner."""
+    partners = Counter(c.peer for c in completed(evidence, rank) if (c.is_send, c.site) == (call.is_send, call.site))
+    is_settled = bool(partners) and max(partners.values()) > 1
+    return is_settled and call.peer not in partners and not has_forgotten(evidence.ranks[rank])
 
 
 def _is_past(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SHOWN = 8  # keys that a reason names
+_LONGEST = 18  # digits of a number in a key that is compared
 
 
 def waits_for(rank: RankEvidence) -> str:
@@ -44,6 +45,7 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
     found = went_on_without(evidence, ranks, waits, f"; {_who_waits(ranks, n)} for a key of a store")
     found = found or _not_set_by_its_owner(evidence, waiting)
+    found = found or (_out_of_its_series(evidence, waiting) if len(waiting) == len(alive) else None)
     if found is not None:
         return found
     # A loop that looks for it has more lines than one.
@@ -112,6 +114,54 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
         confidence=0.75,
         facts=all_facts(evidence.ranks),
     )
+
+
+def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
+    """Find, where each waits for a key that is another's to set, the rank whose latest key of such is beyond the one that is waited
+    for; or, of none, the only one whose latest is not the one before.
+    """
+    known = {key for r in evidence.ranks for key, _ in r.keys_set}
+    series: dict[
+        int, tuple[RankEvidence, str, int]
+    ] = {}  # by owner: who waits, for what, how far its latest is from that
+    for rank in waiting:
+        for key in _unset(rank, known):
+            owner = _owner_of(evidence, key)
+            ahead = _ahead(evidence.ranks[owner], key) if owner is not None and owner != rank.rank else None
+            if owner is not None and ahead is not None:
+                series.setdefault(owner, (rank, key, ahead))
+    past = [owner for owner, (_, _, ahead) in series.items() if ahead > 0]
+    culprits = past or [owner for owner, (_, _, ahead) in series.items() if ahead < -1]
+    if len(culprits) != 1:
+        return None
+    owner = culprits[0]
+    rank, key, _ = series[owner]
+    latest, usual = _latest_such(evidence.ranks[owner], key)
+    waits = _who_waits((rank.rank,), evidence.job.world_size)
+    return Finding(
+        cause="missing_collective",
+        ranks=(owner,),
+        where=usual,
+        reason=f"{waits} for a key of a store that is not set: {key}; rank {owner} has set such keys at {usual}, {latest} last",
+        confidence=0.75,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _latest_such(rank: RankEvidence, key: str) -> tuple[str, str]:
+    """Return (key, line) of the latest key that a rank has set which differs by its numbers from ``key``; ('', '') for none."""
+    kind = _without_numbers(key)
+    return next((found for found in reversed(rank.keys_set) if _without_numbers(found[0]) == kind), ("", ""))
+
+
+def _ahead(rank: RankEvidence, key: str) -> int | None:
+    """Return how far the number of a rank's latest key of such is beyond that of ``key``; None where not just one differs."""
+    latest, _ = _latest_such(rank, key)
+    apart = [pair for pair in zip(_numbers(latest), _numbers(key), strict=False) if pair[0] != pair[1]]
+    if len(apart) != 1 or max(map(len, apart[0])) > _LONGEST:
+        return None
+    mine, wanted = apart[0]
+    return int(mine) - int(wanted)
 
 
 def _unset(rank: RankEvidence, known: Collection[str]) -> list[str]:

@@ -37,14 +37,20 @@ def blocked(evidence: Evidence) -> Finding | None:
     if len(served) < len(culprits):  # these get what they wait for when another rank answers their thread
         culprits = tuple(r for r in culprits if r not in served)
         rank, why = evidence.ranks[culprits[0]], whys[culprits[0]]
+    # One that waits for a lock which it holds itself holds up all the others that want it.
+    themselves = tuple(r for r in culprits if r in whys[r].holders)
+    if themselves:
+        culprits, rank = themselves, evidence.ranks[themselves[0]]
+        why = whys[rank.rank]
     # A rank that holds the lock and waits itself is half of the deadlock; where several wait for it, the one to look at.
     holders = tuple(h for h in why.holders if evidence.ranks[h].is_waiting)
     if holders:
         culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders
+    held_up = {r for r, other in whys.items() if themselves and set(other.holders) <= set(themselves)} | set(served)
     waiting = tuple(
         r.rank
         for r in alive
-        if r.rank not in culprits and (r.rank in served or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
+        if r.rank not in culprits and (r.rank in held_up or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
     )
     n = evidence.job.world_size
     reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"

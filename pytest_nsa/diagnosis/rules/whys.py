@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import user_frame
@@ -283,8 +283,13 @@ def _file_lock(rank: RankEvidence) -> Why | None:
     path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
     if not path:
         return None
-    held = f", which rank {holders[0]} holds" if holders else ""
-    return Why("lock_deadlock", f"waits for a lock on {path}{held}", 0.9, holders=holders)
+    return Why("lock_deadlock", f"waits for a lock on {path}{_who_holds(rank, holders)}", 0.9, holders=holders)
+
+
+def _who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
+    if rank.rank in holders:
+        return ", which it holds itself"
+    return f", which rank {holders[0]} holds" if holders else ""
 
 
 def _polled_file(rank: RankEvidence) -> Why | None:
@@ -292,7 +297,7 @@ def _polled_file(rank: RankEvidence) -> Why | None:
     path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
     if not path or not _sleeps(rank):
         return None
-    return Why("lock_deadlock", f"polls for a lock on {path}, which rank {holders[0]} holds", 0.85, holders=holders)
+    return Why("lock_deadlock", f"polls for a lock on {path}{_who_holds(rank, holders)}", 0.85, holders=holders)
 
 
 def _sleeps(rank: RankEvidence) -> bool:
