@@ -31,6 +31,8 @@ CHANGES = (
 CHANGE_EVERY = 0.05  # seconds
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
+DUMP_ASKED = "dump.asked"
+REST_S = 3.0  # in which the monitor dumps the stacks
 MAX_STACKS = 1 << 20  # bytes of all threads' stacks
 _BACKWARD = frozenset(number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name)
 _FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -63,6 +65,7 @@ class Heartbeat:
         self._looks = self._moves = 0
         self._modules = len(sys.modules)
         self._has_answered = False
+        self.rests = False  # while the monitor dumps the stacks
         self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
         self.rank = rank
@@ -124,6 +127,8 @@ class Heartbeat:
             if after - last_record >= RECORD_EVERY:
                 last_record = after
                 self.record()
+            if self._is_to_rest() and self._stop.wait(REST_S):
+                return
 
     def beat(self) -> None:
         """One beat: the main thread's line, finished collectives, the counters."""
@@ -213,6 +218,15 @@ class Heartbeat:
         if folder is not None and not self._has_answered and is_asked(folder):
             self._has_answered = True
             write_counters(folder, self._main or 0)
+
+    def _is_to_rest(self) -> bool:
+        """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal that finds this thread in
+        Python, its frames half made, may end the process.
+        """
+        if not self._has_answered or self.rests or self._standing is None:
+            return False
+        self.rests = os.path.exists(self._standing.parent / DUMP_ASKED)
+        return self.rests
 
     def _write_standing(self, stacks: str) -> None:
         """Replace standing.json by what the rank knows of its stall."""

@@ -18,6 +18,8 @@ from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
 COUNTERS_ASKED = "counters.asked"  # nsa/trace/counters.py looks for it
+DUMP_ASKED = "dump.asked"  # nsa/trace/heartbeat.py looks for it
+BEAT_S = 0.06  # in which a heartbeat finds it
 DUMP_WAIT_S = 2.0
 STARVED_WAIT_S = 8.0  # the same for a rank that wants the CPU: on a busy machine it may not have come to its handler
 SURELY_WHOLE = 10  # looks at a dump that has not grown
@@ -42,6 +44,14 @@ def ask_for_counters(folders: Iterable[Path]) -> None:
     for folder in folders:
         with where_there_is_room(), contextlib.suppress(FileNotFoundError):  # a rank that never began
             (folder / COUNTERS_ASKED).touch()
+
+
+def ask_for_rest(folders: Iterable[Path]) -> None:
+    """Ask the heartbeats of ranks to rest while their stacks are dumped, and wait as long as a beat takes."""
+    for folder in folders:
+        with where_there_is_room(), contextlib.suppress(FileNotFoundError):
+            (folder / DUMP_ASKED).touch()
+    time.sleep(BEAT_S)
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:

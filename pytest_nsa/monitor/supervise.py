@@ -14,6 +14,7 @@ from pytest_nsa.monitor.native import dump_where_it_tells
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import (
     ask_for_counters,
+    ask_for_rest,
     dump_children,
     dump_stacks,
     note_process,
@@ -205,6 +206,7 @@ class RanksRun:
         self.watch.look(worked=True)
         self._note("sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
+        ask_for_rest(self.job.rank_folder(rank) for rank in alive)
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
         dump_stacks(
             stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL), lambda rank: wants_to_dump(alive[rank])

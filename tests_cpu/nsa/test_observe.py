@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nsa.trace.session import TraceSession, installed
 from pytest_nsa import world_size
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.fixtures import Group
+from pytest_nsa.monitor.second_look import COUNTERS_ASKED, DUMP_ASKED
 
 
 @pytest.fixture
@@ -237,6 +239,23 @@ def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatc
         leave_early()
     heart.stop()
     assert ended_in == {threading.main_thread().name}
+
+
+def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dump by signal that finds its thread in Python, a frame half made, ended a rank and made its peers raise."""
+    monkeypatch.setattr("nsa.trace.heartbeat.INTERVAL", 0.003)
+    board = Board(tmp_path / "board.bin")
+    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, standing=tmp_path / "standing.json")
+    heart.start()
+    (tmp_path / COUNTERS_ASKED).touch()
+    (tmp_path / DUMP_ASKED).touch()
+    while not heart.rests:  # it answers first
+        time.sleep(0.001)
+    beats = board.count("beat")
+    time.sleep(20 * 0.003)  # a thread that rests shows it by what it does not do
+    assert board.count("beat") == beats
+    assert (tmp_path / "counters.json").exists()
+    heart.stop()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 has another name for it

@@ -147,6 +147,12 @@ def aligned(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
     call, missing = entered[more[0]], entered[less[0]]
     ways = [before.way for before in _before(evidence, more[0], call)]
     is_new = call.way not in ways
+    # Had the others left its call out, they would be as far as it is.
+    is_ahead = lead(evidence.sources, evidence.ranks[more[0]], evidence.ranks[less[0]]) == 1
+    if is_ahead and not is_new and len(more) <= len(less):
+        who = describe_ranks(more, evidence.job.world_size)
+        why = f"{who} went on without {missing.describe()} and is a round ahead of the others, which wait in it (call skipped)"
+        return more, "skipped_collective", why
     if len(few) == len(others):
         if not is_new and ways[-1] == call.way:
             return None

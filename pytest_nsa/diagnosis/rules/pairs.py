@@ -13,7 +13,13 @@ from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
 from pytest_nsa.diagnosis.rules.order import STOPS, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
-from pytest_nsa.diagnosis.rules.waiters import at_a_line_of_its_own, once_more, turned_to_a_stranger, unasked
+from pytest_nsa.diagnosis.rules.waiters import (
+    at_a_line_of_its_own,
+    first_at_a_line,
+    once_more,
+    turned_to_a_stranger,
+    unasked,
+)
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -65,6 +71,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
     more = _sent_more(evidence, halves, outside) or _asked_for_more(evidence, halves) or _sent_fewer(evidence, halves)
     if more is not None:
         return more
+    first = first_at_a_line(evidence, waits)
+    if first is not None:
+        return _of_a_new_line(evidence, *first, waits)
     culprits = (
         turned_to_a_stranger(evidence, outside, halves)
         or unasked(evidence, outside, waits, halves)
@@ -76,14 +85,14 @@ def unpaired(evidence: Evidence) -> Finding | None:
         culprits = the_silent_one(evidence, ends, waits, halves) or culprits
     if not outside:
         culprits = _of_another_partner(evidence, halves) or culprits
-    first = evidence.ranks[culprits[0]]
+    culprit = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
     victims = {rank: c for rank, c in sorted(halves.items()) if rank not in culprits}
     reason = f"receives and sends do not pair: {_in_words(evidence, victims or halves)}"
     if victims:
         reason += f"; {_what_they_do(evidence, culprits, waits)}"
     inside = mine is not None and mine.peer != -1
-    where = last_seen(first) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
+    where = last_seen(culprit) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
     half = left_out_half(evidence, culprits[0], halves)
     if half is not None:
         where = half.site
@@ -91,6 +100,20 @@ def unpaired(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _of_a_new_line(evidence: Evidence, rank: int, call: Collective, waits: dict[int, Collective]) -> Finding:
+    """Report a send or receive that one rank alone has made, at a line from which no rank had before."""
+    who = describe_ranks((rank,), evidence.job.world_size)
+    does = "sends" if call.is_send else "receives"
+    reason = (
+        f"{who} {does} at a line from which no rank did before, {call.describe()}: receives and sends do not pair: "
+        f"{_in_words(evidence, waits)}"
+    )
+    return Finding(
+        cause="p2p_unmatched", ranks=(rank,), where=call.site, called_from=next(iter(call.way[1:]), ""), reason=reason,
+        certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 

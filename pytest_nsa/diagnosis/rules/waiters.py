@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.blame import calls_before
 from pytest_nsa.diagnosis.rules.circles import begins_anew, completed, has_forgotten, rounds_of
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.halves import half_of
+from pytest_nsa.diagnosis.rules.locations import parts_of
+from pytest_nsa.diagnosis.rules.source import have_a_common_loop, loops_of
 from pytest_nsa.evidence.board import ANY, Collective
+from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.values import Evidence
 
 
@@ -71,6 +75,51 @@ def at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int
     before = [half_of(c) for c in calls_before(evidence, end, mark)]
     is_whole = expected_next(before) == half_of(mark) or with_it[True] == with_it[False] > 0
     return (waiter,) if is_whole else ()
+
+
+def first_at_a_line(evidence: Evidence, waits: Mapping[int, Collective]) -> tuple[int, Collective] | None:
+    """Return the one rank that has sent or received at a line from which no rank had before, in a loop in which it has done so
+    from another line in earlier rounds; and that call. None where there are several, or none of them.
+
+    The call does not end, or has taken what the rank waits for now.
+    """
+    callers: dict[tuple[bool, str], set[int]] = defaultdict(set)
+    for rank in evidence.ranks:
+        for call in rank.collectives:
+            if call.peer != -1:
+                callers[call.is_send, call.site].add(rank.rank)
+    found = {
+        r: call for r, mine in waits.items() if (call := _first_of_its_line(evidence, r, mine, callers)) is not None
+    }
+    return next(iter(found.items())) if len(found) == 1 else None
+
+
+def _first_of_its_line(
+    evidence: Evidence, rank: int, mine: Collective, callers: Mapping[tuple[bool, str], Collection[int]]
+) -> Collective | None:
+    if has_forgotten(evidence.ranks[rank]):
+        return None
+    calls = [c for c in evidence.ranks[rank].collectives if c.peer != -1]
+    usual = Counter((c.is_send, c.site) for c in calls if not c.is_inside)
+    for call in calls:
+        holds_up = call.is_inside or (call.is_send, call.peer) == (mine.is_send, mine.peer)
+        if not holds_up or len(callers[call.is_send, call.site]) > 1:
+            continue
+        before = [c for c in calls if c.index < call.index and c.is_send == call.is_send]
+        if any(c.site == call.site for c in before):
+            continue
+        others = {c.site for c in before if usual[c.is_send, c.site] > 1 and c.way[1:] == call.way[1:]}
+        if any(_are_of_one_round(evidence.sources, site, call.site) for site in others):
+            return call
+    return None
+
+
+def _are_of_one_round(sources: Sources, one: str, other: str) -> bool:
+    """Return whether two lines are in one loop of a function, or in a function that has none around the first."""
+    (file, _, function), (other_file, _, other_function) = parts_of(one), parts_of(other)
+    if (file, function) != (other_file, other_function):
+        return False
+    return have_a_common_loop(sources, one, other) or not loops_of(sources, one)
 
 
 def once_more(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
