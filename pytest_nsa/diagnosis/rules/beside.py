@@ -44,10 +44,14 @@ def went_on_without(
     return skipped(evidence, tuple(sorted(ranks)), missed, why)
 
 
-def entered_alone(evidence: Evidence, waits: Mapping[int, Collective], told: str) -> Finding | None:
-    """Find that few ranks wait in a collective, all others for messages, and by the loops' counters these have gone past it."""
-    few = [rank for rank, c in waits.items() if c.peer == -1]
-    others = [rank for rank in waits if rank not in few]
+def entered_alone(
+    evidence: Evidence, waits: Mapping[int, Collective], told: str, for_keys: Collection[int] = ()
+) -> Finding | None:
+    """Find that few ranks wait in a collective, all others for messages or keys, and by the loops' counters these have gone past
+    it. ``waits`` has the calls that ranks wait in; those of ``for_keys`` wait for keys.
+    """
+    few = [rank for rank, c in waits.items() if c.peer == -1 and rank not in for_keys]
+    others = [*for_keys, *(rank for rank in waits if rank not in few and rank not in for_keys)]
     if not few or len(few) >= len(others) or len({waits[r].place for r in few}) != 1:
         return None
     call = waits[few[0]]

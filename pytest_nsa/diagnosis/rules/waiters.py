@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.blame import calls_before
@@ -83,33 +83,32 @@ def first_at_a_line(evidence: Evidence, waits: Mapping[int, Collective]) -> tupl
 
     The call does not end, or has taken what the rank waits for now.
     """
-    callers: dict[tuple[bool, str], set[int]] = defaultdict(set)
+    made: dict[tuple[bool, str], Counter[int]] = defaultdict(Counter)  # by line, how many calls of each rank
     for rank in evidence.ranks:
         for call in rank.collectives:
             if call.peer != -1:
-                callers[call.is_send, call.site].add(rank.rank)
-    found = {
-        r: call for r, mine in waits.items() if (call := _first_of_its_line(evidence, r, mine, callers)) is not None
-    }
+                made[call.is_send, call.site][rank.rank] += 1
+    found = {r: first for r, mine in waits.items() if (first := _first_of_its_line(evidence, r, mine, made))}
     return next(iter(found.items())) if len(found) == 1 else None
 
 
 def _first_of_its_line(
-    evidence: Evidence, rank: int, mine: Collective, callers: Mapping[tuple[bool, str], Collection[int]]
+    evidence: Evidence, rank: int, mine: Collective, made: Mapping[tuple[bool, str], Counter[int]]
 ) -> Collective | None:
     if has_forgotten(evidence.ranks[rank]):
         return None
     calls = [c for c in evidence.ranks[rank].collectives if c.peer != -1]
-    usual = Counter((c.is_send, c.site) for c in calls if not c.is_inside)
     for call in calls:
         holds_up = call.is_inside or (call.is_send, call.peer) == (mine.is_send, mine.peer)
-        if not holds_up or len(callers[call.is_send, call.site]) > 1:
+        if not holds_up or len(made[call.is_send, call.site]) > 1:
             continue
         before = [c for c in calls if c.index < call.index and c.is_send == call.is_send]
         if any(c.site == call.site for c in before):
             continue
-        others = {c.site for c in before if usual[c.is_send, c.site] > 1 and c.way[1:] == call.way[1:]}
-        if any(_are_of_one_round(evidence.sources, site, call.site) for site in others):
+        # A line of rounds: this rank or all together have come to it more than once.
+        usual = {c.site for c in before if not c.is_inside and c.way[1:] == call.way[1:]}
+        rounds = (site for site in usual if made[call.is_send, site].total() > 1)
+        if any(_are_of_one_round(evidence.sources, site, call.site) for site in rounds):
             return call
     return None
 
