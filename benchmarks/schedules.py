@@ -71,7 +71,7 @@ def program(number: int, draw: random.Random) -> Program:
     if kind == "once more" and what == "collective":
         causes = ("extra_collective",)
     elif kind == "returned":
-        causes = (*causes, "skipped_collective", "p2p_unmatched")
+        causes = (*causes, "skipped_collective", "p2p_unmatched", "rank_exception")  # the last where its result is used
     elif kind == "raised":
         causes = ("rank_exception",)
     return Program(name=name, text=text, kind=f"{schedule}, {what} {kind}", causes=causes, ranks=[culprit])

@@ -97,6 +97,9 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
                 cause="p2p_unmatched", ranks=(call.peer,), where=half.site, called_from=next(iter(half.way[1:]), ""),
                 reason=reason, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
             )  # fmt: skip
+    left_early = _left_several(evidence, alone, finished)
+    if left_early is not None:
+        return left_early
     ended = ", which ended its test without the other half"
     told = by_ranks(
         {rank: f"waits in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
@@ -105,6 +108,30 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(alone)), where=alone[min(alone)].site, reason=told, certain=True,
         confidence=0.85, facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _left_several(evidence: Evidence, alone: dict[int, Collective], finished: tuple[int, ...]) -> Finding | None:
+    """Find that two ranks or more wait for one that has ended its test, and that has made the other half for each of them before:
+    it left its loop, rather than that each of them makes a call too many.
+    """
+    peers = {c.peer for c in alone.values()}
+    if len(alone) < 2 or len(peers) != 1 or not peers <= set(finished):
+        return None
+    (peer,) = peers
+    made = [
+        c for c in evidence.ranks[peer].collectives
+        if c.peer in alone and c.is_send != alone[c.peer].is_send and not c.is_inside
+    ]  # fmt: skip
+    if {c.peer for c in made} != set(alone):
+        return None
+    n, last = evidence.job.world_size, made[-1]
+    told = by_ranks({rank: f"waits in {c.describe()}" for rank, c in alone.items()}, n)
+    who = describe_ranks((peer,), n)
+    reason = f"{who} ended its test, and several wait for it: {told}; its last such call was {last.describe()}"
+    return Finding(
+        cause="p2p_unmatched", ranks=(peer,), where=last.site, called_from=next(iter(last.way[1:]), ""), reason=reason,
+        certain=True, confidence=0.75, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.rules.counters import are_in_one_round, lead
@@ -16,7 +17,7 @@ from pytest_nsa.diagnosis.rules.locations import (
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, is_in_retries, share_a_loop
-from pytest_nsa.diagnosis.rules.visits import is_same_line, leaves_out_one, rounds_since
+from pytest_nsa.diagnosis.rules.visits import is_same_line, leaves_out_one, rounds_since, visits_through
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
@@ -42,6 +43,9 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         if early is not None:
             return early
         culprits = _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
+        visited = _visits_otherwise(evidence, entered) if not culprits else None
+        if visited is not None:
+            return visited
     if not culprits:
         shown = by_ranks({r: f"in {c.describe()}" for r, c in entered.items()}, evidence.job.world_size)
         return (
@@ -84,6 +88,31 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
+
+
+def _visits_otherwise(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Return the finding that of two sides which one line has called, as it calls hooks or callbacks in turn, the one has left out
+    the others' call: in each of its visits to that line it came first.
+    """
+    sides = [tuple(r for r, c in entered.items() if c.shape == shape) for shape in {c.shape for c in entered.values()}]
+    if len(sides) != 2:
+        return None
+    one, other = (entered[side[0]] for side in sides)
+    shared = list(
+        itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.way[::-1], other.way[::-1], strict=False))
+    )
+    through = tuple(place for place, _ in shared)[::-1]
+    if not through:
+        return None
+    for mine, theirs in (sides, sides[::-1]):
+        rank, call, missed = mine[0], entered[mine[0]], entered[theirs[0]]
+        *visits, latest = visits_through([*calls_before(evidence, rank, call), call], through)
+        usual = [(missed.op, missed.way), latest[-1]]
+        if visits and latest == usual[1:] and all(visit[:2] == usual for visit in visits):
+            who = describe_ranks(mine, evidence.job.world_size)
+            told = f"{who} went on without {missed.describe()}, which came first whenever {through[0]} called the two"
+            return mine, "skipped_collective", f"{told}, and entered {call.describe()} (call skipped)"
+    return None
 
 
 def _tries_again(evidence: Evidence, rank: int, mine: Collective, other: Collective) -> bool:

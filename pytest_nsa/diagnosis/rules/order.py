@@ -16,7 +16,13 @@ from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
-from pytest_nsa.diagnosis.rules.shifts import first_shift, left_out, missed_by_comparison, unlike_the_others
+from pytest_nsa.diagnosis.rules.shifts import (
+    first_shift,
+    left_out,
+    missed_by_comparison,
+    parted_before,
+    unlike_the_others,
+)
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -35,6 +41,12 @@ def departed(evidence: Evidence) -> Finding | None:
     shift = of_a_shift(evidence)
     if shift is not None:
         return shift
+    earlier = parted_before(evidence, entered)
+    if earlier is not None:
+        ranks, missed, made = earlier
+        who = describe_ranks(ranks, evidence.job.world_size)
+        why = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
+        return skipped(evidence, ranks, missed, why)
     blamed = swapped(evidence, entered) or aligned(evidence, entered) or blame(evidence, entered)
     culprits, cause, why = explained(evidence, *blamed)
     why += ran_out(evidence, culprits, cause)

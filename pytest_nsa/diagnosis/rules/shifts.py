@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.counters import MOST_KINDS
+from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import where_ways_part
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.rules.visits import is_same_line
@@ -86,6 +87,46 @@ def first_apart(
     mine = next(c for r, c in whole[first].items() if r in odd)
     theirs = next(c for r, c in whole[first].items() if r not in odd)
     return theirs, mine
+
+
+def parted_before(
+    evidence: Evidence, entered: Mapping[int, Collective]
+) -> tuple[tuple[int, ...], Collective, Collective] | None:
+    """Return the ranks that left a call out before the one at which two sides' calls ``entered`` differ, that call as the others
+    made it, and what they made in its place: as alike as these are, the ranks met in it.
+
+    It is what all had made there in earlier rounds, and the others' calls followed from it, line by line, up to where they differ.
+    """
+    shapes = {c.shape for c in entered.values()}
+    if len(shapes) != 2:
+        return None
+    group, at = next(iter(entered.values())).place
+    rings = {r: [c for c in _calls(evidence, r) if c.group == group and c.sequence <= at] for r in entered}
+    places = by_place(rings)
+    odd = frozenset(r for r, c in entered.items() if c.shape == next(iter(entered.values())).shape)
+
+    def sides(sequence: int) -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+        calls = places.get((group, sequence), {})
+        return {c.way for r, c in calls.items() if r in odd}, {c.way for r, c in calls.items() if r not in odd}
+
+    first = at
+    while all(len(ways) == 1 for ways in sides(first - 1)) and len(set.union(*sides(first - 1))) == 2:
+        first -= 1
+    before = [c for c in rings[min(entered)] if c.sequence < first]
+    if first == at or not before or any(len(set.union(*sides(c.sequence))) != 1 for c in before):
+        return None
+    expected = expected_next([(c.way,) for c in before])
+    calls = places[group, first]
+    usual = [r for r, c in calls.items() if (c.way,) == expected]
+    others = tuple(sorted(r for r in calls if r not in usual))
+    if not usual or not others:
+        return None
+    missed, made = calls[usual[0]], calls[others[0]]
+    # What they made in its place is one that follows it in other rounds; where they made it later, they had made one more.
+    is_late = any(c.way == missed.way for c in rings[others[0]] if c.sequence > first)
+    if is_late or all(c.way != made.way for c in before):
+        return None
+    return others, missed, made
 
 
 def left_out(evidence: Evidence, found: Mapping[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:

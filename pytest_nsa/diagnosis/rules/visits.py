@@ -55,6 +55,12 @@ def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective,
     return False
 
 
+def visits_through(calls: Sequence[Collective], way: tuple[str, ...]) -> list[list[tuple[str, tuple[str, ...]]]]:
+    """Return operation and way of the calls that came through ``way``, which theirs end in, in runs without others between."""
+    runs = itertools.groupby(calls, key=lambda c: c.way[-len(way) :] == way)
+    return [[(c.op, c.way) for c in run] for came, run in runs if came]
+
+
 def ends_a_visit(calls: list[Collective], place: str, following: Collective, *, below: bool) -> bool:
     """Return whether the latest call ended a visit to the statement ``place`` that it came from, if ``following`` is the next from
     there. ``below``: what the statement calls has loops.
