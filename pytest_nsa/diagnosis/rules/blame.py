@@ -17,7 +17,13 @@ from pytest_nsa.diagnosis.rules.locations import (
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, is_in_retries, share_a_loop
-from pytest_nsa.diagnosis.rules.visits import is_same_line, leaves_out_one, rounds_since, visits_through
+from pytest_nsa.diagnosis.rules.visits import (
+    counts_of_rounds,
+    is_same_line,
+    leaves_out_one,
+    rounds_since,
+    visits_through,
+)
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
@@ -42,7 +48,9 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         early = _left_the_loop_early(evidence, entered)
         if early is not None:
             return early
-        culprits = _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
+        culprits = (
+            _came_sooner(evidence, entered) or _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
+        )
         visited = _visits_otherwise(evidence, entered) if not culprits else None
         if visited is not None:
             return visited
@@ -320,6 +328,19 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
         if expected != collective.shape:
             departing.append(rank)
     return tuple(sorted(departing)) if len(departing) < len(entered) else ()
+
+
+def _came_sooner(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks of the two sides whose call came after fewer of the others' than in each round before, which had as many."""
+    sides = [tuple(r for r, c in entered.items() if c.shape == shape) for shape in {c.shape for c in entered.values()}]
+    if len(sides) != 2:
+        return ()
+    for mine, theirs in (sides, sides[::-1]):
+        call, other = entered[mine[0]], entered[theirs[0]]
+        now, *earlier = counts_of_rounds(_before(evidence, mine[0], call), call, other)
+        if earlier and len(set(earlier)) == 1 and 0 < now < earlier[0]:
+            return mine
+    return ()
 
 
 def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:

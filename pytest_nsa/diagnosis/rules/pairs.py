@@ -81,9 +81,10 @@ def unpaired(evidence: Evidence) -> Finding | None:
         or once_more(evidence, outside, halves)
         or culprits
     )
-    if len(outside) < 2:  # each of several at which a chain ends has left something out
-        culprits = the_silent_one(evidence, ends, waits, halves) or culprits
-    if not outside:
+    # Each of several at which a chain ends has left something out.
+    silent = the_silent_one(evidence, ends, waits, halves) if len(outside) < 2 else ()
+    culprits = silent or culprits
+    if not outside and not silent:
         culprits = _of_another_partner(evidence, halves) or culprits
     culprit = evidence.ranks[culprits[0]]
     mine = waits.get(culprits[0])
