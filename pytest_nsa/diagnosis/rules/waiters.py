@@ -164,7 +164,9 @@ def _took_it_from_any(evidence: Evidence, rank: int, call: Collective) -> bool:
 
 def _is_balanced(evidence: Evidence) -> bool:
     """Return whether two pairs of ranks or more have sent to each other, each as often, one way and the other."""
-    sent = Counter((r.rank, c.peer) for r in evidence.ranks for c in completed(evidence, r.rank) if c.is_send)
+    made = [(r.rank, c) for r in evidence.ranks for c in completed(evidence, r.rank)]
+    # What was received was sent, though its sender has not waited for it.
+    sent = Counter((r, c.peer) for r, c in made if c.is_send) | Counter((c.peer, r) for r, c in made if c.is_receive)
     numbers = {(number, sent[peer, rank]) for (rank, peer), number in sent.items()}
     return len(sent) > 3 and len(numbers) == 1 and all(one == other for one, other in numbers)
 
