@@ -31,7 +31,6 @@ from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _LATEST = 64  # calls of a rank that are looked at
-REPEATED = 3  # calls in a row that are alike
 
 
 def rings(evidence: Evidence) -> Rings:
@@ -71,7 +70,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     calls = _made_by_both(evidence, culprits[0], mine, another, other)
     ahead = lead(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[another])
     together = are_in_one_round(evidence.ranks[culprits[0]], evidence.ranks[another])
-    before = _before(evidence, culprits[0], mine)
+    before = of_group_before(evidence, culprits[0], mine)
     cause, why = kind_of(before, calls, mine, other, parted, ahead, in_one_round=together)
     if cause == "skipped_collective" and _tries_again(evidence, culprits[0], mine, other):
         cause, why = "extra_collective", "in another attempt of a loop that tries again after an error"
@@ -82,7 +81,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         there, here = earlier
         parted = where_calls_part(evidence, here, there)
         kind, told = kind_of(
-            _before(evidence, culprits[0], here), calls_before(evidence, culprits[0], here), here, there, parted
+            of_group_before(evidence, culprits[0], here), calls_before(evidence, culprits[0], here), here, there, parted
         )
         if kind == "extra_collective":
             why = f"{who} entered {here.describe()}, {told or 'which no round before had'}"
@@ -132,123 +131,11 @@ def _tries_again(evidence: Evidence, rank: int, mine: Collective, other: Collect
     return bool(loops) and not any(line_in(other, f.describe()) for f in loops)
 
 
-def swapped(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
-    """Return the finding that ranks made the same two calls in another order; None where they did not.
-
-    A second call is entered while the first waits where another thread makes it, or where calls are asynchronous.
-    """
-    votes = Counter(c.shape for c in entered.values()).most_common()
-    if len(votes) != 2:
-        return None
-    calls = rings(evidence)
-    following, third = (
-        {
-            rank: next((n for n in calls[rank] if n.place == (c.group, c.sequence + k)), None)
-            for rank, c in entered.items()
-        }
-        for k in (1, 2)
-    )
-    meets_again = len({n.site for n in third.values() if n is not None}) < 2
-    if not meets_again and not _have_made_as_many(evidence, entered):
-        return None  # one call apart
-    one, other = votes[0][0], votes[1][0]
-    for rank, c in entered.items():
-        after = following[rank]
-        if after is None or after.shape != (other if c.shape == one else one):
-            return None
-    culprits = tuple(r for r, c in sorted(entered.items()) if c.shape == other or votes[0][1] == votes[1][1])
-    mine, theirs = entered[culprits[0]], next(c for c in entered.values() if c.shape != entered[culprits[0]].shape)
-    another = next(rank for rank, c in entered.items() if c is theirs)
-    if _are_one_apart(evidence, culprits[0], another, mine):
-        return None
-    who = describe_ranks(culprits, evidence.job.world_size)
-    why = f"{who} entered {mine.describe()} before {theirs.describe()}, the others after it: the two calls in another order"
-    return culprits, "collective_mismatch", why
-
-
-def aligned(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
-    """Return the finding by what ranks called next, where neither side waited: who then made the call that the others had made in
-    its place has made one more; whose call is the others' next one has left one out. None where neither or both hold.
-
-    It is a call more if no round before had it; else, of as many ranks, the others left it out.
-    """
-    kinds = Counter(c.shape for c in entered.values()).most_common()
-    if len(kinds) != 2:
-        return None
-    few = tuple(r for r, c in sorted(entered.items()) if c.shape == kinds[1][0])
-    others = tuple(r for r in entered if r not in few)
-    has_more, has_less = _makes_next(evidence, entered, few, others), _makes_next(evidence, entered, others, few)
-    if has_more == has_less:
-        return None
-    more, less = (few, others) if has_more else (others, few)
-    call, missing = entered[more[0]], entered[less[0]]
-    ways = [before.way for before in _before(evidence, more[0], call)]
-    is_new = call.way not in ways
-    # Had the others left its call out, they would be as far as it is.
-    is_ahead = lead(evidence.sources, evidence.ranks[more[0]], evidence.ranks[less[0]]) == 1
-    if is_ahead and not is_new and len(more) <= len(less):
-        who = describe_ranks(more, evidence.job.world_size)
-        why = f"{who} went on without {missing.describe()} and is a round ahead of the others, which wait in it (call skipped)"
-        return more, "skipped_collective", why
-    if len(few) == len(others):
-        if not is_new and ways[-1] == call.way:
-            return None
-        culprits = more if is_new else less
-    elif more == few and not is_new:
-        return None
-    else:
-        culprits = few
-    who = describe_ranks(culprits, evidence.job.world_size)
-    if culprits == more:
-        why = f"{who} entered {call.describe()}, and then {missing.op}, which the others entered in its place"
-        return culprits, "extra_collective", why
-    why = f"{who} went on without {call.describe()} and entered {missing.describe()}, which the others entered next (call skipped)"
-    return culprits, "skipped_collective", why
-
-
-def _makes_next(
-    evidence: Evidence, entered: dict[int, Collective], ranks: tuple[int, ...], others: tuple[int, ...]
-) -> bool:
-    """Return whether those of some ranks that have made another call of the group made the one that others entered in its place."""
-    after = {
-        (n.shape, n.way)
-        for r in ranks
-        for n in evidence.ranks[r].collectives
-        if n.place == (entered[r].group, entered[r].sequence + 1)
-    }
-    return len(after) == 1 and after == {(entered[r].shape, entered[r].way) for r in others}
-
-
-def _have_made_as_many(evidence: Evidence, entered: dict[int, Collective]) -> bool:
-    """Return whether ranks have begun as many calls of each kind in one group, and are at the same lines in the same rounds of
-    their loops: none has left a call out, or made one more.
-    """
-    first, *others = (evidence.ranks[rank] for rank in entered)
-    group = next(iter(entered.values())).group
-    made = [Counter(c.shape for c in rank.collectives if c.group == group) for rank in (first, *others)]
-    are_together = bool(first.rounds) and all(rank.counters == first.counters for rank in others)
-    return are_together and all(number == made[0] for number in made)
-
-
-def _are_one_apart(evidence: Evidence, rank: int, other: int, since: Collective) -> bool:
-    """Return whether what one of two ranks has called in a group since a call is what the other called after one more, of which it
-    made fewer in all: two calls that alternate in another order look alike, but are as many.
-    """
-    one, two = (
-        [c.shape for c in evidence.ranks[r].collectives if c.group == since.group and c.sequence >= since.sequence]
-        for r in (rank, other)
-    )
-    return Counter(one) != Counter(two) and any(
-        min(len(a), len(b) - 1) >= REPEATED and all(x == y for x, y in zip(a, b[1:], strict=False))
-        for a, b in ((one, two), (two, one))
-    )
-
-
 def _is_finalizer(rank: RankEvidence) -> bool:
     return rank.stack is not None and any(f.function == "__del__" and f.is_user for f in rank.stack.frames)
 
 
-def _before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+def of_group_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return what a rank entered in the same group before ``at``, as far as its ring goes back."""
     return [c for c in evidence.ranks[rank].collectives if c.group == at.group and c.sequence < at.sequence]
 
@@ -284,7 +171,7 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     if not behind or entered[behind[0]].phase == "backward" or any(entered[r].phase != "backward" for r in ahead):
         return None
     mine, other = entered[behind[0]], entered[ahead[0]]
-    before = _before(evidence, behind[0], mine)
+    before = of_group_before(evidence, behind[0], mine)
     shapes = [c.shape for c in before]
     followers = {shapes[i + 1] for i in range(len(shapes) - 1) if shapes[i] == shapes[-1]}
     who = describe_ranks(behind, evidence.job.world_size)
@@ -322,7 +209,7 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
     """Return the ranks whose call is not what the pattern of their own earlier calls expects; () where it expects nothing."""
     departing = []
     for rank, collective in entered.items():
-        expected = expected_next([c.shape for c in _before(evidence, rank, collective)])
+        expected = expected_next([c.shape for c in of_group_before(evidence, rank, collective)])
         if expected is None:
             return ()
         if expected != collective.shape:
@@ -337,7 +224,7 @@ def _came_sooner(evidence: Evidence, entered: dict[int, Collective]) -> tuple[in
         return ()
     for mine, theirs in (sides, sides[::-1]):
         call, other = entered[mine[0]], entered[theirs[0]]
-        now, *earlier = counts_of_rounds(_before(evidence, mine[0], call), call, other)
+        now, *earlier = counts_of_rounds(of_group_before(evidence, mine[0], call), call, other)
         if earlier and len(set(earlier)) == 1 and 0 < now < earlier[0]:
             return mine
     return ()
@@ -362,7 +249,8 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
     again = tuple(
         r
         for r in ranks
-        if entered[r].site in {c.site for c in _before(evidence, r, entered[r])} and not recomputes(evidence.ranks[r])
+        if entered[r].site in {c.site for c in of_group_before(evidence, r, entered[r])}
+        and not recomputes(evidence.ranks[r])
     )
     if again and len(again) < len(ranks):
         others = tuple(r for r in ranks if r not in again)

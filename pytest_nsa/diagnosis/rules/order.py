@@ -7,10 +7,11 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules import source
-from pytest_nsa.diagnosis.rules.blame import aligned, blame, calls_before, has_left_loop, rings, swapped, went_ahead
+from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, went_ahead
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.following import aligned, swapped
 from pytest_nsa.diagnosis.rules.hooks import without_hook
 from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
