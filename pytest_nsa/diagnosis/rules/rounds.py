@@ -176,5 +176,7 @@ def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Ma
     made = found.made
     if made != waits[rank] or made.peer != -1 or not is_new_call(list(found.before), made):
         return False
+    if any((group, op, way[0]) == (made.group, made.op, made.site) for group, op, _, way in _following(found)):
+        return False  # called by another way: its rounds have it, later
     parted = where_they_part(evidence.sources, evidence.ranks[rank], made, evidence.ranks[other], waits[other])
     return rounds_between(parted, found.before, waits[other]) is not None
