@@ -218,7 +218,11 @@ def _without_numbers(key: str) -> str:
 def _at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
     """Find that of ranks which all wait at one line, most for one key, the others wait for another."""
     keys = {r.rank: key_of(r) for r in waiting}
-    ways = {tuple(f.describe() for f in user_frames(r)) for r in waiting}
+    # A loop that looks for it has more lines than one.
+    ways = {
+        (*(f.describe() for f in frames[:-1]), *(f.function for f in frames[-1:]))
+        for frames in map(user_frames, waiting)
+    }
     (usual, number), *more = Counter(keys.values()).most_common()
     if not more or not all(keys.values()) or len(ways) > 1 or 2 * number <= len(keys):
         return None
