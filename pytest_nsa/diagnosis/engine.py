@@ -98,6 +98,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     groups.groups_apart,
     pairs.unpaired,
     order.waiting_apart,
+    absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
     stalls.blocked,

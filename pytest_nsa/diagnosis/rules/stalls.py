@@ -92,7 +92,7 @@ def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
         certain = False
     elif len({c.group for _, c in inside}) > 1:
         cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
-    elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1:
+    elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1 and len(inside) >= inside[0][1].size:
         cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
         certain = False
         unsent = sum(r.process.get("unsent_bytes", 0) for r in alive)
