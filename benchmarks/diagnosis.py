@@ -39,7 +39,7 @@ ROOT = HERE.parent
 MODULES = (
     "groups", "loops", "order", "ranks", "standing", "training", "pipelines", "wrapped", "services", "trainers", "data", "byhand",
     "upkeep", "limits", "later", "runs", "waits", "meshes", "silent", "rounds", "counts", "callbacks", "apart", "roles", "beside",
-    "exchanges", "schedules", "threads", "shares", "states", "turns", "libraries",
+    "exchanges", "schedules", "threads", "shares", "states", "turns", "reports", "libraries",
 )  # fmt: skip
 TOOL_LIMIT_S = 20
 HEALTHY = """

@@ -84,6 +84,26 @@ def test_pauses(group):
     assert result.verdicts["test_pauses"].outcome == "PASS"
 
 
+def test_who_waits_in_backward_for_a_rank_that_has_ended_ends_at_once(pytester: pytest.Pytester) -> None:
+    """DDP's reducer waits by itself: no call of the test's is blocked."""
+    source = """
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+@world_size(2)
+@pytest.mark.timeout(300)
+def test_batches(group):
+    model = DDP(nn.Linear(4, 1))
+    for batch in range(4 - group.rank):
+        model(torch.ones(2, 4)).sum().backward()
+"""
+    result = run_example(pytester, source)
+    verdict = result.verdicts["test_batches"]
+    assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (1,))
+    stops = [e for e in read_lines(result.folder("test_batches") / "host.jsonl") if e["event"] == "stop"]
+    assert [e["reason"] for e in stops] == ["certain"]
+
+
 def test_what_cannot_mend_itself_ends_the_test_at_once(pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
