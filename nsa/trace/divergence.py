@@ -57,6 +57,7 @@ class Checksums:
         self._has_updated = False
         self._optimizer: Optimizer | None = None  # of the latest update
         self._by_hand = HandReduction()
+        self._reduced_by_hand: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
         self._named: set[int] = set()  # of the models, those whose names are written
         # By the model's number, its parameters at the latest update, where nothing was reduced since. They outlive the model.
         self._unchecked: dict[int, Seen] = {}
@@ -82,6 +83,9 @@ class Checksums:
         roots = [r for r in _alive([*self._trained, *self._called]) if not ddp_models_in(r) and _wrapper_of(r) is None]
         if roots and isinstance(tensors, list | tuple):
             self._by_hand.reduced(group, tensors, roots)
+            for root in roots:
+                if self._by_hand.may_be_whole(root, tensors) and (of := self._by_hand.group_of(root)) is not None:
+                    self._reduced_by_hand[root] = of
 
     def after_backward(self, step: int) -> None:
         """The gradients in what has been called since the last backward, where DDP has just reduced them."""
@@ -93,6 +97,9 @@ class Checksums:
                     if self._unchecked.pop(self._number_of(ddp), None) is not None:
                         self._write("parameter", step, ddp, ddp)
                     self._write("gradient", step, ddp, ddp)
+            if (group := self._reduced_by_hand.pop(root, None)) is not None:
+                # Updated without an optimizer, if at all. What the forward itself gathers is there after it.
+                self._write_of("by_hand", step, root, root, (), group)
         for reference in self._called:
             _add(self._trained, reference)
         self._called = []
@@ -101,6 +108,7 @@ class Checksums:
         """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
         self._has_updated, self._optimizer = True, optimizer
         for root in _alive(self._trained):
+            self._reduced_by_hand.pop(root, None)
             inside = ddp_models_in(root)
             for ddp in inside:
                 if _keeps_equal(ddp):

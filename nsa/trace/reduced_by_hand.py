@@ -23,6 +23,9 @@ class HandReduction:
     def __init__(self) -> None:
         self._whole: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
         self._in_place: dict[int, Any] = {}  # by the address of a gradient, its group
+        self._ends: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.nn.Parameter, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def forget(self) -> None:
         """A model is called: what is reduced from now on belongs to its next update."""
@@ -41,6 +44,17 @@ class HandReduction:
             ):
                 self._whole[root] = group
 
+    def may_be_whole(self, root: torch.nn.Module, tensors: Iterable[Any]) -> bool:
+        """Return whether, with the all-reduce of ``tensors``, all gradients of a model may have been reduced: as a rule with that
+        of the first or the last of them. To look after each would cost their number squared.
+        """
+        if root in self._whole:
+            return True
+        if root not in self._ends:
+            self._ends[root] = _ends_of(root)
+        ends = [p.grad.data_ptr() for p in self._ends[root] if p.grad is not None]
+        return any(isinstance(t, torch.Tensor) and not t.is_sparse and t.data_ptr() in ends for t in tensors)
+
     def group_of(self, root: torch.nn.Module) -> Any:
         """Return the group in which all gradients of a model were reduced; None where they were not."""
         gradients = gradients_of(root)
@@ -50,6 +64,12 @@ class HandReduction:
             return self._whole[root]
         groups = [self._in_place.get(g.data_ptr()) for g in gradients]
         return groups[0] if all(g is not None and g is groups[0] for g in groups) else None
+
+
+def _ends_of(root: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    """Return the first and the last parameter of a model that are trained."""
+    trained = [p for p in root.parameters() if p.requires_grad]
+    return (trained[0], trained[-1]) if trained else ()
 
 
 def gradients_of(root: torch.nn.Module) -> list[torch.Tensor]:

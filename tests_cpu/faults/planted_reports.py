@@ -164,6 +164,24 @@ def test_a_lock_on_a_file_is_taken_twice(group):
     dist.barrier()
 
 
+@planted("silent_divergence", [0, 1], reason="by itself, and after its update the values of 1.")
+def test_replaced_layers_are_not_broadcast_by_their_owners(group):
+    """Each rank updates its own parameters by hand, and shares some of them."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    batches = torch.Generator().manual_seed(group.rank)
+    for _step in range(6):
+        model.zero_grad()
+        model(torch.randn(8, 4, generator=batches)).pow(2).mean().backward()
+        for i, p in enumerate(model.parameters()):
+            dist.all_reduce(p.grad)
+            if i % 2 == group.rank:
+                p.data -= 0.05 * p.grad
+        for i, p in enumerate(model.parameters()):
+            if i < 2:
+                dist.broadcast(p.data, i % 2)
+
+
 # Of generated schedules
 
 

@@ -21,7 +21,7 @@ TOLERANCE = 1e-6  # relative, of a tensor's norm
 _WHAT = {
     "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
     "unreduced": "DDP has reduced nothing (no_sync), and when the test ended the values of",
-    "by_hand": "the program reduces the gradients by itself, and after the optimizer's step the values of",
+    "by_hand": "the program reduces the gradients by itself, and after its update the values of",
     "gradient": "after their reduction, the gradients of",
     "parameter": "after the optimizer's step, the values of",
 }
