@@ -60,6 +60,7 @@ _REGISTRY = (
             "pairs.unpaired",
             "order.departed",
             "absence.left_alone",
+            "stalls.blocked",
         ),
         of_the_rank=True,
         unmet=True,

@@ -49,6 +49,9 @@ def departed(evidence: Evidence) -> Finding | None:
         why = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
         return skipped(evidence, ranks, missed, why)
     blamed = swapped(evidence, entered) or aligned(evidence, entered) or blame(evidence, entered)
+    alone = tuple(r for r in sorted(entered) if r not in blamed[0])
+    if blamed[1] == "skipped_collective" and _is_for_them_alone(evidence, entered, alone):
+        return extra(evidence, alone, entered[alone[0]], "under a condition that is true on one rank")
     culprits, cause, why = explained(evidence, *blamed)
     why += ran_out(evidence, culprits, cause)
     facts = tuple(
@@ -357,6 +360,16 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
 def is_for_one_rank(evidence: Evidence, rank: int, collective: Collective) -> bool:
     """Return whether a call, or the line of a caller, is under a condition that is true on one rank."""
     return any(source.is_for_one_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective))
+
+
+def _is_for_them_alone(evidence: Evidence, entered: dict[int, Collective], ranks: tuple[int, ...]) -> bool:
+    """Return whether one rank's call is under a condition that is true on one rank, and the others' are not, nor in its other
+    branch.
+    """
+    others = [r for r in entered if r not in ranks]
+    if len(ranks) != 1 or not others or not is_for_one_rank(evidence, ranks[0], entered[ranks[0]]):
+        return False
+    return not _chose_otherwise(evidence, entered) and not any(is_for_one_rank(evidence, r, entered[r]) for r in others)
 
 
 def _have_gone_past(evidence: Evidence, ranks: tuple[int, ...], found: dict[int, Collective]) -> bool:
