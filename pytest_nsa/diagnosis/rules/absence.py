@@ -47,6 +47,8 @@ def left_alone(evidence: Evidence) -> Finding | None:
         return None
     if evidence.stop == "host_died" and any(not r.is_waiting for r in left):
         return None  # the test may be under way: what is not waited for holds no rank up
+    if evidence.stop == "host_died" and any(r.exit_code is None for r in finished):
+        return None  # a thread of theirs may make the call yet
     if any(not is_victim(error) for rank in left for error in rank.exceptions):
         return None
     ended_ranks = tuple(r.rank for r in finished)
