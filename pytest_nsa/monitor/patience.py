@@ -19,8 +19,10 @@ from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.rules.source import is_in_retries
+from pytest_nsa.diagnosis.rules.whys import is_at_a_lock
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
+from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import torch_s_wait
 
@@ -113,5 +115,11 @@ def _has_thread_at_work(rank: RankEvidence) -> bool:
         t for t in rank.threads if t is not rank.stack and not t.is_main and not t.is_ours and t.user_frame is not None
     ]
     return any(
-        not t.waits_for_work and not torch_s_wait(t.frames) and t.frames[0].function != "acquire" for t in others
+        not t.waits_for_work and not torch_s_wait(t.frames) and not _is_at_a_lock(rank, t.frames[0]) for t in others
     )
+
+
+def _is_at_a_lock(rank: RankEvidence, frame: Frame) -> bool:
+    """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does."""
+    line = rank.sources.line(frame.file, frame.line) if frame.is_user else ""
+    return frame.function == "acquire" or is_at_a_lock(line)

@@ -325,11 +325,16 @@ def _in_hook(rank: RankEvidence) -> str:
     return ", in a gradient hook" if rank.stack is not None and rank.stack.is_in_hook else ""
 
 
+def is_at_a_lock(line: str) -> bool:
+    """Return whether a line of source takes a lock, or waits for an event, a thread, a queue or a result."""
+    return bool(_LOCK.search(line))
+
+
 def _lock(rank: RankEvidence) -> Why | None:
     if any(part in file for file in _library_files(rank)[:3] for part in _IO_FILES):
         return None
     by_file = any(part in file for file in _library_files(rank)[:1] for part in _LOCK_FILES)
-    source = bool(_LOCK.search(_source(rank)))
+    source = is_at_a_lock(_source(rank))
     stack, frame = rank.stack, user_frame(rank)
     by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
     if not (by_file or source or by_wait):
