@@ -120,6 +120,8 @@ def _has_thread_at_work(rank: RankEvidence) -> bool:
 
 
 def _is_at_a_lock(rank: RankEvidence, frame: Frame) -> bool:
-    """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does."""
+    """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does. Of a ``with``
+    that has called no Python, it is a lock that is entered.
+    """
     line = rank.sources.line(frame.file, frame.line) if frame.is_user else ""
-    return frame.function == "acquire" or is_at_a_lock(line)
+    return frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)
