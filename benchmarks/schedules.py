@@ -2,11 +2,11 @@
 
     python benchmarks/schedules.py --seed 20 --programs 60 --json benchmarks/results/schedules.json
 
-A program is one of fifteen schedules of messages, keys and collectives (stages with micro-batches, halos, trees, requests to one
-rank, leaders and keys, meshes, handles, gradients by hand, callbacks), on 2 to 7 ranks. In one round of one rank one of its
-statements is left out, made again, has another peer or another tag, raises, or its function returns before it. A program in
-which that rank does not come to the statement, or no rank needs it, passes: it is not counted. `mutations.py` has loops of
-collectives.
+A program is one of 25 schedules of messages, keys and collectives (stages with micro-batches, halos, trees, requests to one rank,
+leaders and keys, meshes, handles, gradients by hand, callbacks, evaluation, checkpoints, experts), on 2 to 7 ranks. In one round
+of one rank one of its statements is left out, made again, has another peer or another tag, raises, or its function returns
+before it. A program in which that rank does not come to the statement, or no rank needs it, passes: it is not counted.
+`mutations.py` has loops of collectives.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import random
 import re
 
+import schedules_text
+import schedules_training
 from generated import Program, measure
-from schedules_text import SCHEDULES
 
+SCHEDULES = schedules_text.SCHEDULES | schedules_training.SCHEDULES
 HEAD = """\
 import threading
 import time

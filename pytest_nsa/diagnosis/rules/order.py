@@ -186,7 +186,8 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     members = {member for r in behind for member in evidence.members(_group(found[r]))}
     ahead = tuple(r for r in ahead if r in members) or ahead
     is_for_them = any(is_for_one_rank(evidence, r, found[r]) for r in behind)
-    if not has_left and (len(behind) < len(ahead) or is_for_them):
+    is_theirs_alone = _is_for_them_alone(evidence, found, behind)
+    if is_theirs_alone or (not has_left and (len(behind) < len(ahead) or is_for_them)):
         return extra(evidence, behind, found[behind[0]], f"which the others went on without: {shown}")
     missed = next(c for r, c in sorted(found.items()) if r not in ahead)
     who = describe_ranks(ahead, evidence.job.world_size)
@@ -208,7 +209,7 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
         return None
     call, others = found[last[0]], frozenset(itertools.chain.from_iterable(further))
     made = [c for r in found for c in calls_before(evidence, r, found[r])]
-    passed = tuple(r for r in evidence.members(call.group) if r in others)
+    passed = tuple(r for r in evidence.members(_group(call)) if r in others)
     is_new = all((c.op, c.way) != (call.op, call.way) for c in made)
     if len(last) < len(passed) or (is_new and len(last) == len(passed)):
         return extra(evidence, last, call, f"which the others have gone past: {shown}")
