@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from heapq import nsmallest
 
@@ -34,10 +35,10 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
     """Return, of two whose tags differ, the one with an old tag, another than other ranks had at its line, or another than ranks
     outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one that alone has
-    a partner which it never had at its line; else the one in a later round of its loops than who waits for it; else the one rank
-    of a circle that completed, else entered, fewer of the calls that are waited for than other ranks did at the same line; else
-    the one out of its later rounds; else the one that has entered its line once more than all others; else the one that more
-    ranks wait for than for any other; all of them where there is none.
+    a partner which it never had at its line, or came to it from where no rank did; else the one in a later round of its loops
+    than who waits for it; else the one rank of a circle that completed, else entered, fewer of the calls that are waited for than
+    other ranks did at the same line; else the one out of its later rounds; else the one that has entered its line once more than
+    all others; else the one that more ranks wait for than for any other; all of them where there is none.
     """
     # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
     if _differ_by_tag(ranks, halves):
@@ -51,6 +52,9 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
     strange = tuple(sorted(r for r in ranks if _turns_to_a_stranger(evidence, r, halves[r])))
     if len(strange) == 1:
         return strange
+    new = _with_a_new_step(evidence, ranks, halves)
+    if len(new) == 1:
+        return new
     past = _is_past(evidence, ranks, halves)
     if len(past) == 1:
         return past
@@ -132,6 +136,25 @@ def _turns_to_a_stranger(evidence: Evidence, rank: int, call: Collective) -> boo
     partners = Counter(c.peer for c in completed(evidence, rank) if (c.is_send, c.site) == (call.is_send, call.site))
     is_settled = bool(partners) and max(partners.values()) > 1
     return is_settled and call.peer not in partners and not has_forgotten(evidence.ranks[rank])
+
+
+def _with_a_new_step(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that came to their call from a line from which no rank has come there else, but to other lines."""
+    if any(map(has_forgotten, evidence.ranks)):
+        return ()
+    steps: Counter[tuple[str, str]] = Counter()
+    followers: dict[str, set[str]] = defaultdict(set)
+    for rank in evidence.ranks:
+        for one, other in itertools.pairwise(rank.collectives):
+            steps[one.site, other.site] += 1
+            followers[one.site].add(other.site)
+    found = []
+    for rank in sorted(ranks):
+        calls = evidence.ranks[rank].collectives
+        before = next((c for c in reversed(calls) if rank in halves and c.index < halves[rank].index), None)
+        if before is not None and steps[before.site, halves[rank].site] == 1 and len(followers[before.site]) > 1:
+            found.append(rank)
+    return tuple(found)
 
 
 def _is_past(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:

@@ -108,7 +108,14 @@ def _first_of_its_line(
         # A line of rounds: this rank or all together have come to it more than once.
         usual = {c.site for c in before if not c.is_inside and c.way[1:] == call.way[1:]}
         rounds = (site for site in usual if made[call.is_send, site].total() > 1)
-        if any(_are_of_one_round(evidence.sources, site, call.site) for site in rounds):
+        sooner = Counter(c.site for c in before)
+        later = Counter(c.site for c in calls if c.index > call.index and c.is_send == call.is_send)
+        if any(
+            # Where the first round has had both, and each since, it was new in that one alone.
+            (sooner[site] > 1 or not later[site] or later[site] > later[call.site])
+            and _are_of_one_round(evidence.sources, site, call.site)
+            for site in rounds
+        ):
             return call
     return None
 
