@@ -116,7 +116,7 @@ def TEST(group):
 def dispatch(x, counts, step):
     sizes = torch.tensor(counts)
     received = torch.empty_like(sizes)
-    dist.all_to_all_single(received, sizes)  #~ collective
+    dist.all_to_all_single(received, sizes)
     out = torch.empty(int(received.sum()))
     dist.all_to_all_single(out, x, received.tolist(), counts)  #~ collective
     return out, received.tolist()

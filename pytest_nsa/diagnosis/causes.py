@@ -41,6 +41,8 @@ _REGISTRY = (
         summary="a rank went on without a collective that the others wait in.",
         advice="make every rank reach this call the same number of times, or take it out on all ranks",
         rules=(
+            "order.met_another_call",
+            "payloads.splits_differ",
             "order.departed",
             "order.waiting_apart",
             "pairs.unpaired",
@@ -56,6 +58,7 @@ _REGISTRY = (
         summary="a rank entered a collective that no other rank entered.",
         advice="take the extra call out, or make every rank reach it",
         rules=(
+            "payloads.splits_differ",
             "order.waiting_apart",
             "pairs.unpaired",
             "order.departed",

@@ -76,6 +76,7 @@ RULES: tuple[Rule, ...] = (
     exits.init_timeout,
     numbers.nan_loss,
     numbers.diverged_before,
+    order.met_another_call,
     exits.rank_raised,
     payloads.aborted,
     exits.rank_died,

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from pytest_nsa.diagnosis.rules.blame import calls_before, rings
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.departures import expected_next
-from pytest_nsa.diagnosis.rules.locations import where_they_part
+from pytest_nsa.diagnosis.rules.locations import user_frames, where_they_part
 from pytest_nsa.diagnosis.rules.order import extra, skipped
 from pytest_nsa.diagnosis.rules.rounds import token
-from pytest_nsa.diagnosis.rules.source import are_alternatives
+from pytest_nsa.diagnosis.rules.source import are_alternatives, is_here, loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
@@ -75,7 +75,9 @@ def _is_past(
     if by is not None and by != 0:
         return by == 1
     # Its calls do not show when it looks for keys; nor has one that waits for a call begun earlier made another instead.
-    if mine is None or mine.index < rank.collectives[-1].index:
+    if mine is None:
+        return by == 0 and _is_on_a_later_line(rank, other)
+    if mine.index < rank.collectives[-1].index:
         return False
     parted = where_they_part(evidence.sources, rank, mine, other, missed)
     are_branches = are_alternatives(evidence.sources, parted.here, parted.there)
@@ -91,6 +93,20 @@ def _is_past(
     return (
         are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
     )
+
+
+def _is_on_a_later_line(rank: RankEvidence, other: RankEvidence) -> bool:
+    """Return whether the two stacks part in one function, in which the rank is further down, and in the same loop or in none."""
+    parted = next(
+        (pair for pair in zip(user_frames(rank), user_frames(other), strict=False) if pair[0] != pair[1]), None
+    )
+    if parted is None or (parted[0].file, parted[0].function) != (parted[1].file, parted[1].function):
+        return False
+    mine, theirs = (frame.describe() for frame in parted)
+    loops = (loops_of(rank.sources, mine), loops_of(rank.sources, theirs))
+    is_known = is_here(rank.sources, mine) and is_here(rank.sources, theirs)
+    is_further = loops[0] == loops[1] and parted[0].line > parted[1].line
+    return is_known and is_further and not are_alternatives(rank.sources, mine, theirs)
 
 
 def _goes_on_a_run(rank: RankEvidence, call: Collective) -> bool:

@@ -149,11 +149,11 @@ def _with_a_new_step(evidence: Evidence, ranks: set[int], halves: dict[int, Coll
             steps[one.site, other.site] += 1
             followers[one.site].add(other.site)
     found = []
-    for rank in sorted(ranks):
-        calls = evidence.ranks[rank].collectives
-        before = next((c for c in reversed(calls) if rank in halves and c.index < halves[rank].index), None)
-        if before is not None and steps[before.site, halves[rank].site] == 1 and len(followers[before.site]) > 1:
-            found.append(rank)
+    for number in sorted(ranks & halves.keys()):
+        call = halves[number]
+        before = next((c for c in reversed(evidence.ranks[number].collectives) if c.index < call.index), None)
+        if before is not None and steps[before.site, call.site] == 1 and len(followers[before.site]) > 1:
+            found.append(number)
     return tuple(found)
 
 

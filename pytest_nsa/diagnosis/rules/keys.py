@@ -49,6 +49,9 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     found = found or (_out_of_its_series(evidence, waiting) if len(waiting) == len(alive) else None)
     if found is not None:
         return found
+    found = _ahead_of_the_others(evidence, waiting) if len(waiting) == len(alive) else None
+    if found is not None:
+        return found
     # A loop that looks for it has more lines than one.
     functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in waiting}
     others = len(evidence.ranks) - len(waiting)  # elsewhere, or at the end of their test
@@ -144,6 +147,31 @@ def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Findi
         ranks=(owner,),
         where=usual,
         reason=f"{waits} for a key of a store that is not set: {key}; rank {owner} has set such keys at {usual}, {latest} last",
+        confidence=0.75,
+        facts=all_facts(evidence.ranks),
+    )
+
+
+def _ahead_of_the_others(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
+    """Find, where each waits for keys, the few that are in a later round of their loops than all others, which are in the same one:
+    they went on without what is to set the others' key.
+    """
+    kinds: dict[str, list[RankEvidence]] = {}
+    for rank in waiting:
+        kinds.setdefault(key_of(rank), []).append(rank)
+    if len(kinds) != 2 or not all(kinds):
+        return None
+    few, others = sorted(kinds.values(), key=len)
+    if len(few) == len(others) or {lead(evidence.sources, few[0], r) for r in others} != {1}:
+        return None
+    n, culprits = evidence.job.world_size, tuple(r.rank for r in few)
+    who, waits = describe_ranks(culprits, n), _who_waits(tuple(r.rank for r in others), n)
+    reason = f"{waits} for a key of a store that is not set: {key_of(others[0])}; {who} went on without it, and is a round ahead"
+    return Finding(
+        cause="missing_collective",
+        ranks=culprits,
+        where=last_seen(others[0]),
+        reason=reason,
         confidence=0.75,
         facts=all_facts(evidence.ranks),
     )

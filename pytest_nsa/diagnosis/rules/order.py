@@ -27,7 +27,7 @@ from pytest_nsa.diagnosis.rules.shifts import (
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
-from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
+from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # what a skipped call may be
@@ -42,12 +42,9 @@ def departed(evidence: Evidence) -> Finding | None:
     shift = of_a_shift(evidence)
     if shift is not None:
         return shift
-    earlier = parted_before(evidence, entered)
+    earlier = of_an_earlier_call(evidence, entered)
     if earlier is not None:
-        ranks, missed, made = earlier
-        who = describe_ranks(ranks, evidence.job.world_size)
-        why = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
-        return skipped(evidence, ranks, missed, why)
+        return earlier
     blamed = swapped(evidence, entered) or aligned(evidence, entered) or blame(evidence, entered)
     alone = tuple(r for r in sorted(entered) if r not in blamed[0])
     if blamed[1] == "skipped_collective" and _is_for_them_alone(evidence, entered, alone):
@@ -81,6 +78,35 @@ def departed(evidence: Evidence) -> Finding | None:
         confidence=0.9 if len(culprits) < len(entered) else 0.6,
         facts=facts + all_facts(evidence.ranks),
     )
+
+
+def of_an_earlier_call(evidence: Evidence, entered: dict[int, Collective]) -> Finding | None:
+    """Find that some ranks left a call out before, or at, the one in which ranks differ, and met the others in it all the same."""
+    found = parted_before(evidence, entered)
+    if found is None:
+        return None
+    ranks, missed, made = found
+    who = describe_ranks(ranks, evidence.job.world_size)
+    why = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
+    return skipped(evidence, ranks, missed, why)
+
+
+def met_another_call(evidence: Evidence) -> Finding | None:
+    """Find that ranks met in two calls that are alike, and one of them raised, or was ended, over what it got from the other."""
+    ends = [e.time for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
+    ends += [r.exit_time for r in evidence.ranks if r.signal and not r.by_us]
+    if not ends:
+        return None
+    calls = {r: [c for c in ring if c.peer == -1 and c.entered < min(ends)] for r, ring in rings(evidence).items()}
+    latest = {place: found for place, found in by_place(calls).items() if len(found) == len(evidence.members(place[0]))}
+    for group in sorted({place[0] for place in latest}):
+        place = max(p for p in latest if p[0] == group)
+        found = (
+            of_an_earlier_call(evidence, latest[place]) if len({c.shape for c in latest[place].values()}) == 1 else None
+        )
+        if found is not None:
+            return found
+    return None
 
 
 def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:

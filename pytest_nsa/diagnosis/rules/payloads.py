@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import blame, rings
+from pytest_nsa.diagnosis.rules.order import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
@@ -56,6 +57,10 @@ def splits_differ(evidence: Evidence) -> Finding | None:
         wrong = list(_wrong_splits(evidence.members(group), {rank: _splits(c.note) for rank, c in entered.items()}))
         if not wrong:
             continue
+        # Where ranks are one call apart, what one gives is for another call than what the other takes.
+        apart = of_a_shift(evidence) or of_an_earlier_call(evidence, entered)
+        if apart is not None:
+            return apart
         counts = Counter(rank for giver, taker, _, _ in wrong for rank in (giver, taker))
         # In most of the pairs; of several such, the rank that splits as no other does.
         alike = Counter(c.note for c in entered.values())

@@ -92,28 +92,33 @@ def first_apart(
 def parted_before(
     evidence: Evidence, entered: Mapping[int, Collective]
 ) -> tuple[tuple[int, ...], Collective, Collective] | None:
-    """Return the ranks that left a call out before the one at which two sides' calls ``entered`` differ, that call as the others
-    made it, and what they made in its place: as alike as these are, the ranks met in it.
+    """Return the ranks that left a call out before the one at which two sides' calls ``entered`` differ, or, where these are alike
+    but for what they carry, at it; that call as the others made it, and what they made in its place: the ranks met in it.
 
     It is what all had made there in earlier rounds, and the others' calls followed from it, line by line, up to where they differ.
     """
-    shapes = {c.shape for c in entered.values()}
-    if len(shapes) != 2:
+    one = next(iter(entered.values()))
+    if len({c.shape for c in entered.values()}) == 2:
+        odd, latest = frozenset(r for r, c in entered.items() if c.shape == one.shape), one.sequence - 1
+    elif (
+        len({c.way for c in entered.values()}) == 2
+    ):  # alike, but for what they carry: they may have gone apart just there
+        odd, latest = frozenset(r for r, c in entered.items() if c.way == one.way), one.sequence
+    else:
         return None
-    group, at = next(iter(entered.values())).place
-    rings = {r: [c for c in _calls(evidence, r) if c.group == group and c.sequence <= at] for r in entered}
+    group = one.group
+    rings = {r: [c for c in _calls(evidence, r) if c.group == group and c.sequence <= one.sequence] for r in entered}
     places = by_place(rings)
-    odd = frozenset(r for r, c in entered.items() if c.shape == next(iter(entered.values())).shape)
 
     def sides(sequence: int) -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
         calls = places.get((group, sequence), {})
         return {c.way for r, c in calls.items() if r in odd}, {c.way for r, c in calls.items() if r not in odd}
 
-    first = at
+    first = latest + 1
     while all(len(ways) == 1 for ways in sides(first - 1)) and len(set.union(*sides(first - 1))) == 2:
         first -= 1
     before = [c for c in rings[min(entered)] if c.sequence < first]
-    if first == at or not before or any(len(set.union(*sides(c.sequence))) != 1 for c in before):
+    if first > latest or not before or any(len(set.union(*sides(c.sequence))) != 1 for c in before):
         return None
     expected = expected_next([(c.way,) for c in before])
     calls = places[group, first]
