@@ -57,8 +57,10 @@ def entered_alone(
     call = waits[few[0]]
     if any(c.place == call.place for r in others for c in evidence.ranks[r].collectives):
         return None
-    leads = {lead(evidence.sources, evidence.ranks[few[0]], evidence.ranks[r]) for r in others}
-    if leads != {-1}:
+    one = evidence.ranks[few[0]]
+    leads = {lead(evidence.sources, one, evidence.ranks[r]) for r in others}
+    are_further = leads == {0} and all(_is_on_a_later_line(evidence.ranks[r], one) for r in others)
+    if leads != {-1} and not are_further:
         return None
     return extra(evidence, tuple(sorted(few)), call, f"which the others have gone past{told}")
 

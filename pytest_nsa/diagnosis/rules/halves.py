@@ -64,8 +64,8 @@ def _left_out_before(
     made = [*made, half_of(mine)] if mine is not None else made
     for place in range(len(calls), max(len(calls) - _LATEST, 0), -1):
         expected = expected_next(made[:place])
-        if expected is None or (place < len(made) and expected == made[place]):
-            continue
+        if expected is None or expected in made[place:]:
+            continue  # it came, if later
         usual = next((c for c in reversed(calls[:place]) if half_of(c) == expected), None)
         if usual is not None and _answers(usual, rank, halves):
             return usual

@@ -10,6 +10,7 @@ from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.locations import user_frames
+from pytest_nsa.diagnosis.rules.order import of_a_shift
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -44,7 +45,11 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
     told = f"; {_who_waits(ranks, n)} for a key of a store"
-    found = went_on_without(evidence, ranks, waits, told) or entered_alone(evidence, waits, told, ranks)
+    found = (
+        of_a_shift(evidence)
+        or went_on_without(evidence, ranks, waits, told)
+        or entered_alone(evidence, waits, told, ranks)
+    )
     found = found or _not_set_by_its_owner(evidence, waiting)
     found = found or (_out_of_its_series(evidence, waiting) if len(waiting) == len(alive) else None)
     if found is not None:
