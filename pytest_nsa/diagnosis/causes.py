@@ -100,6 +100,7 @@ _REGISTRY = (
         summary="a send or receive has no other half.",
         advice="pair each send with a receive; where both ranks receive first, let one send first or use isend/irecv",
         rules=(
+            "payloads.aborted",
             "pairs.unpaired",
             "absence.left_alone",
         ),

@@ -50,6 +50,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         culprits = (
             _came_sooner(evidence, entered) or _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
         )
+        culprits = _past_a_known_call(evidence, entered, culprits) or culprits
         visited = _visits_otherwise(evidence, entered) if not culprits else None
         if visited is not None:
             return visited
@@ -218,6 +219,20 @@ def _departs_from_pattern(evidence: Evidence, entered: dict[int, Collective]) ->
         if expected != collective.shape:
             departing.append(rank)
     return tuple(sorted(departing)) if len(departing) < len(entered) else ()
+
+
+def _past_a_known_call(
+    evidence: Evidence, entered: dict[int, Collective], culprits: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the ranks that are a round ahead of ``culprits``, which wait in a call that earlier rounds have had: it was left out,
+    not made once more.
+    """
+    others = tuple(r for r in sorted(entered) if r not in culprits)
+    if not culprits or not others:
+        return ()
+    call = entered[culprits[0]]
+    by = lead(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[others[0]])
+    return others if by == -1 and not is_new_call(of_group_before(evidence, culprits[0], call), call) else ()
 
 
 def _came_sooner(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import blame, rings
+from pytest_nsa.diagnosis.rules.circles import has_forgotten
+from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.diagnosis.rules.halves import half_of
 from pytest_nsa.diagnosis.rules.order import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
-from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
 NOTE = 96  # bytes of a note on the board: a longer one is cut
@@ -26,7 +29,13 @@ def aborted(evidence: Evidence) -> Finding | None:
         return None
     for rank in evidence.ranks:
         at = rank.board.waits_in if rank.board is not None else None
-        if rank.signal != signal.SIGABRT or rank.by_us or at is None or not at.op.startswith(UNEVEN):
+        if rank.signal != signal.SIGABRT or rank.by_us or at is None:
+            continue
+        if at.is_receive and 0 <= at.peer < len(evidence.ranks):
+            other = _of_another_size(evidence, rank, evidence.ranks[at.peer], at)
+            if other is not None:
+                return other
+        if not at.op.startswith(UNEVEN):
             continue
         entered = {n: c for n, ring in rings(evidence).items() for c in ring if c.place == at.place}
         if len(entered) < at.size:
@@ -44,6 +53,41 @@ def aborted(evidence: Evidence) -> Finding | None:
             certain=True, confidence=0.7, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
+
+
+def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidence, at: Collective) -> Finding | None:
+    """Find that the message which a rank receives has another size than it expects: one of the two has left another one out, which
+    the calls of its own so far expect; both are named where that does not tell.
+    """
+    if has_forgotten(rank) or has_forgotten(sender):
+        return None
+    is_same = (at.group, at.note)
+    sent = [c for c in sender.collectives if c.is_send and c.peer == rank.rank and (c.group, c.note) == is_same]
+    taken = sum(
+        c.is_receive and c.peer == sender.rank and (c.group, c.note) == is_same and not c.is_inside
+        for c in rank.collectives
+    )
+    if taken >= len(sent) or (sent[taken].dtype, sent[taken].count) == (at.dtype, at.count):
+        return None
+    found = {
+        r.rank: usual for r, call in ((sender, sent[taken]), (rank, at)) if (usual := _expected(r, call)) is not None
+    }
+    culprits = tuple(found) if len(found) == 1 else tuple(sorted((rank.rank, sender.rank)))
+    left_out = f"; rank {culprits[0]} left out {found[culprits[0]].describe()}" if len(found) == 1 else ""
+    return Finding(
+        cause="p2p_unmatched", ranks=culprits, where=found[culprits[0]].site if len(found) == 1 else at.site,
+        reason=f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}{left_out}",
+        certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _expected(rank: RankEvidence, call: Collective) -> Collective | None:
+    """Return the latest call like the one that a rank's calls so far expect in place of ``call``; None where it is as expected."""
+    before = [c for c in rank.collectives if c.index < call.index]
+    expected = expected_next([half_of(c) for c in before])
+    if expected is None or expected == half_of(call):
+        return None
+    return next((c for c in reversed(before) if half_of(c) == expected), None)
 
 
 def splits_differ(evidence: Evidence) -> Finding | None:
