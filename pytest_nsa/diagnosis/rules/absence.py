@@ -101,7 +101,7 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
                 cause="p2p_unmatched", ranks=(call.peer,), where=half.site, called_from=next(iter(half.way[1:]), ""),
                 reason=reason, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
             )  # fmt: skip
-    left_early = _left_several(evidence, alone, finished)
+    left_early = _left_several(evidence, alone, finished, len(left))
     if left_early is not None:
         return left_early
     ended = ", which ended its test without the other half"
@@ -115,12 +115,14 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
     )  # fmt: skip
 
 
-def _left_several(evidence: Evidence, alone: dict[int, Collective], finished: tuple[int, ...]) -> Finding | None:
-    """Find that two ranks or more wait for one that has ended its test, and that has made the other half for each of them before:
-    it left its loop, rather than that each of them makes a call too many.
+def _left_several(
+    evidence: Evidence, alone: dict[int, Collective], finished: tuple[int, ...], waiting: int
+) -> Finding | None:
+    """Find that two ranks or more wait, some of them for those others, for one that has ended its test, and that has made the other
+    half for each who waits for it before: it left its loop, rather than that all of them are in a round too many.
     """
     peers = {c.peer for c in alone.values()}
-    if len(alone) < 2 or len(peers) != 1 or not peers <= set(finished):
+    if waiting < 2 or len(peers) != 1 or not peers <= set(finished):
         return None
     (peer,) = peers
     made = [
@@ -132,7 +134,7 @@ def _left_several(evidence: Evidence, alone: dict[int, Collective], finished: tu
     n, last = evidence.job.world_size, made[-1]
     told = by_ranks({rank: f"waits in {c.describe()}" for rank, c in alone.items()}, n)
     who = describe_ranks((peer,), n)
-    reason = f"{who} ended its test, and several wait for it: {told}; its last such call was {last.describe()}"
+    reason = f"{who} ended its test, and the others wait for it: {told}; its last such call was {last.describe()}"
     return Finding(
         cause="p2p_unmatched", ranks=(peer,), where=last.site, called_from=next(iter(last.way[1:]), ""), reason=reason,
         certain=True, confidence=0.75, facts=all_facts(evidence.ranks),

@@ -118,6 +118,8 @@ class Departure:
         if not self.before or not have_a_common_loop(self.parted.sources, self.parted.here, self.parted.there):
             return False
         latest = self.before[-1].step
+        if self.other.step > latest and self.parted.has_left and self.parted.other_below:
+            return False  # the loop that was left has the steps in it, and another loop in each
         by_step = [
             sum(is_same_line(c, self.other) and c.step == step for c in self.before) for step in (latest - 1, latest)
         ]

@@ -45,6 +45,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
+    if _all_do_the_same(halves, len(evidence.ranks)):
+        return _in_a_ring(evidence, halves)
     apart = out_of_their_round(evidence, waits)
     elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
     if elsewhere is not None:
@@ -101,6 +103,28 @@ def unpaired(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
+    )  # fmt: skip
+
+
+def _all_do_the_same(halves: dict[int, Collective], world_size: int) -> bool:
+    """Return whether all ranks are in a ring of sends at one line, or of receives: none of them offers what another one waits for."""
+    kinds = {(c.is_send, c.site) for c in halves.values()}
+    if len(halves) < world_size or world_size < 3 or len(kinds) > 1:
+        return False
+    at, seen = min(halves), set[int]()
+    while at in halves and at not in seen:
+        seen.add(at)
+        at = halves[at].peer
+    return len(seen) == world_size
+
+
+def _in_a_ring(evidence: Evidence, halves: dict[int, Collective]) -> Finding:
+    call = halves[min(halves)]
+    does = "sends to" if call.is_send else "receives from"
+    return Finding(
+        cause="p2p_unmatched", ranks=tuple(sorted(halves)), where=call.site, called_from=next(iter(call.way[1:]), ""),
+        reason=f"each rank of a ring {does} the next first, and none makes the other half: {_in_words(evidence, halves)}",
+        certain=True, confidence=0.9, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 
