@@ -107,7 +107,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 
 def _all_do_the_same(halves: dict[int, Collective], world_size: int) -> bool:
-    """Return whether all ranks are in a ring of sends at one line, or of receives: none of them offers what another one waits for."""
+    """Return whether all ranks are in a ring of sends at one line, or of receives: none offers what another one waits for."""
     kinds = {(c.is_send, c.site) for c in halves.values()}
     if len(halves) < world_size or world_size < 3 or len(kinds) > 1:
         return False
