@@ -324,3 +324,55 @@ def test_the_middle_stage_returns(group):
             dist.recv(x, group.rank + 1)  # HERE
         if group.rank:
             dist.send(x, group.rank - 1)  # HERE
+
+
+# Of sets that were written without knowing the rules
+
+
+@planted("p2p_unmatched", [0, 1, 2, 3], n=4, marked=True, reason="each rank of a ring sends to the next first")
+def test_a_ring_in_which_large_blocks_are_sent_first_by_all(group):
+    rank, n = group.rank, group.world_size
+    for size in (16, 16, 1 << 20):
+        block, got = torch.ones(size), torch.empty(size)
+        if rank % 2 == 0 or size > 1024:
+            dist.send(block, (rank + 1) % n)  # HERE
+            dist.recv(got, (rank - 1) % n)
+        else:
+            dist.recv(got, (rank - 1) % n)
+            dist.send(block, (rank + 1) % n)
+
+
+def train_step(parts):
+    for part in parts:
+        part.grad = torch.ones_like(part)
+        dist.all_reduce(part.grad)  # HERE
+
+
+@planted("skipped_collective", [3], n=4, marked=True, reason="left the loop")
+def test_a_stream_of_fewer_files_ends_sooner(group):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _epoch in range(2):
+        for _x in range(4 * len(range(11)[group.rank :: group.world_size])):  # HERE
+            model(torch.randn(2, 8)).sum().backward()
+            train_step(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.all_gather_object([None] * group.world_size, group.rank)
+
+
+class Log:
+    def on_step_end(self, step):
+        if dist.get_rank() == 0 and step % 3 == 2:
+            dist.all_reduce(torch.ones(1))  # HERE
+
+
+@planted("extra_collective", [0], n=3, marked=True)
+def test_a_logger_reduces_on_rank_zero_alone(group):
+    callbacks = [Log()]
+    for step in range(6):
+        dist.all_reduce(torch.ones(129))
+        loss = torch.ones(1)
+        dist.all_reduce(loss)
+        for callback in callbacks:
+            callback.on_step_end(step)
