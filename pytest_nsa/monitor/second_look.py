@@ -41,17 +41,19 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
 
 def ask_for_counters(folders: Iterable[Path]) -> None:
     """Ask the heartbeats of ranks, by a file in each folder, for the counters of the loops that they are in."""
-    for folder in folders:
-        with where_there_is_room(), contextlib.suppress(FileNotFoundError):  # a rank that never began
-            (folder / COUNTERS_ASKED).touch()
+    _leave_files(folders, COUNTERS_ASKED)
 
 
 def ask_for_rest(folders: Iterable[Path]) -> None:
     """Ask the heartbeats of ranks to rest while their stacks are dumped, and wait as long as a beat takes."""
-    for folder in folders:
-        with where_there_is_room(), contextlib.suppress(FileNotFoundError):
-            (folder / DUMP_ASKED).touch()
+    _leave_files(folders, DUMP_ASKED)
     time.sleep(BEAT_S)
+
+
+def _leave_files(folders: Iterable[Path], name: str) -> None:
+    for folder in folders:
+        with where_there_is_room(), contextlib.suppress(FileNotFoundError):  # a rank that never began
+            (folder / name).touch()
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:

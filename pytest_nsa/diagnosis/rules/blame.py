@@ -105,7 +105,7 @@ def _visits_otherwise(evidence: Evidence, entered: dict[int, Collective]) -> tup
     """Return the finding that of two sides which one line has called, as it calls hooks or callbacks in turn, the one has left out
     the others' call: in each of its visits to that line it came first.
     """
-    sides = [tuple(r for r, c in entered.items() if c.shape == shape) for shape in {c.shape for c in entered.values()}]
+    sides = _by_shape(entered)
     if len(sides) != 2:
         return None
     one, other = (entered[side[0]] for side in sides)
@@ -124,6 +124,14 @@ def _visits_otherwise(evidence: Evidence, entered: dict[int, Collective]) -> tup
             told = f"{who} went on without {missed.describe()}, which came first whenever {through[0]} called the two"
             return mine, "skipped_collective", f"{told}, and entered {call.describe()} (call skipped)"
     return None
+
+
+def _by_shape(entered: dict[int, Collective]) -> list[tuple[int, ...]]:
+    """Return the ranks of each side: those whose calls have one shape, in the order in which ``entered`` has them."""
+    sides: dict[object, tuple[int, ...]] = {}
+    for rank, call in entered.items():
+        sides[call.shape] = (*sides.get(call.shape, ()), rank)
+    return list(sides.values())
 
 
 def _tries_again(evidence: Evidence, rank: int, mine: Collective, other: Collective) -> bool:
@@ -237,7 +245,7 @@ def _past_a_known_call(
 
 def _came_sooner(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks of the two sides whose call came after fewer of the others' than in each round before, which had as many."""
-    sides = [tuple(r for r, c in entered.items() if c.shape == shape) for shape in {c.shape for c in entered.values()}]
+    sides = _by_shape(entered)
     if len(sides) != 2:
         return ()
     for mine, theirs in (sides, sides[::-1]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from heapq import nsmallest
 
 from pytest_nsa.diagnosis.rules.counters import lead
@@ -46,32 +47,25 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
         odd = tuple(r for r in ranks if _has_another_tag_than_others(evidence, r, halves[r]))
         sought = tuple(r for r in ranks if _others_seek_another_tag(r, ranks, halves))
         return next((found for found in (old, odd, sought) if len(found) == 1), tuple(sorted(ranks)))
-    odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves, with_first=True)))
-    if len(odd) == 1:
-        return odd
-    strange = tuple(sorted(r for r in ranks if _turns_to_a_stranger(evidence, r, halves[r])))
-    if len(strange) == 1:
-        return strange
-    new = _with_a_new_step(evidence, ranks, halves)
-    if len(new) == 1:
-        return new
-    past = _is_past(evidence, ranks, halves)
-    if len(past) == 1:
-        return past
-    for ended in (True, False):
-        fewer = _made_fewer(evidence, ranks, halves, ended=ended)
-        if len(fewer) == 1:
-            return fewer
-    odd = tuple(sorted(r for r in ranks if _is_out_of_its_round(evidence, r, halves)))
-    if len(odd) == 1:
-        return odd
-    more = tuple(sorted(r for r in ranks if _has_entered_more(evidence, r, halves[r])))
-    if len(more) == 1:
-        return more
+    alone = next((found for found in _set_apart(evidence, ranks, halves) if len(found) == 1), None)
+    if alone is not None:
+        return alone
     counts = Counter(c.peer for c in halves.values() if c.peer in ranks).most_common()
     if len(counts) > 1 and counts[0][1] > counts[1][1]:
         return (counts[0][0],)
     return tuple(sorted(ranks))
+
+
+def _set_apart(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks of a circle that each rule of `of_the_circle` sets apart, the surest rule first."""
+    yield tuple(r for r in ranks if _is_out_of_its_round(evidence, r, halves, with_first=True))
+    yield tuple(r for r in ranks if _turns_to_a_stranger(evidence, r, halves[r]))
+    yield _with_a_new_step(evidence, ranks, halves)
+    yield _is_past(evidence, ranks, halves)
+    yield _made_fewer(evidence, ranks, halves, ended=True)
+    yield _made_fewer(evidence, ranks, halves, ended=False)
+    yield tuple(r for r in ranks if _is_out_of_its_round(evidence, r, halves))
+    yield tuple(r for r in ranks if _has_entered_more(evidence, r, halves[r]))
 
 
 def _differ_by_tag(ranks: set[int], halves: dict[int, Collective]) -> bool:

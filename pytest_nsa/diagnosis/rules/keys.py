@@ -51,10 +51,8 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
         or entered_alone(evidence, waits, told, ranks)
     )
     found = found or _not_set_by_its_owner(evidence, waiting)
-    found = found or (_out_of_its_series(evidence, waiting) if len(waiting) == len(alive) else None)
-    if found is not None:
-        return found
-    found = _ahead_of_the_others(evidence, waiting) if len(waiting) == len(alive) else None
+    if len(waiting) == len(alive):
+        found = found or _out_of_its_series(evidence, waiting) or _ahead_of_the_others(evidence, waiting)
     if found is not None:
         return found
     # A loop that looks for it has more lines than one.
@@ -130,9 +128,8 @@ def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Findi
     for; or, of none, the only one whose latest is not the one before.
     """
     known = {key for r in evidence.ranks for key, _ in r.keys_set}
-    series: dict[
-        int, tuple[RankEvidence, str, int]
-    ] = {}  # by owner: who waits, for what, how far its latest is from that
+    # By owner: who waits, for what, and how far the owner's latest key is from that.
+    series: dict[int, tuple[RankEvidence, str, int]] = {}
     for rank in waiting:
         for key in _unset(rank, known):
             owner = _owner_of(evidence, key)
@@ -145,7 +142,7 @@ def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Findi
         return None
     owner = culprits[0]
     rank, key, _ = series[owner]
-    latest, usual = _latest_such(evidence.ranks[owner], key)
+    latest, usual = _latest_such(evidence.ranks[owner], [key])
     waits = _who_waits((rank.rank,), evidence.job.world_size)
     return Finding(
         cause="missing_collective",
@@ -182,15 +179,15 @@ def _ahead_of_the_others(evidence: Evidence, waiting: list[RankEvidence]) -> Fin
     )
 
 
-def _latest_such(rank: RankEvidence, key: str) -> tuple[str, str]:
-    """Return (key, line) of the latest key that a rank has set which differs by its numbers from ``key``; ('', '') for none."""
-    kind = _without_numbers(key)
-    return next((found for found in reversed(rank.keys_set) if _without_numbers(found[0]) == kind), ("", ""))
+def _latest_such(rank: RankEvidence, keys: list[str]) -> tuple[str, str]:
+    """Return (key, line) of the latest key that a rank has set which differs by its numbers from one of ``keys``, or twice ''."""
+    wanted = {_without_numbers(key) for said in keys for key in said.split(", ")}
+    return next((found for found in reversed(rank.keys_set) if _without_numbers(found[0]) in wanted), ("", ""))
 
 
 def _ahead(rank: RankEvidence, key: str) -> int | None:
     """Return how far the number of a rank's latest key of such is beyond that of ``key``; None where not just one differs."""
-    latest, _ = _latest_such(rank, key)
+    latest, _ = _latest_such(rank, [key])
     apart = [pair for pair in zip(_numbers(latest), _numbers(key), strict=False) if pair[0] != pair[1]]
     if len(apart) != 1 or max(map(len, apart[0])) > _LONGEST:
         return None
@@ -240,8 +237,7 @@ def _is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
 
 def _where_such_are_set(rank: RankEvidence, keys: list[str]) -> str:
     """Return the line at which a rank has set keys that differ by their numbers from some that are waited for; '' if none has."""
-    wanted = {_without_numbers(key) for said in keys for key in said.split(", ")}
-    return next((place for key, place in reversed(rank.keys_set) if _without_numbers(key) in wanted), "")
+    return _latest_such(rank, keys)[1]
 
 
 def _without_numbers(key: str) -> str:

@@ -47,10 +47,9 @@ def departed(evidence: Evidence) -> Finding | None:
         return earlier
     blamed = swapped(evidence, entered) or aligned(evidence, entered) or blame(evidence, entered)
     alone = tuple(r for r in sorted(entered) if r not in blamed[0])
-    if blamed[1] == "skipped_collective" and _is_for_them_alone(evidence, entered, alone):
-        return extra(evidence, alone, entered[alone[0]], "under a condition that is true on one rank")
-    if blamed[1] == "collective_mismatch" and _is_for_them_alone(evidence, entered, blamed[0]):
-        return extra(evidence, blamed[0], entered[blamed[0][0]], "under a condition that is true on one rank")
+    made_more = {"skipped_collective": alone, "collective_mismatch": blamed[0]}.get(blamed[1], ())
+    if made_more and _is_for_them_alone(evidence, entered, made_more):
+        return extra(evidence, made_more, entered[made_more[0]], "under a condition that is true on one rank")
     culprits, cause, why = explained(evidence, *blamed)
     why += ran_out(evidence, culprits, cause)
     facts = tuple(

@@ -100,9 +100,8 @@ def parted_before(
     one = next(iter(entered.values()))
     if len({c.shape for c in entered.values()}) == 2:
         odd, latest = frozenset(r for r, c in entered.items() if c.shape == one.shape), one.sequence - 1
-    elif (
-        len({c.way for c in entered.values()}) == 2
-    ):  # alike, but for what they carry: they may have gone apart just there
+    elif len({c.way for c in entered.values()}) == 2:
+        # Alike, but for what they carry: they may have gone apart just there.
         odd, latest = frozenset(r for r, c in entered.items() if c.way == one.way), one.sequence
     else:
         return None
