@@ -13,12 +13,13 @@ from tests_cpu.plugin.leftovers import processes_below
 
 
 def start_session(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
-    """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT interrupts it, even if ignored here."""
+    """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT and SIGHUP end it, even if ignored here."""
     (folder / "test_example.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)]
     return subprocess.Popen(
         [*command, *options], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        # A shell's background jobs ignore the one, what runs under nohup the other.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
     )  # fmt: skip
 
 
