@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import platform
+import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -14,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa.trace.frames import is_user_file
+from nsa.trace.frames import describe, is_user_file
 from nsa.trace.network import unusable_network
 
 SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines beside them
 MAX_TEXT = 200_000
 MAX_CHAIN = 10
+MAX_BESIDE = 32  # lines of other threads
 
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
@@ -109,8 +112,21 @@ def record_thread_exception(folder: Path, error: BaseException, whose: str, futu
     )  # fmt: skip
 
 
+def _beside() -> list[str]:
+    """Return the user's lines that Python's threads beside the main one are in."""
+    threads = {t.ident for t in threading.enumerate() if t is not threading.main_thread()}
+    found: list[str] = []
+    for ident, top in sys._current_frames().items():
+        frame = top if ident in threads else None
+        while frame is not None and len(found) < MAX_BESIDE:
+            if is_user_file(frame.f_code.co_filename):
+                found.append(describe(frame))
+            frame = frame.f_back
+    return found
+
+
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
-    """Append an exception with the innermost line of the user's code."""
+    """Append an exception with the innermost line of the user's code, and the lines that other threads are in."""
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
     cause = error.__cause__ or error.__context__
@@ -135,5 +151,6 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
             f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
         ),
         chain=chain,
+        **({"beside": beside} if (beside := _beside()) else {}),
         **({"network": network} if (network := unusable_network(message)) else {}),
     )

@@ -156,6 +156,7 @@ def _read_rank(
                 chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
                 in_loader=e.get("in_loader", False),
                 network=e.get("network", ""),
+                beside=tuple(e.get("beside", ())),
             )
             for e in events
             if e["event"] == "exception"

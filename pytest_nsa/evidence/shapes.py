@@ -93,7 +93,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "exception": {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
-        "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag, "network?": is_text,
+        "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag, "network?": is_text, "beside?": _list_of(is_text),
     },
     "thread_exception": {
         "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,

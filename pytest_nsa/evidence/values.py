@@ -28,6 +28,7 @@ class RaisedException:
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
     while it took a batch from a data loader's worker. ``network``: what of the network cannot be used, as the rank found.
+    ``beside``: the user's lines that the rank's other threads were in.
     """
 
     time: float
@@ -42,6 +43,7 @@ class RaisedException:
     chain: tuple[tuple[str, str, str], ...]
     in_loader: bool = False
     network: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:

@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.rules.source import (
     are_of_one_function,
     calls_each_of_some,
     have_a_common_loop,
+    is_for_one_rank,
     is_here,
     is_in_order_of_values,
     is_past_the_loop,
@@ -45,8 +46,14 @@ def expected_next(shapes: Sequence[tuple[object, ...]]) -> tuple[object, ...] | 
 
 
 def is_new_call(before: list[Collective], collective: Collective) -> bool:
-    """Return whether a line has entered nothing like this before, or was not reached by these callers."""
-    return all(c.shape != collective.shape or c.way != collective.way for c in before)
+    """Return whether a line has entered nothing like this before, or was not reached by these callers. Of bytes that have had
+    several sizes there, as objects do, the size tells nothing.
+    """
+    alike = [
+        c for c in before if c.way == collective.way and replace(c, count=collective.count).shape == collective.shape
+    ]
+    sizes = {c.count for c in alike}
+    return collective.count not in sizes and not (collective.dtype == "uint8" and len(sizes) > 1)
 
 
 @dataclass(frozen=True)
@@ -248,6 +255,17 @@ class Departure:
             return True
         return not (self.before and is_other_new) and not calls_each_of_some(sources, fork)
 
+    @cached_property
+    def is_for_its_rank_alone(self) -> bool:
+        """Whether ``mine`` is new and under a condition that is true on one rank, without a counterpart, and ``other`` is not: no
+        other rank will ever come to it, whatever else this one has done.
+        """
+        if not self.is_new:
+            return False
+        mine, others = {self.parted.here, *self.mine.way}, {self.parted.there, *self.other.way}
+        is_one = {place: is_for_one_rank(self.parted.sources, place, alone=True) for place in mine - others}
+        return any(is_one.values()) and not any(is_for_one_rank(self.parted.sources, p) for p in others)
+
     @property
     def is_of_another_round(self) -> bool:
         """Whether the two are calls of one line whose sizes change from round to round, of a loop that may go round without it."""
@@ -276,6 +294,7 @@ KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
     (lambda d: d.is_in_a_later_round, "skipped_collective", "call skipped: it is in a later round of the loop"),
     (lambda d: d.is_in_an_earlier_round, "extra_collective", "which the others, in a later round of the loop, have gone past"),
+    (lambda d: d.is_for_its_rank_alone, "extra_collective", "which its condition leaves to this rank alone"),
     (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
     (lambda d: d.is_in_its_statement and d.is_new, "extra_collective", ""),
     (lambda d: d.is_an_unusual_visit, "extra_collective", "in a visit to this line that is not as those before"),

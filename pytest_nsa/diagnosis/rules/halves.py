@@ -29,14 +29,34 @@ def the_silent_one(
     evidence: Evidence, ends: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
 ) -> tuple[int, ...]:
     """Return the one rank whose own calls so far expect a message that another rank waits for; () where there are several or
-    none.
+    none, or where the ranks at which no chain ends have all called another one in place of that line's, too.
     """
     if len(ends) == 1 and ends <= halves.keys() and halves[min(ends)].peer == ANY:
         # It takes from anybody: who waits for it, and left a message to it out, holds both up.
         found = tuple(r for r, c in sorted(halves.items()) if c.peer in ends and left_out_half(evidence, r, halves))
     else:
         found = tuple(rank for rank in sorted(waits) if expected_half(evidence, rank, halves) is not None)
-    return found if len(found) == 1 else ()
+    if len(found) != 1:
+        return ()
+    half = expected_half(evidence, found[0], halves)
+    others = [r.rank for r in evidence.ranks if r.rank not in (*ends, *found)]
+    is_common = half is not None and others and all(_went_on_without(evidence, rank, half) for rank in others)
+    return () if is_common else found
+
+
+def _went_on_without(evidence: Evidence, rank: int, half: Collective) -> bool:
+    """Return whether a rank's own calls so far expected one of the line of ``half`` where it lately sent or received at another."""
+    made = [half_of(c) for c in evidence.ranks[rank].collectives]
+    for place in range(len(made) - 1, max(len(made) - _LATEST, 0), -1):
+        expected, came = expected_next(made[:place]), made[place]
+        if (
+            expected is not None
+            and came != expected
+            and came[1] != -1
+            and (expected[0], expected[2]) == (half.op, half.site)
+        ):
+            return True
+    return False
 
 
 def expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) -> Collective | None:
@@ -50,26 +70,25 @@ def expected_half(evidence: Evidence, rank: int, halves: dict[int, Collective]) 
     made = [half_of(c) for c in calls]
     if mine is not None and half_of(mine) not in made:
         return None  # a loop that has come to its end, or a call that no round has
-    return _left_out_before(calls, made, mine, rank, halves)
-
-
-def _left_out_before(
-    calls: list[Collective],
-    made: list[tuple[object, ...]],
-    mine: Collective | None,
-    rank: int,
-    halves: dict[int, Collective],
-) -> Collective | None:
-    """Return the call that should have come at the latest place of a rank's calls, or one of those before it in its round."""
     made = [*made, half_of(mine)] if mine is not None else made
+    # The call that should have come at the latest place of its calls, or one of those before it in its round.
     for place in range(len(calls), max(len(calls) - _LATEST, 0), -1):
         expected = expected_next(made[:place])
         if expected is None or expected in made[place:]:
             continue  # it came, if later
         usual = next((c for c in reversed(calls[:place]) if half_of(c) == expected), None)
-        if usual is not None and _answers(usual, rank, halves):
+        if usual is not None and _answers(usual, rank, halves) and place > _met_at(evidence, calls, usual.peer, halves):
             return usual
     return None
+
+
+def _met_at(evidence: Evidence, calls: list[Collective], other: int, halves: dict[int, Collective]) -> int:
+    """Return how many of a rank's calls come up to the last collective that it and another rank completed before that one entered
+    the half that it waits in: what was left out before that is not what it waits for.
+    """
+    before = [c for c in evidence.ranks[other].collectives if c.index < halves[other].index]
+    met = {c.place for c in before if c.peer == -1 and not c.is_inside}
+    return max((i for i, c in enumerate(calls, 1) if c.peer == -1 and not c.is_inside and c.place in met), default=0)
 
 
 def _calls_until(evidence: Evidence, rank: int) -> tuple[Collective | None, list[Collective]]:

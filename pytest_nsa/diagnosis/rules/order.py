@@ -26,7 +26,7 @@ from pytest_nsa.diagnosis.rules.shifts import (
 )
 from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -50,7 +50,7 @@ def departed(evidence: Evidence) -> Finding | None:
     made_more = {"skipped_collective": alone, "collective_mismatch": blamed[0]}.get(blamed[1], ())
     if made_more and _is_for_them_alone(evidence, entered, made_more):
         return extra(evidence, made_more, entered[made_more[0]], "under a condition that is true on one rank")
-    culprits, cause, why = explained(evidence, *blamed)
+    culprits, cause, why = explained(evidence, *blamed, entered)
     why += ran_out(evidence, culprits, cause)
     facts = tuple(
         Fact(
@@ -224,7 +224,8 @@ def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
 
 def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -> Finding | None:
     """Find by the loops' counters that all others have gone past the call in which the last ranks wait: these made it alone, where
-    they are fewer than the other members of its group, or no rank has made one like it before; else those left it out.
+    they are fewer than the other members of its group, or no rank has made one like it before; else those left it out. So they
+    did where its group is the one that the program has made and not called in yet: it was made for calls.
     """
     kinds = alike(evidence, found, sorted(found))
     least = [a for a in kinds if not any(is_before(evidence, b[0], a[0], found) for b in kinds if b is not a)]
@@ -238,13 +239,22 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
     made = [c for r in found for c in calls_before(evidence, r, found[r])]
     passed = tuple(r for r in evidence.members(_group(call)) if r in others)
     is_new = all((c.op, c.way) != (call.op, call.way) for c in made)
-    if len(last) < len(passed) or (is_new and len(last) == len(passed)):
+    is_first = _unused_groups(evidence) == {call.group}
+    if len(last) < len(passed) or (is_new and not is_first and len(last) == len(passed)):
         return extra(evidence, last, call, f"which the others have gone past: {shown}")
     if not passed:
         return None
     who = describe_ranks(passed, evidence.job.world_size)
     why = f"{who} went on without {call.describe()}, in which others wait (call skipped): {shown}"
     return skipped(evidence, passed, call, why)
+
+
+def _unused_groups(evidence: Evidence) -> set[str]:
+    """Return the groups that the program has made and no rank has completed a call of."""
+    made = {name for rank in evidence.ranks for name in rank.groups if name not in DEFAULT_GROUPS}
+    return made - {
+        c.group for rank in evidence.ranks for c in rank.collectives if not c.is_inside and c.op != NEW_GROUP
+    }
 
 
 def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | None:

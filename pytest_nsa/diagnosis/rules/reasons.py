@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
@@ -11,19 +13,19 @@ from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.rules.source import is_in_handler
 from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.diagnosis.verdict import describe_ranks
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence
 
 
-def explained(evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str) -> tuple[tuple[int, ...], str, str]:
-    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks."""
+def explained(
+    evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str, entered: Mapping[int, Collective] | None = None
+) -> tuple[tuple[int, ...], str, str]:
+    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks, threads."""
     if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
         return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
-    if cause == "extra_collective" and raced(evidence, culprits):
-        return (
-            culprits,
-            "collective_mismatch",
-            f"{why}: in a thread beside the main one, which the others have not made it in yet",
-        )
+    if cause in ("extra_collective", "skipped_collective") and raced(evidence, culprits, entered or {}):
+        told = "one of the two is made in a thread beside the main one, which all of them have: which comes first is chance"
+        return culprits, "collective_mismatch", f"{why}: {told}"
     # Who is behind has not come to what its step lacks.
     odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):

@@ -14,6 +14,8 @@ _COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, 
 _BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BY_VALUE = ("sorted", "set", "frozenset", "argsort", "shuffle", "sample", "listdir", "glob", "iterdir", "scandir")
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
+_ITS_RANK = re.compile(r"_?(\w+_)?rank")
+_MAIN = re.compile(r"_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coordinator)(_process|_rank|_worker)?")
 
 
 def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
@@ -180,7 +182,7 @@ def have_a_common_loop(sources: Sources, place: str, other: str) -> bool:
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
     """Return whether one line is in the branch of an ``if`` whose other branch has the other line: or what follows it, where the
-    first returns.
+    first returns, or an ``if`` behind it with the same condition does.
     """
     a, b = sources.around(place), sources.around(other)
     for statement in (n for n in a if isinstance(n, ast.If) and n in b):
@@ -195,12 +197,30 @@ def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
     """Return whether ``a`` is in an ``if`` that ends in a return, and ``b`` behind it in the same block."""
     for outer, inner in itertools.pairwise(a):
         block = getattr(outer, "body", [])
-        if isinstance(inner, ast.If) and inner in block and isinstance(inner.body[-1], ast.Return | ast.Raise):
-            is_in_body = any(statement in inner.body for statement in a)
-            behind = block[block.index(inner) + 1 :]
-            if is_in_body and outer in b and any(statement in behind for statement in b):
-                return True
+        if not isinstance(inner, ast.If) or inner not in block or not any(s in inner.body for s in a) or outer not in b:
+            continue
+        behind = block[block.index(inner) :]
+        returns = next((i for i, s in enumerate(behind) if _returns_if(inner.test, s)), len(behind))
+        if any(statement in behind[returns + 1 :] for statement in b) and not _may_change(inner.test, behind[:returns]):
+            return True
     return False
+
+
+def _returns_if(test: ast.expr, statement: ast.stmt) -> bool:
+    """Return whether a statement is an ``if`` with this condition that ends in a return."""
+    if not isinstance(statement, ast.If) or ast.unparse(statement.test) != ast.unparse(test):
+        return False
+    return isinstance(statement.body[-1], ast.Return | ast.Raise)
+
+
+def _may_change(test: ast.expr, statements: list[ast.stmt]) -> bool:
+    """Return whether statements set what a condition reads, or it calls something."""
+    read = {ast.unparse(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    are_set = {
+        ast.unparse(n) for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store)
+    }
+    return bool(read & are_set) or (bool(statements) and any(isinstance(node, ast.Call) for node in ast.walk(test)))
 
 
 def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool | None:
@@ -282,26 +302,54 @@ def is_in_order_of_values(sources: Sources, place: str) -> bool:
     return any(_called_name(call) in _BY_VALUE for call in calls) or bool(loops and isinstance(loops[-1].iter, ast.Set))
 
 
-def is_for_one_rank(sources: Sources, place: str) -> bool:
+def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> bool:
     """Return whether the line is under a condition that is true on one rank, ``if rank == 1:``, or behind the return of the others,
-    ``if rank != 1: return``.
+    ``if rank != 1: return``. With ``alone``: and neither an ``else`` nor another condition beside it is for the other ranks.
     """
-    for outer, inner in itertools.pairwise(sources.around(place)):
-        if isinstance(outer, ast.If) and inner in outer.body and _compares_rank(outer.test, ast.Eq):
-            return True
-        block = next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
+    found = sources.around(place)
+    for i, (outer, inner) in enumerate(itertools.pairwise(found)):
+        block = _block_of(outer, inner)
         before = block[: block.index(inner)] if block else []
-        if any(
-            isinstance(s, ast.If) and isinstance(s.body[-1], ast.Return) and _compares_rank(s.test, ast.NotEq)
-            for s in before
-        ):
+        returns = [s for s in before if isinstance(s, ast.If) and isinstance(s.body[-1], ast.Return)]
+        if any(_is_of_one_rank(s.test, is_not=True) and not (alone and _calls(s.body)) for s in returns):
             return True
+        if isinstance(outer, ast.If) and inner in outer.body and _is_of_one_rank(outer.test):
+            beside = _block_of(found[i - 1], outer) if i else []
+            others = [
+                s for s in beside if isinstance(s, ast.If) and s is not outer and _RANK.search(ast.unparse(s.test))
+            ]
+            return not (alone and (_calls(outer.orelse) or others))
     return False
 
 
-def _compares_rank(test: ast.expr, operator: type[ast.cmpop]) -> bool:
-    """Return whether a condition needs that the rank is, or is not, equal to something."""
-    tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    return any(
-        isinstance(t, ast.Compare) and isinstance(t.ops[0], operator) and _RANK.search(ast.unparse(t)) for t in tests
-    )
+def _block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
+    """Return the block of a statement that has another one."""
+    return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
+
+
+def _calls(block: list[ast.stmt]) -> bool:
+    return any(isinstance(node, ast.Call) for statement in block for node in ast.walk(statement))
+
+
+def _is_of_one_rank(test: ast.expr, *, is_not: bool = False) -> bool:
+    """Return whether a condition needs that the rank is, or is not, one: ``rank == 1``, ``not rank``, ``is_main_process``."""
+    tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not is_not else [test]
+    return any(_tells_one(t) == (not is_not) for t in tests)
+
+
+def _tells_one(test: ast.expr) -> bool | None:
+    """Return True of a condition that holds on one rank, False of one that holds on the others; None of what does not tell."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        if _ITS_RANK.fullmatch(_last_name(test.operand)):
+            return True
+        said = _tells_one(test.operand)
+        return None if said is None else not said
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and _RANK.search(ast.unparse(test)):
+        return {ast.Eq: True, ast.NotEq: False}.get(type(test.ops[0]))
+    return True if _MAIN.fullmatch(_last_name(test)) else None
+
+
+def _last_name(node: ast.expr) -> str:
+    """Return the name that an expression ends in: of ``trainer.is_main_process``, of ``is_main_process()``."""
+    node = node.func if isinstance(node, ast.Call) and not node.args else node
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -4,35 +4,46 @@ part the ranks wait for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.exits import MEMORY, is_victim_text, says_that_another_has_gone
 from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
-def raced(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
-    """Return whether a thread beside the main one makes the call of each culprit, and the others have that thread as well:
-    they would have made the call later.
+def raced(evidence: Evidence, culprits: tuple[int, ...], entered: Mapping[int, Collective]) -> bool:
+    """Return whether a thread beside the main one makes the call of each rank of one side, the culprits or the others, and those
+    of the other side have that thread as well, in another call of one group: they would have made the call later. ``entered`` has
+    the calls, where they are known; else they are those that ranks are inside of.
     """
-    functions = {place for rank in culprits for place in _called_beside(evidence.ranks[rank])}
-    others = [r for r in evidence.ranks if r.rank not in culprits and not r.finished]
-    if not functions or not others or not all(_called_beside(evidence.ranks[r]) for r in culprits):
-        return False
-    return all(functions & _functions_beside(rank) for rank in others)
-
-
-def _called_beside(rank: RankEvidence) -> set[tuple[str, str]]:
-    """Return the functions, by file and name, in which threads beside the main one have made the calls that a rank is inside of."""
-    calls = rank.board.inside if rank.board is not None else ()
-    sites = {(file, function) for file, _, function in (parts_of(call.site) for call in calls)}
-    return sites & _functions_beside(rank)
+    one = [evidence.ranks[rank] for rank in culprits]
+    others = [r for r in evidence.ranks if r.rank not in culprits and (r.rank in entered or not r.finished)]
+    called, beside, groups = {}, {}, {}
+    for rank in (*one, *others):
+        calls = (entered[rank.rank],) if rank.rank in entered else rank.board.inside if rank.board is not None else ()
+        called[rank.rank] = {(file, function) for file, _, function in (parts_of(call.site) for call in calls)}
+        beside[rank.rank], groups[rank.rank] = _functions_beside(rank), {call.group for call in calls}
+    return any(
+        bool(mine and theirs and set.intersection(*groups.values()))
+        and all(called[r.rank] & beside[r.rank] for r in mine)
+        and all((functions := beside[r.rank] & called[mine[0].rank]) and not functions & called[r.rank] for r in theirs)
+        for mine, theirs in ((one, others), (others, one))
+    )
 
 
 def _functions_beside(rank: RankEvidence) -> set[tuple[str, str]]:
-    return {(f.file, f.function) for stack in rank.threads if not stack.is_main for f in stack.frames if f.is_user}
+    """Return the user's functions, by file and name, that a rank's threads beside the main one are in, were in when the test
+    raised, or raised in.
+    """
+    frames = [f for stack in (*rank.threads, *rank.fatal) if not stack.is_main for f in stack.frames if f.is_user]
+    told = [*(place for e in rank.exceptions for place in e.beside), *(e.where for e in rank.thread_errors if e.where)]
+    return {(f.file, f.function) for f in frames} | {
+        (file, function) for file, _, function in (parts_of(place) for place in told)
+    }
 
 
 def raised_beside(evidence: Evidence, finding: Finding) -> Finding:
