@@ -10,7 +10,8 @@ from nsa.trace.board import Board
 from nsa.trace.calls import in_runs
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.divergence import Checksums
-from nsa.trace.events import record, record_thread_exception
+from nsa.trace.events import record
+from nsa.trace.exceptions import record_thread_exception
 from nsa.trace.exits import note_own_end
 from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.loaders import count_batches

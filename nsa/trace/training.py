@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from nsa.trace.events import SCHEMA, machine, record, record_exception
+from nsa.trace.events import SCHEMA, machine, record
+from nsa.trace.exceptions import record_exception
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way

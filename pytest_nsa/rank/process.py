@@ -18,7 +18,8 @@ import pytest
 
 from nsa.trace.board import PHASES
 from nsa.trace.debug_level import VARIABLE, lower_detail
-from nsa.trace.events import local_rank, machine, record, record_exception, where_there_is_room
+from nsa.trace.events import local_rank, machine, record, where_there_is_room
+from nsa.trace.exceptions import record_exception
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.rank.linger import wait_for_others

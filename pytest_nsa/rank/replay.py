@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from _pytest._io import TerminalWriter
 
-from nsa.trace.events import cut, origin, record, record_exception
+from nsa.trace.events import record
+from nsa.trace.exceptions import cut, origin, record_exception
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext

@@ -1,0 +1,106 @@
+"""Exceptions that end a test, or a thread of it, as a rank writes them down: their text, where they were raised, after what."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from nsa.trace.events import record
+from nsa.trace.frames import describe, is_user_file
+from nsa.trace.network import unusable_network
+
+MAX_TEXT = 200_000
+MAX_CHAIN = 10
+MAX_BESIDE = 32  # lines of other threads
+
+
+def cut(text: str) -> str:
+    """Return ``text`` up to a limit that reports can carry; what is left out is counted in its place."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return ``str(error)``, cut; also of an error whose __str__ fails."""
+    try:
+        return cut(str(error))
+    except Exception as failure:
+        return f"<its text could not be made: {type(failure).__name__} in __str__>"
+
+
+def _user_line(frames: traceback.StackSummary, *, recursion: bool = False) -> traceback.FrameSummary | None:
+    """Return the innermost frame of the user's code; of a recursion the one that recurs most."""
+    if recursion:
+        lines = Counter((f.filename, f.lineno) for f in frames if is_user_file(f.filename))
+        most = lines.most_common(1)[0][0] if lines else None
+        return next((f for f in frames if (f.filename, f.lineno) == most), None)
+    return next((f for f in reversed(frames) if is_user_file(f.filename)), None)
+
+
+def origin(error: BaseException) -> dict[str, str]:
+    """Return the user's line that raised, and what the exception was raised after, '' where it was by itself."""
+    place = _user_line(traceback.extract_tb(error.__traceback__))
+    before = error.__cause__ or error.__context__
+    return {
+        "where": f"{place.filename}:{place.lineno} in {place.name}" if place else "",
+        "after": message_of(before) if before is not None else "",
+    }
+
+
+def record_thread_exception(folder: Path, error: BaseException, whose: str, future: int) -> None:
+    """Append an exception of a thread beside the main one, or of a task; ``future``: the number of the one that keeps it, or 0."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = _user_line(frames)
+    record(
+        folder, event="thread_exception", whose=whose, future=future, type=type(error).__name__, message=message_of(error),
+        where=f"{place.filename}:{place.lineno} in {place.name}" if place else "", raised_in=frames[-1].filename if frames else "",
+    )  # fmt: skip
+
+
+def _beside() -> list[str]:
+    """Return the user's lines that Python's threads beside the main one are in."""
+    threads = {t.ident for t in threading.enumerate() if t is not threading.main_thread()}
+    found: list[str] = []
+    for ident, top in sys._current_frames().items():
+        frame = top if ident in threads else None
+        while frame is not None and len(found) < MAX_BESIDE:
+            if is_user_file(frame.f_code.co_filename):
+                found.append(describe(frame))
+            frame = frame.f_back
+    return found
+
+
+def record_exception(folder: Path, error: BaseException, when: str) -> None:
+    """Append an exception with the innermost line of the user's code, and the lines that other threads are in."""
+    frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
+    chain: list[tuple[str, str, str]] = []
+    cause = error.__cause__ or error.__context__
+    while cause is not None and len(chain) < MAX_CHAIN:
+        inner = traceback.extract_tb(cause.__traceback__)
+        chain.append((message_of(cause), inner[-1].filename if inner else "", type(cause).__name__))
+        cause = cause.__cause__ or cause.__context__
+    place = _user_line(frames, recursion=isinstance(error, RecursionError)) or (frames[-1] if frames else None)
+    record(
+        folder,
+        event="exception",
+        when=when,
+        type=type(error).__name__,
+        module=type(error).__module__,
+        message=message,
+        file=place.filename if place else "",
+        line=place.lineno if place else 0,
+        function=place.name if place else "",
+        raised_in=frames[-1].filename if frames else "",
+        # A worker that dies while it hands over a batch is known first by its socket's error.
+        in_loader=any(
+            f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
+        ),
+        chain=chain,
+        **({"beside": beside} if (beside := _beside()) else {}),
+        **({"network": network} if (network := unusable_network(message)) else {}),
+    )
