@@ -1,6 +1,8 @@
-"""The rounds of the loops that the main thread is in: the values of their counters, written when the monitor asks for them.
+"""The rounds of the loops that the main thread is in: the values of their counters, written when the monitor asks for them, and
+with an exception.
 
-It asks when it ends a test. Not before: looking at a function's locals keeps them alive (until Python 3.13 as long as it runs).
+The monitor asks when it ends a test. Not before: looking at a function's locals keeps them alive (until Python 3.13 as long as
+it runs).
 """
 
 from __future__ import annotations
@@ -64,6 +66,19 @@ def write_counters(folder: Path, thread: int) -> None:
     with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same
         partial.write_text(json.dumps(found), encoding="utf-8")
         partial.replace(folder / FILE)
+
+
+def counters_at(error: BaseException) -> list[dict[str, object]]:
+    """Return the user's frames that an exception has passed through, outermost first, with their counters."""
+    frames: list[dict[str, object]] = []
+    passed = error.__traceback__
+    while passed is not None and len(frames) < MOST_FRAMES:
+        code = passed.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            at = f"{code.co_filename}:{passed.tb_lineno} in {code.co_name}"
+            frames.append({"at": at, "counters": counters_of(passed.tb_frame)})
+        passed = passed.tb_next
+    return frames
 
 
 def is_asked(folder: Path) -> bool:

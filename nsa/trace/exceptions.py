@@ -8,12 +8,14 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+from nsa.trace.counters import counters_at
 from nsa.trace.events import record
 from nsa.trace.frames import describe, is_user_file
 from nsa.trace.network import unusable_network
 
 MAX_TEXT = 200_000
 MAX_CHAIN = 10
+MAX_FRAMES = 64
 MAX_BESIDE = 32  # lines of other threads
 
 
@@ -76,7 +78,9 @@ def _beside() -> list[str]:
 
 
 def record_exception(folder: Path, error: BaseException, when: str) -> None:
-    """Append an exception with the innermost line of the user's code, and the lines that other threads are in."""
+    """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, and the lines that
+    other threads are in.
+    """
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
     cause = error.__cause__ or error.__context__
@@ -101,6 +105,8 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
             f.name == "_try_get_data" and f.filename.endswith("/torch/utils/data/dataloader.py") for f in frames
         ),
         chain=chain,
+        stack=[(f.filename, f.lineno or 0, f.name) for f in frames[-MAX_FRAMES:]],
+        counters=counters_at(error),
         **({"beside": beside} if (beside := _beside()) else {}),
         **({"network": network} if (network := unusable_network(message)) else {}),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.native import innermost_symbol
-from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_map, is_text, read_beats, read_events, read_reports
+from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
-from pytest_nsa.evidence.stacks import ThreadStack, parse_children, parse_dump
+from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import EventLoop, Evidence, Handled, RaisedException, RankEvidence, ThreadError, Told
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
@@ -132,6 +132,7 @@ def _read_rank(
     done = next((e for e in events if e["event"] == "done"), None)
     standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
     stop = next((e for e in host if e["event"] == "stop"), standing)
+    raised = _exceptions(events, job.body)
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
@@ -148,19 +149,7 @@ def _read_rank(
         skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
         left=next((e for e in events if e["event"] in ("skipped", "xfailed")), {}),
         xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),
-        exceptions=tuple(
-            RaisedException(
-                **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
-                module=e.get("module", ""),
-                raised_in=e.get("raised_in", ""),
-                chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
-                in_loader=e.get("in_loader", False),
-                network=e.get("network", ""),
-                beside=tuple(e.get("beside", ())),
-            )
-            for e in events
-            if e["event"] == "exception"
-        ),
+        exceptions=raised,
         parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
         board=board,
         beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
@@ -190,7 +179,7 @@ def _read_rank(
         sources=sources,
         backend=job.backend,
         machine=machine,
-        counters=_counters(folder),
+        counters=(raised[0].counters if raised else ()) or _counters(folder),
         keys_set=_keys_set(events, own.get("keys", ())),
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
@@ -210,6 +199,27 @@ def _loop(told: Mapping[str, Any] | None) -> EventLoop | None:
         return None
     failed = tuple((e["says"], e["at"]) for e in told.get("failed", ()))
     return EventLoop(tuple(told["tasks"]), told["timers"], told["files"], failed)
+
+
+def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedException, ...]:
+    """Return what a rank raised; ``body`` is the test's own file."""
+    return tuple(
+        RaisedException(
+            **{k: e[k] for k in ("time", "when", "type", "message", "file", "line", "function")},
+            module=e.get("module", ""),
+            raised_in=e.get("raised_in", ""),
+            chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
+            in_loader=e.get("in_loader", False),
+            network=e.get("network", ""),
+            beside=tuple(e.get("beside", ())),
+            frames=tuple(
+                Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))
+            ),
+            counters=_counted(e.get("counters", ())),
+        )
+        for e in events
+        if e["event"] == "exception"
+    )
 
 
 def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ...]:
@@ -252,10 +262,10 @@ def _counters(folder: Path) -> tuple[tuple[str, Mapping[str, int]], ...]:
     """Return the counters of the loops that a rank was in when its test was ended; () where it did not answer."""
     told = parse(_text(folder / "counters.json"))
     frames = told.get("frames") if isinstance(told, dict) else None
-    if not isinstance(frames, list) or not all(
-        is_map(f) and has(f, {"at": is_text, "counters": is_map}) for f in frames
-    ):
-        return ()
+    return _counted(frames) if isinstance(frames, list) and all(map(is_counted, frames)) else ()
+
+
+def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
     return tuple((f["at"], {k: v for k, v in f["counters"].items() if isinstance(v, int)}) for f in frames)
 
 
@@ -286,8 +296,9 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
     callers: set[str] = set()
     for rank in evidence.ranks:
         children = (stack for stacks in rank.children_threads for stack in stacks)
-        for stack in (*rank.threads, *rank.fatal, *children):
-            for frame in stack.frames:
+        raised = (error.frames for error in rank.exceptions)
+        for frames in (*(stack.frames for stack in (*rank.threads, *rank.fatal, *children)), *raised):
+            for frame in frames:
                 if frame.is_user:
                     files[frame.file.rpartition("/")[2]] = frame.file
                     yield frame.file, frame.line

@@ -61,6 +61,18 @@ def _tuples(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, list) and all(map(is_text, entry)) for entry in value)
 
 
+def _places(value: Any) -> bool:
+    """A stack: of each frame its file, line and function."""
+    return isinstance(value, list) and all(
+        isinstance(f, list) and len(f) == 3 and is_text(f[0]) and _int(f[1]) and is_text(f[2]) for f in value
+    )
+
+
+def is_counted(value: Any) -> bool:
+    """A frame and the counters of its loops."""
+    return is_map(value) and has(value, {"at": is_text, "counters": is_map})
+
+
 _STANDING: dict[str, Check] = {
     "stood_still_s?": is_number, "moved?": _flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
     "by?": is_text,
@@ -94,6 +106,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
         "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag, "network?": is_text, "beside?": _list_of(is_text),
+        "stack?": _places, "counters?": _list_of(is_counted),
     },
     "thread_exception": {
         "whose": is_text, "type": is_text, "message": is_text, "where": is_text, "raised_in": is_text, "future": _int,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import BoardSnapshot, Collective
 from pytest_nsa.evidence.source import Sources
-from pytest_nsa.evidence.stacks import ThreadStack, telling_thread
+from pytest_nsa.evidence.stacks import Frame, ThreadStack, telling_thread
 from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
 from pytest_nsa.wire.messages import Job
 
@@ -28,7 +28,8 @@ class RaisedException:
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
     while it took a batch from a data loader's worker. ``network``: what of the network cannot be used, as the rank found.
-    ``beside``: the user's lines that the rank's other threads were in.
+    ``beside``: the user's lines that the rank's other threads were in. ``frames``: its stack, innermost first; ``counters``: of the
+    loops in it, as `RankEvidence.counters`.
     """
 
     time: float
@@ -44,6 +45,8 @@ class RaisedException:
     in_loader: bool = False
     network: str = ""
     beside: tuple[str, ...] = ()
+    frames: tuple[Frame, ...] = ()
+    counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
 
     @property
     def where(self) -> str:
@@ -177,6 +180,12 @@ class RankEvidence:
     def stack(self) -> ThreadStack | None:
         """The thread that shows the rank's location, from the dump of the crash, which came last, or of the stall."""
         return telling_thread(self.fatal) or telling_thread(self.threads)
+
+    @property
+    def last_stack(self) -> ThreadStack | None:
+        """The stack of the exception that ended the rank's test, else `stack`: where it was in its program at last."""
+        frames = self.exceptions[0].frames if self.exceptions and not self.fatal else ()
+        return ThreadStack(frames, is_main=True) if frames else self.stack
 
     @property
     def is_waiting(self) -> bool:

@@ -63,7 +63,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         )
     mine = entered[culprits[0]]
     others = [r for r in entered if r not in culprits]
-    with_stacks = [r for r in others if evidence.ranks[r].stack is not None]  # who was aborted left none
+    with_stacks = [r for r in others if evidence.ranks[r].counters or evidence.ranks[r].last_stack is not None]
+    with_stacks.sort(key=lambda r: not evidence.ranks[r].counters)  # who was aborted left none, or no stack either
     another = (with_stacks or others)[0]
     other = entered[another]
     who = describe_ranks(culprits, evidence.job.world_size)
@@ -76,7 +77,8 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     if cause == "skipped_collective" and _tries_again(evidence, culprits[0], mine, other):
         cause, why = "extra_collective", "in another attempt of a loop that tries again after an error"
     is_known = not is_new_call(before, mine)
-    if cause == "extra_collective" and is_known and _came_sooner(evidence, entered) == culprits:
+    # In one round with the others, it is on the way to their call.
+    if cause == "extra_collective" and is_known and ahead != 0 and _came_sooner(evidence, entered) == culprits:
         cause, why = "skipped_collective", "it came after fewer of them than in each round before"
     earlier = (
         first_apart(evidence, culprits, other) if cause == "collective_mismatch" and is_same_line(mine, other) else None

@@ -91,7 +91,7 @@ def _counted(rank: RankEvidence) -> tuple[list[_Counted], bool]:
     """Return the user's frames of a rank, outermost first, with their counters, as far as its stack shows that they are called by
     each other alone, and whether the last of them calls an installed package; [] where its stack is another one.
     """
-    stack = main_thread_that_joins(rank) or rank.stack
+    stack = main_thread_that_joins(rank) or rank.last_stack
     frames = [f for f in stack.frames if not f.is_ours][::-1] if stack is not None else []
     first = next((i for i, frame in enumerate(frames) if frame.is_user), len(frames))
     left, found = list(rank.counters), list[_Counted]()

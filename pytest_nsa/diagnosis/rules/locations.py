@@ -149,7 +149,8 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
     found, inner = [], ""
     joining = main_thread_that_joins(rank)
     outer = joining.frames if joining is not None else ()
-    for frame in (*(rank.stack.frames if rank.stack is not None else ()), *outer):
+    stack = rank.last_stack
+    for frame in (*(stack.frames if stack is not None else ()), *outer):
         if frame.is_user:
             leaves = inner in ("__exit__", "__aexit__")
             found.append(
@@ -162,7 +163,8 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
 def main_thread_that_joins(rank: RankEvidence) -> ThreadStack | None:
     """Return the main thread of a rank, where it waits for the thread that shows what the rank does; else None."""
     main = next((t for t in rank.threads if t.is_main), None)
-    return main if main is not None and main is not rank.stack and main.waits_for_a_thread else None
+    is_apart = main is not None and rank.last_stack is rank.stack is not main
+    return main if main is not None and is_apart and main.waits_for_a_thread else None
 
 
 def _frames_of(call: Collective, known: list[Frame]) -> list[Frame]:
@@ -182,7 +184,7 @@ def _frames_of(call: Collective, known: list[Frame]) -> list[Frame]:
 
 def _all_frames(rank: RankEvidence) -> list[Frame]:
     """Return the frames of a rank's main thread, outermost first, without our own."""
-    frames = rank.stack.frames if rank.stack is not None else ()
+    frames = stack.frames if (stack := rank.last_stack) is not None else ()
     return [frame for frame in frames if not frame.is_ours][::-1]
 
 

@@ -45,7 +45,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
-    if _all_do_the_same(halves, len(evidence.ranks)):
+    if _all_do_the_same(evidence, halves):
         return _in_a_ring(evidence, halves)
     apart = out_of_their_round(evidence, waits)
     elsewhere = of_a_shift(evidence) or of_rounds(evidence, apart, _in_words(evidence, waits))
@@ -106,10 +106,15 @@ def unpaired(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _all_do_the_same(halves: dict[int, Collective], world_size: int) -> bool:
-    """Return whether all ranks are in a ring of sends at one line, or of receives: none offers what another one waits for."""
-    kinds = {(c.is_send, c.site) for c in halves.values()}
+def _all_do_the_same(evidence: Evidence, halves: dict[int, Collective]) -> bool:
+    """Return whether all ranks are in a ring of sends at one line, or of receives, and none has begun the other half, too: none
+    offers what another one waits for.
+    """
+    world_size, kinds = len(evidence.ranks), {(c.is_send, c.site) for c in halves.values()}
     if len(halves) < world_size or world_size < 3 or len(kinds) > 1:
+        return False
+    begun = (c for rank in evidence.ranks for c in rank.collectives if c.peer != -1 and c.is_inside)
+    if any((c.is_send, c.site) not in kinds for c in begun):
         return False
     at, seen = min(halves), set[int]()
     while at in halves and at not in seen:
