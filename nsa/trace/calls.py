@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 _KEYS = 8  # of a call that waits for many
+TELLS = ("alltoall_base", "all_to_all_single", "allgather", "_allgather_base", "all_gather_single")
+_MOST_TOLD = 16  # ranks of a group whose counts are kept
+_WHOLE = (torch.int64, torch.int32)
 
 
 def group_of(value: Any) -> Any:
@@ -77,6 +80,22 @@ def split_sizes(args: tuple[Any, ...]) -> str:
     """'gives 1,2 takes 2,1': how many rows go to each rank and come from each; '' where they are even."""
     takes, gives = ([a for a in args if isinstance(a, list) and a and isinstance(a[0], int)] + [[], []])[:2]
     return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
+
+
+def told_counts(name: str, args: tuple[Any, ...], size: int) -> str:
+    """'tells 4,0,2': the whole numbers, one for each rank of a group of ``size``, that a rank gives to an exchange of all with all
+    or to an all-gather: how many rows it is about to send to each, as a rule. '' of another payload, and of one on a device.
+    """
+    given = args[1] if len(args) > 1 and name in TELLS and size <= _MOST_TOLD else None
+    given = given[0] if isinstance(given, list) and len(given) == 1 else given
+    if (
+        not isinstance(given, torch.Tensor)
+        or given.numel() != size
+        or given.device.type != "cpu"
+        or given.dtype not in _WHOLE
+    ):
+        return ""
+    return f"tells {','.join(map(str, given.tolist()))}" if type(given) is torch.Tensor and given.dim() == 1 else ""
 
 
 def succeeded(work: Any) -> bool:

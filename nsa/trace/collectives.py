@@ -21,6 +21,7 @@ import torch.distributed._functional_collectives as functional
 
 from nsa.trace.board import Board
 from nsa.trace.calls import (
+    TELLS,
     global_rank,
     group_of,
     is_done_after_wait,
@@ -31,6 +32,7 @@ from nsa.trace.calls import (
     root_and_reduction,
     split_sizes,
     succeeded,
+    told_counts,
     was_refused,
 )
 from nsa.trace.compiled import outside_graphs
@@ -272,6 +274,7 @@ class CollectiveRecorder:
             label = label_of(group)
             self._sequence[label] += 0 if point_to_point else 1
             peer, note = -1, split_sizes(args) if name in _SPLIT else ""
+            note = note or (told_counts(name, args, group.size()) if name in TELLS else "")
             if point_to_point:
                 given, tag = ([a for a in args[1:] if isinstance(a, int)] + [-1, 0])[:2]
                 note = f"tag {tag}" if tag > 0 else ""

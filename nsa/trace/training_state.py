@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from nsa.trace.assignments import line_that_sets
 from nsa.trace.frames import call_site
 
 MOST = 64  # loads of a test that are kept
@@ -45,6 +46,7 @@ class TrainingState:
     def __init__(self) -> None:
         self._loads: list[Load] = []
         self._set_at: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._settings: weakref.WeakKeyDictionary[Optimizer, list[dict[str, object]]] = weakref.WeakKeyDictionary()
         self._is_loading = False
 
     def load(self, what: str, owner: Any, state: Any, call: Callable[[], Any]) -> Any:
@@ -68,6 +70,11 @@ class TrainingState:
         own = {id(p) for p in model.parameters()}
         self._loads = [load for load in self._loads if load.what != "model" or not _concerns(load.owner(), own)]
 
+    def made(self, optimizer: Optimizer, make: Callable[[], None]) -> None:
+        """Make an optimizer by ``make``, and take note of the user's line."""
+        make()
+        self._set_at[optimizer] = call_site(2)
+
     def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
         """Let a scheduler step by ``call``, and take note where it changed its optimizer's learning rates."""
         __tracebackhide__ = True
@@ -78,7 +85,20 @@ class TrainingState:
         result = call()
         if [_plain(group["lr"]) for group in optimizer.param_groups] != before:
             self._set_at[optimizer] = call_site(2)
+            self._settings[optimizer] = [_settings(group) for group in optimizer.param_groups]
         return result
+
+    def _settings_of(self, optimizer: Optimizer) -> list[dict[str, object]]:
+        """Return the settings of an optimizer. Of one that the program has changed by itself, the line is sought in its source."""
+        settings = [_settings(group) for group in optimizer.param_groups]
+        before = self._settings.get(optimizer, settings)
+        changed = {
+            name for old, new in zip(before, settings, strict=False) for name in new if old.get(name) != new[name]
+        }
+        if changed and (line := line_that_sets(min(changed))):
+            self._set_at[optimizer] = line
+        self._settings[optimizer] = settings
+        return settings
 
     def of(self, model: torch.nn.Module, optimizer: Optimizer | None) -> dict[str, object]:
         """Return what a model's update is made from: its ``loads``, and the ``settings`` of its optimizer, ``set_at`` a line."""
@@ -87,7 +107,7 @@ class TrainingState:
             own = {id(p) for p in model.parameters()}
             found["loads"] = [load.as_list() for load in self._loads if _concerns(load.owner(), own)]
         if optimizer is not None:
-            found["settings"] = [_settings(group) for group in optimizer.param_groups]
+            found["settings"] = self._settings_of(optimizer)
             found["set_at"] = self._set_at.get(optimizer, "")
         return found
 
@@ -116,6 +136,20 @@ def watch_loads() -> None:
             _wrap_step(kind)
         if "load_state_dict" in vars(kind):
             _wrap_load(kind, "scheduler")
+    _wrap_init(Optimizer)
+
+
+def _wrap_init(kind: Any) -> None:
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _current is None:
+            init(self, *args, **kwargs)
+        else:
+            _current.made(self, lambda: init(self, *args, **kwargs))
+
+    kind.__init__ = noted
 
 
 def _wrap_load(kind: Any, what: str) -> None:

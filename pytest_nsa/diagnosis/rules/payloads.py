@@ -13,12 +13,13 @@ from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.halves import half_of
 from pytest_nsa.diagnosis.rules.order import of_a_shift, of_an_earlier_call
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
+_TELLS = re.compile(r"tells -?\d+(?:,-?\d+)*$")
 NOTE = 96  # bytes of a note on the board: a longer one is cut
 _EVEN = ("allreduce", "broadcast", "reduce")
 
@@ -110,17 +111,51 @@ def splits_differ(evidence: Evidence) -> Finding | None:
         alike = Counter(c.note for c in entered.values())
         blamed = {rank: (count, -alike[entered[rank].note]) for rank, count in counts.items()}
         culprits = tuple(sorted(rank for rank, by in blamed.items() if by == max(blamed.values())))
+        broke = _against_their_word(evidence.members(group), _told_before(evidence, entered), wrong)
+        culprits = broke or culprits
         shown = "; ".join(
             f"rank {giver} gives {gives} to rank {taker}, which takes {takes}"
             for giver, taker, gives, takes in wrong[:4]
         )
         call = entered[culprits[0]]
+        shown += (
+            f"; it is not what {describe_ranks(broke, evidence.job.world_size)} has told or been told" if broke else ""
+        )
         return Finding(
             cause="collective_mismatch", ranks=culprits, where=call.site,
             reason=f"the split sizes of {call.op} #{call.sequence} do not agree: {shown} (rows)",
             certain=True, confidence=0.9, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
+
+
+def _told_before(evidence: Evidence, entered: dict[int, Collective]) -> dict[int, list[int]]:
+    """Return the counts, one for each rank of the group, that ranks told each other last before they entered an exchange; {} where
+    that was not one call.
+    """
+    told: dict[int, Collective] = {}
+    for rank, call in entered.items():
+        calls = [c for c in evidence.ranks[rank].collectives if c.index < call.index and c.group == call.group]
+        told.update((rank, c) for c in calls if _TELLS.match(c.note))
+    if len(told) < len(entered) or len({c.place for c in told.values()}) != 1:
+        return {}
+    return {rank: [*map(int, c.note.partition(" ")[2].split(","))] for rank, c in told.items()}
+
+
+def _against_their_word(
+    members: tuple[int, ...], told: dict[int, list[int]], wrong: list[tuple[int, int, int, int]]
+) -> tuple[int, ...]:
+    """Return the ranks whose rows are not what was told before, where those of the other rank of each pair are: of what the giver
+    has told the taker, or, on the way back, the taker the giver; () where that does not tell.
+    """
+    culprits: set[int] = set()
+    for giver, taker, gives, takes in wrong if told else ():
+        there, back = told[giver][members.index(taker)], told[taker][members.index(giver)]
+        said = next((n for n in (there, back) if (gives == n) != (takes == n)), None)
+        if said is None:
+            return ()
+        culprits.add(taker if gives == said else giver)
+    return tuple(sorted(culprits))
 
 
 def _splits(note: str) -> tuple[list[int], list[int]]:

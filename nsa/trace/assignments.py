@@ -1,0 +1,50 @@
+"""Which line of the user's code sets a key, as ``group["lr"] = 0.01`` does: sought in the source, when it is known that one did."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from nsa.trace.frames import is_user_file
+
+
+def line_that_sets(key: str) -> str:
+    """Return the one line that sets ``...[key]`` in the files of the user's code that is running, ``file:line in function``; ''
+    where there is none, or several.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    files: dict[str, None] = {}
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            files[frame.f_code.co_filename] = None
+        frame = frame.f_back
+    found = [line for file in files for line in _lines_that_set(file, key)]
+    return found[0] if len(found) == 1 else ""
+
+
+@functools.cache
+def _lines_that_set(file: str, key: str) -> tuple[str, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    found: dict[int, str] = {}
+    for function in ast.walk(tree):  # an inner one comes after its outer one
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.update(
+                (line, f"{file}:{line} in {function.name}") for line, name in _keys_set(function) if name == key
+            )
+    return tuple(found.values())
+
+
+def _keys_set(function: ast.AST) -> Iterator[tuple[int, object]]:
+    """Yield the line and the key of each assignment to a key that the source names."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+                    yield node.lineno, target.slice.value
