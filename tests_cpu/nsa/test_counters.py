@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nsa.trace.assignments import line_that_sets
 from nsa.trace.counters import ASKED, FILE, counted_names, counters_of, is_asked, write_counters
+from nsa.trace.exceptions import record_exception
 
 
 def of_ranges(then: Callable[[], object]) -> None:
@@ -92,3 +94,45 @@ def test_it_is_asked_by_a_file(tmp_path: Path) -> None:
     assert not is_asked(tmp_path)
     (tmp_path / ASKED).touch()
     assert is_asked(tmp_path)
+
+
+def fails_in_a_round(group: dict[str, float]) -> None:
+    for step in range(5):
+        group["rate"] = 0.1 * step
+        if step == 3:
+            raise ValueError("a bad batch")
+
+
+def test_an_exception_is_written_with_its_stack_its_counters_and_what_other_threads_are_in(tmp_path: Path) -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=waits, args=(ends,))
+    thread.start()
+    try:
+        fails_in_a_round({})
+    except ValueError as error:
+        record_exception(tmp_path, error, "call")
+    finally:
+        ends.set()
+        thread.join()
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert [name for _, _, name in event["stack"]] == [
+        "test_an_exception_is_written_with_its_stack_its_counters_and_what_other_threads_are_in", "fails_in_a_round",
+    ]  # fmt: skip
+    assert event["counters"][-1] == {
+        "at": f"{event['file']}:{event['line']} in fails_in_a_round",
+        "counters": {"step": 3},
+    }
+    assert any(place.endswith("in waits") for place in event["beside"])
+
+
+def waits(ends: threading.Event) -> None:
+    ends.wait()
+
+
+def test_the_line_that_sets_a_key_is_found_where_it_is_the_only_one() -> None:
+    assert line_that_sets("rate").endswith(" in fails_in_a_round")
+    assert line_that_sets("no such key") == ""
+    group = {"twice": 1}
+    group["twice"] = 2
+    group["twice"] += 3
+    assert line_that_sets("twice") == ""
