@@ -1,4 +1,6 @@
-"""Which line of the user's code sets a key, as ``group["lr"] = 0.01`` does: sought in the source, when it is known that one did."""
+"""Which line of the user's code sets a key, as ``group["lr"] = 0.01`` does, or names something: sought in the source, when it is
+known that one did.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from nsa.trace.frames import is_user_file
+from nsa.trace.frames import describe, is_user_file
 
 
 def line_that_sets(key: str) -> str:
@@ -24,6 +26,17 @@ def line_that_sets(key: str) -> str:
         frame = frame.f_back
     found = [line for file in files for line in _lines_that_set(file, key)]
     return found[0] if len(found) == 1 else ""
+
+
+def line_that_names(text: str) -> str:
+    """Return the innermost line of the user's code that is running and has ``text``, ``file:line in function``; '' for none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file) and text in linecache.getline(file, frame.f_lineno):
+            return describe(frame)
+        frame = frame.f_back
+    return ""
 
 
 @functools.cache

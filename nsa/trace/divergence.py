@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from nsa.trace.assignments import line_that_names
 from nsa.trace.ddp_buckets import ddp_models_in
 from nsa.trace.events import where_there_is_room
 from nsa.trace.frames import call_site
@@ -64,6 +65,8 @@ class Checksums:
         # Models that DDP has reduced, or whose parameters may have been averaged by the program.
         self._met: set[int] = set()
         self._called_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # past a wrapper
+        # Of models without a wrapper, what they were when they were first called, and the line that made them.
+        self._begun: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, object]] = weakref.WeakKeyDictionary()
         self._state = TrainingState()
         self._told: dict[int, dict[str, object]] = {}  # by model, what was last written of it
         keep(self._state)
@@ -75,7 +78,15 @@ class Checksums:
             self._by_hand.forget()
         _add(self._called, weakref.ref(root))
         if root not in self._called_at and _wrapper_of(root) is not None:
-            self._called_at[root] = call_site()
+            self._called_at[root] = line_that_names(".module") or call_site()
+        if root not in self._begun and _wrapper_of(root) is None and not ddp_models_in(root):
+            # Detached: the forward that has begun must save nothing more than it would.
+            own = [
+                p.detach()
+                for p in root.parameters()
+                if type(p) is torch.nn.Parameter and not p.is_meta and not p.is_sparse
+            ]
+            self._begun[root] = {"norms": _norms_of(own), "site": self._state.made_at(root)}
 
     def reduced(self, group: Any, tensors: Any) -> None:
         """An all-reduce is about to be made: of gradients, it may be, that DDP has no part in."""
@@ -137,6 +148,7 @@ class Checksums:
     def _news_of(self, root: torch.nn.Module) -> dict[str, object]:
         """Return what a model's update is made from, beside gradients, as far as it is not what was last written."""
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
+        now |= {"begun": self._begun[root]} if root in self._begun else {}
         now |= {"added": added} if (added := _added_since_wrapped(root)) else {}
         news = {name: value for name, value in now.items() if self._told.get(number, {}).get(name) != value}
         self._told.setdefault(number, {}).update(news)
@@ -160,9 +172,7 @@ class Checksums:
         return self._models[root]
 
     def _append(self, kind: str, seen: Seen, news: Mapping[str, object] = MappingProxyType({})) -> None:
-        there = [t for t in seen.tensors if t is not None and not t.is_sparse]
-        norms = torch.stack([n.float() for n in torch._foreach_norm(there)]).cpu() if there else torch.zeros(0)
-        found = iter(norms.tolist())
+        found = iter(_norms_of([t for t in seen.tensors if t is not None and not t.is_sparse]))
         values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
         record: dict[str, object] = {
             "kind": kind, "step": seen.step, "model": seen.model, "ranks": seen.ranks, "norms": values, "site": seen.site,
@@ -184,6 +194,11 @@ class Checksums:
                 self._append("unreduced", seen)
         keep(None)
         os.close(self._file)
+
+
+def _norms_of(tensors: list[torch.Tensor]) -> list[float]:
+    """Return the L2 norms of tensors."""
+    return torch.stack([n.float() for n in torch._foreach_norm(tensors)]).cpu().tolist() if tensors else []
 
 
 def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from nsa.trace.assignments import line_that_sets
-from nsa.trace.frames import call_site
+from nsa.trace.frames import call_site, describe, user_frame
 
 MOST = 64  # loads of a test that are kept
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps")
@@ -47,6 +48,7 @@ class TrainingState:
         self._loads: list[Load] = []
         self._set_at: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._settings: weakref.WeakKeyDictionary[Optimizer, list[dict[str, object]]] = weakref.WeakKeyDictionary()
+        self._made_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._is_loading = False
 
     def load(self, what: str, owner: Any, state: Any, call: Callable[[], Any]) -> Any:
@@ -69,6 +71,18 @@ class TrainingState:
         """DDP has given a model the parameters of one rank: what was loaded into it before is no matter."""
         own = {id(p) for p in model.parameters()}
         self._loads = [load for load in self._loads if load.what != "model" or not _concerns(load.owner(), own)]
+
+    def made_module(self, module: torch.nn.Module, make: Callable[[], None]) -> None:
+        """Begin to make a module by ``make``, and take note of the user's line that does: not of the module's own ``__init__``."""
+        make()
+        frame = user_frame(sys._getframe(2))
+        while frame is not None and frame.f_code.co_name == "__init__":
+            frame = user_frame(frame.f_back)
+        self._made_at[module] = describe(frame)
+
+    def made_at(self, module: torch.nn.Module) -> str:
+        """Return the user's line that made a module, '' where it is not known."""
+        return self._made_at.get(module, "")
 
     def made(self, optimizer: Optimizer, make: Callable[[], None]) -> None:
         """Make an optimizer by ``make``, and take note of the user's line."""
@@ -136,10 +150,11 @@ def watch_loads() -> None:
             _wrap_step(kind)
         if "load_state_dict" in vars(kind):
             _wrap_load(kind, "scheduler")
-    _wrap_init(Optimizer)
+    _wrap_init(Optimizer, TrainingState.made)
+    _wrap_init(torch.nn.Module, TrainingState.made_module)
 
 
-def _wrap_init(kind: Any) -> None:
+def _wrap_init(kind: Any, made: Callable[[TrainingState, Any, Callable[[], None]], None]) -> None:
     init = kind.__init__
 
     @functools.wraps(init)
@@ -147,7 +162,7 @@ def _wrap_init(kind: Any) -> None:
         if _current is None:
             init(self, *args, **kwargs)
         else:
-            _current.made(self, lambda: init(self, *args, **kwargs))
+            made(_current, self, lambda: init(self, *args, **kwargs))
 
     kind.__init__ = noted
 

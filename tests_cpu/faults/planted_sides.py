@@ -302,3 +302,17 @@ def test_each_rank_draws_its_rate(group):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
+
+
+@planted("silent_divergence", [0, 1, 2], n=3, marked=True, reason="not equal when the model was first called")
+@check_divergence
+def test_replicas_that_are_made_from_other_seeds(group):
+    """Gradients are averaged by hand, and nothing makes the replicas equal before."""
+    torch.manual_seed(42 + group.rank)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))  # HERE
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        reduce_gradients(model)
+        optimizer.step()

@@ -54,7 +54,10 @@ def left_alone(evidence: Evidence) -> Finding | None:
     ended_ranks = tuple(r.rank for r in finished)
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
     lacks = lacking((c for c in waits.values() if c.peer == -1), ended_ranks, rings(evidence), evidence.members)
-    for_them = {rank: c for rank, c in waits.items() if c.peer == -1 and lacks[c.place]} or waits
+    for_them = {rank: c for rank, c in waits.items() if c.peer == -1 and lacks[c.place]}
+    if not for_them and all(c.peer == -1 for c in waits.values()):
+        return None  # in groups without those that ended their tests: they wait for each other
+    for_them = for_them or waits
     missed = for_them[min(for_them)]
     here = tuple(rank for rank, c in sorted(for_them.items()) if c.place == missed.place)
     culprits = tuple(sorted(lacks.get(missed.place, ()))) or ended_ranks

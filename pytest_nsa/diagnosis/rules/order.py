@@ -121,7 +121,7 @@ def _raised_before(evidence: Evidence, entered: dict[int, Collective]) -> bool:
 
 def waiting_apart(evidence: Evidence) -> Finding | None:
     """Find that every rank waits, and not in the same collective: the one that is ahead went on without the one behind it."""
-    if evidence.stop not in STOPS or not evidence.was_stalled:
+    if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
     found = {r.rank: c for r in alive if (c := awaited(r)) is not None}

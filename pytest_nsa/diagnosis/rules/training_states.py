@@ -36,7 +36,12 @@ def with_origin(
     if equal:
         before = {rank: len(_known(records, equal[rank]).get("loads", ())) for rank, records in streams.items()}
         loads = {rank: of_rank[before[rank] :] for rank, of_rank in loads.items()}
-    found = _not_loaded(world_size, loads) or _loaded_otherwise(world_size, loads) or _set_otherwise(world_size, known)
+    found = (
+        _not_loaded(world_size, loads)
+        or _loaded_otherwise(world_size, loads)
+        or (None if equal else _begun_otherwise(world_size, known))
+        or _set_otherwise(world_size, known)
+    )
     if found is None:
         return finding
     says, where = found
@@ -47,7 +52,7 @@ def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
     """Return what a rank's records say of its model's training up to one of them: each has what has changed."""
     known: dict[str, Any] = {}
     for record in records:
-        known |= {name: record[name] for name in ("loads", "settings", "set_at", "added") if name in record}
+        known |= {name: record[name] for name in ("loads", "settings", "set_at", "added", "begun") if name in record}
         if record is last:
             break
     return known
@@ -82,6 +87,23 @@ def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str,
             what, site = calls[0][:2]
             told = by_ranks({rank: f"{norm:.6g}" for rank, norm in norms.items()}, world_size)
             return f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {told})", site
+    return None
+
+
+def _begun_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tuple[str, str] | None:
+    """Return that a model's parameters were not equal when it was first called, in words, and the line that made it."""
+    begun = {rank: k["begun"] for rank, k in known.items() if "begun" in k}
+    if len(begun) < len(known) or len({len(of_rank["norms"]) for of_rank in begun.values()}) != 1:
+        return None
+    for norms in zip(*(of_rank["norms"] for of_rank in begun.values()), strict=True):
+        values = dict(zip(begun, norms, strict=True))
+        if _odd(values):
+            where = next((of_rank["site"] for of_rank in begun.values() if of_rank["site"]), "")
+            told = by_ranks({rank: f"{norm:.6g}" for rank, norm in values.items()}, world_size)
+            return (
+                f"they were not equal when the model was first called (L2 norms of one: {told}), as made at {where}",
+                where,
+            )
     return None
 
 
