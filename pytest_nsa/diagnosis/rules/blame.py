@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.rules.locations import (
     where_they_part,
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
-from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, is_in_retries, share_a_loop
+from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop, is_here, is_in_retries, share_a_loop
 from pytest_nsa.diagnosis.rules.visits import (
     counts_of_rounds,
     is_same_line,
@@ -65,7 +65,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     others = [r for r in entered if r not in culprits]
     with_stacks = [r for r in others if evidence.ranks[r].counters or evidence.ranks[r].last_stack is not None]
     with_stacks.sort(key=lambda r: not evidence.ranks[r].counters)  # who was aborted left none, or no stack either
-    another = (with_stacks or others)[0]
+    another = _of_its_role(evidence, culprits[0], with_stacks, entered) or (with_stacks or others)[0]
     other = entered[another]
     who = describe_ranks(culprits, evidence.job.world_size)
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
@@ -101,6 +101,21 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
+
+
+def _of_its_role(evidence: Evidence, rank: int, others: list[int], entered: dict[int, Collective]) -> int | None:
+    """Return the rank to compare another one with, where the first of ``others`` is in the other branch of an ``if``, as a driver
+    and its workers are: one that is not. None where the first will do, or all are there.
+    """
+    sources, one = evidence.sources, evidence.ranks[rank]
+    kinds: dict[object, int] = {}
+    for other in others:
+        kinds.setdefault(tuple(f.describe() for f in user_frames(evidence.ranks[other])), other)
+    for at, other in enumerate(kinds.values()):
+        parted = where_they_part(sources, one, entered[rank], evidence.ranks[other], entered[other])
+        if not are_alternatives(sources, parted.here, parted.there):
+            return other if at else None
+    return None
 
 
 def _visits_otherwise(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
