@@ -45,6 +45,7 @@ _REGISTRY = (
             "payloads.splits_differ",
             "order.departed",
             "order.waiting_apart",
+            "payloads.aborted_apart",
             "pairs.unpaired",
             "absence.left_alone",
             "stalls.blocked",
@@ -60,6 +61,7 @@ _REGISTRY = (
         rules=(
             "payloads.splits_differ",
             "order.waiting_apart",
+            "payloads.aborted_apart",
             "pairs.unpaired",
             "order.departed",
             "absence.left_alone",
@@ -75,6 +77,7 @@ _REGISTRY = (
         advice="make every rank call the same operation with the same shape and dtype, in the same order",
         rules=(
             "order.waiting_apart",
+            "payloads.aborted_apart",
             "order.departed",
             "payloads.aborted",
             "payloads.splits_differ",
@@ -90,6 +93,7 @@ _REGISTRY = (
         rules=(
             "groups.groups_apart",
             "order.waiting_apart",
+            "payloads.aborted_apart",
             "stalls.blocked",
         ),
         of_the_rank=True,
@@ -326,6 +330,7 @@ _REGISTRY = (
             "absence.left_by_choice",
             "order.departed",
             "order.waiting_apart",
+            "payloads.aborted_apart",
             "pairs.unpaired",
             "absence.left_alone",
             "engine.skipped_apart",
@@ -339,6 +344,7 @@ _REGISTRY = (
         rules=(
             "order.departed",
             "order.waiting_apart",
+            "payloads.aborted_apart",
             "pairs.unpaired",
             "absence.left_alone",
         ),

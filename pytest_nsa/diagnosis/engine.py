@@ -78,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     numbers.diverged_before,
     order.met_another_call,
     exits.rank_raised,
+    payloads.aborted_apart,
     payloads.aborted,
     exits.rank_died,
     exits.rank_gone,

@@ -316,3 +316,52 @@ def test_replicas_that_are_made_from_other_seeds(group):
         model(torch.randn(4, 6)).square().mean().backward()
         reduce_gradients(model)
         optimizer.step()
+
+
+@planted("extra_collective", [0], n=3, marked=True)
+def test_an_evaluation_through_the_wrapper_on_one_rank(group):
+    """What DDP broadcasts before a forward is counted apart from the others' call, over which gloo ends them."""
+    model = DDP(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)))
+    for _ in range(3):
+        for _ in range(3):
+            model(torch.randn(4, 5)).sum().backward()
+        if group.rank == 0:
+            with torch.no_grad():
+                model(torch.randn(16, 5))  # HERE
+        dist.broadcast(torch.zeros(4), 0)
+
+
+def obey(group):
+    seen = 0
+    while True:
+        box = [None]
+        dist.broadcast_object_list(box, 0)
+        if box[0] == "stop":
+            return
+        if group.rank == 3 and seen >= 2:
+            continue  # HERE
+        seen += 1
+        dist.reduce(torch.ones(3), 0)  # HERE
+
+
+@planted("skipped_collective", [3], n=4, marked=True)
+def test_a_worker_that_leaves_its_part_out(group):
+    """The driver is in the other branch of the test's ``if``: what the other workers do tells."""
+    if group.rank:
+        obey(group)
+    else:
+        for command in ("work", "work", "work", "work", "stop"):
+            dist.broadcast_object_list([command], 0)
+            if command == "work":
+                dist.reduce(torch.ones(3), 0)  # HERE
+
+
+@planted("skipped_collective", [5], n=6, marked=True)
+def test_the_first_call_of_a_group_of_two_whose_like_has_ended(group):
+    """The ranks that wait are in groups without those that ended their tests."""
+    whole = [dist.new_group([0, 1, 2]), dist.new_group([3, 4, 5])][group.rank // 3]
+    ends = [dist.new_group([0, 2]), dist.new_group([3, 5])][group.rank // 3]
+    for step in range(3):
+        if step and group.rank % 3 != 1 and group.rank != 5:
+            dist.all_reduce(torch.ones(8), group=ends)  # HERE
+        dist.all_reduce(torch.ones(1), group=whole)

@@ -80,7 +80,12 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
     whole = {step for r in evidence.ranks if r.rank in paths for step in [_step_of_backward(r)]}
     mine = next((paths[rank] for rank in paths if rank in culprits), None)
     others = [path for rank, path in paths.items() if rank not in culprits]
-    if mine is None or not others or any(o != others[0] for o in others if len(o[0]) == len(others[0][0])):
+    if (
+        mine is None
+        or not mine[1]
+        or not others
+        or any(o != others[0] for o in others if len(o[0]) == len(others[0][0]))
+    ):
         return ""
     if mine[0][:1] != others[0][0][:1]:
         return ""
@@ -91,7 +96,7 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
             return f"entered {a} where the others entered {b}"
     left_out = others[0][1][len(mine[1]) :]
     is_whole = len(whole) == 1 and 0.0 not in whole
-    if not left_out or not is_whole or _is_another_model(evidence, culprits, left_out[0]):
+    if not left_out or not left_out[0] or not is_whole or _is_another_model(evidence, culprits, left_out[0]):
         return ""
     return f"has not entered {left_out[0]}, as the others have"
 

@@ -120,6 +120,8 @@ def _round(
         name, sign = _counter(loop.target, loop.iter)
         return sign * counts[name] if name in counts and not _is_taken(name, loop) else None
     for statement in loop.body:
+        if any(isinstance(node, ast.Continue) for node in ast.walk(statement)):
+            return None  # what is added to below it counts some of the rounds
         if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
             continue
         by = _number(statement.value)

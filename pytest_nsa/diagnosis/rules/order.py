@@ -140,15 +140,15 @@ def waiting_apart(evidence: Evidence) -> Finding | None:
         return None
     if any_can_complete(found.values(), entered):
         return None
-    finding = _apart(evidence, found)
+    finding = found_apart(evidence, found)
     awaited_by_some = waited_for(found, entered, evidence.members)
     if finding is not None and not awaited_by_some & set(finding.ranks) and 2 <= len(awaited_by_some) < len(found):
         # A rank that no other rank waits for is not what holds them up.
-        finding = _apart(evidence, {rank: c for rank, c in found.items() if rank in awaited_by_some}) or finding
+        finding = found_apart(evidence, {rank: c for rank, c in found.items() if rank in awaited_by_some}) or finding
     return finding
 
 
-def _apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
+def found_apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | None:
     """Find which of the ranks that wait in ``found`` holds the others up, or that they are in a circle."""
     facts = all_facts(evidence.ranks)
     in_steps = any(c.step for c in found.values())

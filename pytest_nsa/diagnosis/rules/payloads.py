@@ -11,8 +11,9 @@ from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.blame import blame, rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import half_of
-from pytest_nsa.diagnosis.rules.order import of_a_shift, of_an_earlier_call
+from pytest_nsa.diagnosis.rules.order import found_apart, of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
@@ -54,6 +55,18 @@ def aborted(evidence: Evidence) -> Finding | None:
             certain=True, confidence=0.7, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
+
+
+def aborted_apart(evidence: Evidence) -> Finding | None:
+    """Find that gloo aborted ranks in a call of a group in which others are in what DDP does by itself, which is counted apart."""
+    ended = [r for r in evidence.ranks if r.signal == signal.SIGABRT and not r.by_us]
+    if not ended or any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+        return None
+    waits = {r.rank: c for r in evidence.ranks if r.board is not None and (c := r.board.waits_in) is not None}
+    groups = {c.group for c in waits.values()}
+    if len(waits) < len(evidence.ranks) or len(groups) != 2 or len({g.removeprefix("ddp:") for g in groups}) != 1:
+        return None
+    return found_apart(evidence, waits)
 
 
 def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidence, at: Collective) -> Finding | None:
