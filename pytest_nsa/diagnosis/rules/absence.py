@@ -8,6 +8,7 @@ from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_mod
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
+from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank, skipped
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
@@ -64,6 +65,12 @@ def left_alone(evidence: Evidence) -> Finding | None:
     who = describe_ranks(culprits, evidence.job.world_size)
     ended = "ended its test" if len(culprits) == 1 else "ended their tests"
     if missed.op == NEW_GROUP:
+        members = members_of_new(missed, evidence.job.world_size)
+        culprits = tuple(rank for rank in culprits if rank in members) or culprits
+        who, ended = (
+            describe_ranks(culprits, evidence.job.world_size),
+            "ended its test" if len(culprits) == 1 else ended,
+        )
         return Finding(
             cause="init_timeout",
             ranks=culprits,

@@ -35,18 +35,19 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
     """Return, of two whose tags differ, the one with an old tag, another than other ranks had at its line, or another than ranks
-    outside of the circle wait for, else both. Else the one out of its round, the first round counted; else the one that alone has
-    a partner which it never had at its line, or came to it from where no rank did; else the one in a later round of its loops
-    than who waits for it; else the one rank of a circle that completed, else entered, fewer of the calls that are waited for than
-    other ranks did at the same line; else the one out of its later rounds; else the one that has entered its line once more than
-    all others; else the one that more ranks wait for than for any other; all of them where there is none.
+    outside of the circle wait for or have used last, else both. Else the one out of its round, the first round counted; else the
+    one that alone has a partner which it never had at its line, or came to it from where no rank did; else the one in a later round
+    of its loops than who waits for it; else the one rank of a circle that completed, else entered, fewer of the calls that are
+    waited for than other ranks did at the same line; else the one out of its later rounds; else the one that has entered its line
+    once more than all others; else the one that more ranks wait for than for any other; all of them where there is none.
     """
     # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
     if _differ_by_tag(ranks, halves):
         old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
         odd = tuple(r for r in ranks if _has_another_tag_than_others(evidence, r, halves[r]))
         sought = tuple(r for r in ranks if _others_seek_another_tag(r, ranks, halves))
-        return next((found for found in (old, odd, sought) if len(found) == 1), tuple(sorted(ranks)))
+        used = tuple(r for r in ranks if _others_use_another_tag(evidence, r, ranks, halves))
+        return next((found for found in (old, odd, sought, used) if len(found) == 1), tuple(sorted(ranks)))
     alone = next((found for found in _set_apart(evidence, ranks, halves) if len(found) == 1), None)
     if alone is not None:
         return alone
@@ -101,6 +102,12 @@ def _others_seek_another_tag(rank: int, ranks: set[int], halves: dict[int, Colle
     """Return whether ranks outside of the circle wait for a rank, and all have the tag of its peer in the circle."""
     tags = {c.note for other, c in halves.items() if other not in ranks and c.peer == rank}
     return tags == {halves[halves[rank].peer].note}
+
+
+def _others_use_another_tag(evidence: Evidence, rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:
+    """Return whether the latest message of each rank outside of the circle that has any has the tag of the rank's peer in it."""
+    messages = [[c.note for c in r.collectives if c.peer != -1] for r in evidence.ranks if r.rank not in ranks]
+    return {notes[-1] for notes in messages if notes} == {halves[halves[rank].peer].note}
 
 
 def _is_out_of_its_round(

@@ -71,14 +71,16 @@ def groups_apart(evidence: Evidence) -> Finding | None:
             + (f": {others}" if others else ""),
         )  # fmt: skip
     call = next(iter(making.values()))
-    outside = tuple(sorted(m for m in _members(call, n) - set(making) if not _has_entered(evidence.ranks[m], call)))
+    outside = tuple(
+        sorted(m for m in members_of_new(call, n) - set(making) if not _has_entered(evidence.ranks[m], call))
+    )
     if outside:
         does = {m: f"{doing(evidence.ranks[m])}, without group {call.note}" for m in outside}
         return _finding(
             evidence, "init_timeout", outside, call.site, f"{by_ranks(does, n)}; the others wait in the making of it at {call.site}"
         )  # fmt: skip
     ranks = _minority(making)
-    if len({_members(c, n) for c in making.values()}) == 1:
+    if len({members_of_new(c, n) for c in making.values()}) == 1:
         shown = by_ranks({r: f"by {c.note}" for r, c in making.items()}, n)
         return _finding(
             evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to make their group: {shown}",
@@ -119,7 +121,7 @@ def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[
         return True
     n = evidence.job.world_size
     for note, call in {c.note: c for c in making.values()}.items():
-        members = _members(call, n)
+        members = members_of_new(call, n)
         if note.partition(":")[0] in clashing:
             continue
         # A group of all whose ranks do not meet has been under way for as long as the stall: it is not to be expected to end.
@@ -141,7 +143,7 @@ def _of_other_members(evidence: Evidence) -> set[str]:
     return {name for name, kinds in found.items() if len(kinds) > 1}
 
 
-def _members(call: Collective, world_size: int) -> frozenset[int]:
+def members_of_new(call: Collective, world_size: int) -> frozenset[int]:
     """Return the ranks that a new group's note names ('2: 0-3,8'); all of them where it names none."""
     return _named_in(call.note.partition(": ")[2], world_size)
 
@@ -164,7 +166,7 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
         kinds: dict[frozenset[int], list[int]] = {}
         for rank, call in at.items():
-            kinds.setdefault(_members(call, evidence.job.world_size), []).append(rank)
+            kinds.setdefault(members_of_new(call, evidence.job.world_size), []).append(rank)
         if len(kinds) < 2:
             continue
         later = Counter(m for r in at for m in _all_members(made[r][place:], evidence.job.world_size))
@@ -180,17 +182,18 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
     n, made = evidence.job.world_size, {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
     for place in range(max(map(len, made.values()), default=0)):
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
-        groups = Counter(_members(c, n) for c in at.values())
+        groups = Counter(members_of_new(c, n) for c in at.values())
         if len(groups) < 2:
             continue
         (most, number), (_, next_most) = groups.most_common(2)
-        odd = tuple(sorted(r for r, c in at.items() if _members(c, n) != most))
+        odd = tuple(sorted(r for r, c in at.items() if members_of_new(c, n) != most))
         if number == next_most or len(odd) >= number:
             return None
         theirs = {members for r in set(at) - set(odd) for members in _all_members(made[r][place:], n)}
         # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
         made_later = all(
-            _members(at[r], n) in theirs and (most in _all_members(made[r][place:], n) or r not in _members(at[r], n))
+            members_of_new(at[r], n) in theirs
+            and (most in _all_members(made[r][place:], n) or r not in members_of_new(at[r], n))
             for r in odd
         )
         return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None
@@ -204,7 +207,9 @@ def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[in
     n, way = evidence.job.world_size, [min(making)]
     while True:
         call = making[way[-1]]
-        following = min((m for m in _members(call, n) if m in making and making[m].note != call.note), default=None)
+        following = min(
+            (m for m in members_of_new(call, n) if m in making and making[m].note != call.note), default=None
+        )
         if following is None:
             return ()
         if following in way:
@@ -225,7 +230,7 @@ def _is_cut(call: Collective) -> bool:
 
 
 def _named(call: Collective, world_size: int) -> str:
-    return describe_ranks(tuple(sorted(_members(call, world_size))), world_size)
+    return describe_ranks(tuple(sorted(members_of_new(call, world_size))), world_size)
 
 
 def _calls(rank: RankEvidence) -> list[Collective]:
@@ -234,7 +239,7 @@ def _calls(rank: RankEvidence) -> list[Collective]:
 
 
 def _all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:
-    return {_members(call, world_size) for call in calls}
+    return {members_of_new(call, world_size) for call in calls}
 
 
 def _minority(making: dict[int, Collective]) -> tuple[int, ...]:

@@ -177,7 +177,8 @@ def found_apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | N
         who = describe_ranks(compared[0], evidence.job.world_size)
         why = f"{who} went on without {compared[1].describe()}, which other ranks made before the call that they are in, too"
         return skipped(evidence, *compared, f"{why} (call skipped): {shown}")
-    by_rounds = of_rounds(evidence, out_of_their_round(evidence, found), shown) if crossed else None
+    is_choice = crossed and _chose_otherwise(evidence, found)
+    by_rounds = of_rounds(evidence, out_of_their_round(evidence, found), shown) if crossed and not is_choice else None
     if by_rounds is not None:
         return by_rounds
     # Who takes the groups in another order than so far is known by its own calls.
