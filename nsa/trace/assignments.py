@@ -9,34 +9,23 @@ import functools
 import linecache
 import sys
 from collections.abc import Iterator
-from types import FrameType
 
-from nsa.trace.frames import describe, is_user_file
+from nsa.trace.frames import describe, user_frames
 
 
 def line_that_sets(key: str) -> str:
     """Return the one line that sets ``...[key]`` in the files of the user's code that is running, ``file:line in function``; ''
     where there is none, or several.
     """
-    frame: FrameType | None = sys._getframe(1)
-    files: dict[str, None] = {}
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            files[frame.f_code.co_filename] = None
-        frame = frame.f_back
+    files = dict.fromkeys(frame.f_code.co_filename for frame in user_frames(sys._getframe(1)))
     found = [line for file in files for line in _lines_that_set(file, key)]
     return found[0] if len(found) == 1 else ""
 
 
 def line_that_names(text: str) -> str:
     """Return the innermost line of the user's code that is running and has ``text``, ``file:line in function``; '' for none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_user_file(file) and text in linecache.getline(file, frame.f_lineno):
-            return describe(frame)
-        frame = frame.f_back
-    return ""
+    frames = user_frames(sys._getframe(1))
+    return next((describe(f) for f in frames if text in linecache.getline(f.f_code.co_filename, f.f_lineno)), "")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 _KEYS = 8  # of a call that waits for many
-TELLS = ("alltoall_base", "all_to_all_single", "allgather", "_allgather_base", "all_gather_single")
+_TELLS = ("alltoall_base", "all_to_all_single", "allgather", "_allgather_base", "all_gather_single")
 _MOST_TOLD = 16  # ranks of a group whose counts are kept
 _WHOLE = (torch.int64, torch.int32)
 
@@ -86,16 +86,17 @@ def told_counts(name: str, args: tuple[Any, ...], size: int) -> str:
     """'tells 4,0,2': the whole numbers, one for each rank of a group of ``size``, that a rank gives to an exchange of all with all
     or to an all-gather: how many rows it is about to send to each, as a rule. '' of another payload, and of one on a device.
     """
-    given = args[1] if len(args) > 1 and name in TELLS and size <= _MOST_TOLD else None
-    given = given[0] if isinstance(given, list) and len(given) == 1 else given
+    if name not in _TELLS or size > _MOST_TOLD or len(args) < 2:
+        return ""
+    given = args[1][0] if isinstance(args[1], list) and len(args[1]) == 1 else args[1]
     if (
-        not isinstance(given, torch.Tensor)
-        or given.numel() != size
+        type(given) is not torch.Tensor
+        or given.shape != (size,)
         or given.device.type != "cpu"
         or given.dtype not in _WHOLE
     ):
         return ""
-    return f"tells {','.join(map(str, given.tolist()))}" if type(given) is torch.Tensor and given.dim() == 1 else ""
+    return f"tells {','.join(map(str, given.tolist()))}"
 
 
 def succeeded(work: Any) -> bool:

@@ -21,7 +21,6 @@ import torch.distributed._functional_collectives as functional
 
 from nsa.trace.board import Board
 from nsa.trace.calls import (
-    TELLS,
     global_rank,
     group_of,
     is_done_after_wait,
@@ -274,7 +273,8 @@ class CollectiveRecorder:
             label = label_of(group)
             self._sequence[label] += 0 if point_to_point else 1
             peer, note = -1, split_sizes(args) if name in _SPLIT else ""
-            note = note or (told_counts(name, args, group.size()) if name in TELLS else "")
+            size = group.size()
+            note = note or told_counts(name, args, size)
             if point_to_point:
                 given, tag = ([a for a in args[1:] if isinstance(a, int)] + [-1, 0])[:2]
                 note = f"tag {tag}" if tag > 0 else ""
@@ -286,7 +286,7 @@ class CollectiveRecorder:
                 label,
                 dtype,
                 count,
-                size=group.size(),
+                size=size,
                 peer=peer,
                 root=root,
                 reduction=reduction,

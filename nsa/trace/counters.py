@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from nsa.trace.events import SCHEMA
-from nsa.trace.frames import describe, is_user_file
+from nsa.trace.frames import describe, is_user_file, user_frames
 
 FILE = "counters.json"
 ASKED = "counters.asked"
@@ -55,12 +56,8 @@ def counters_of(frame: FrameType) -> dict[str, int]:
 
 def write_counters(folder: Path, thread: int) -> None:
     """Write the user's frames of a thread, outermost first, with their counters; a file beside, renamed."""
-    frame = sys._current_frames().get(thread)
-    frames: list[dict[str, object]] = []
-    while frame is not None and len(frames) < MOST_FRAMES:
-        if is_user_file(frame.f_code.co_filename):
-            frames.append({"at": describe(frame), "counters": counters_of(frame)})
-        frame = frame.f_back
+    inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
+    frames = [{"at": describe(frame), "counters": counters_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}
     partial = folder / f"{FILE}.partial"
     with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same

@@ -65,7 +65,7 @@ class Checksums:
         # Models that DDP has reduced, or whose parameters may have been averaged by the program.
         self._met: set[int] = set()
         self._called_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # past a wrapper
-        # Of models without a wrapper, what they were when they were first called, and the line that made them.
+        # What models were when they were first called, and the line that made them; {} where they had a wrapper.
         self._begun: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, object]] = weakref.WeakKeyDictionary()
         self._state = TrainingState()
         self._told: dict[int, dict[str, object]] = {}  # by model, what was last written of it
@@ -79,14 +79,11 @@ class Checksums:
         _add(self._called, weakref.ref(root))
         if root not in self._called_at and _wrapper_of(root) is not None:
             self._called_at[root] = line_that_names(".module") or call_site()
-        if root not in self._begun and _wrapper_of(root) is None and not ddp_models_in(root):
-            # Detached: the forward that has begun must save nothing more than it would.
-            own = [
-                p.detach()
-                for p in root.parameters()
-                if type(p) is torch.nn.Parameter and not p.is_meta and not p.is_sparse
-            ]
-            self._begun[root] = {"norms": _norms_of(own), "site": self._state.made_at(root)}
+        if root not in self._begun:
+            is_wrapped = _wrapper_of(root) is not None or ddp_models_in(root)
+            self._begun[root] = (
+                {} if is_wrapped else {"norms": _norms_at_start(root), "site": self._state.made_at(root)}
+            )
 
     def reduced(self, group: Any, tensors: Any) -> None:
         """An all-reduce is about to be made: of gradients, it may be, that DDP has no part in."""
@@ -148,7 +145,7 @@ class Checksums:
     def _news_of(self, root: torch.nn.Module) -> dict[str, object]:
         """Return what a model's update is made from, beside gradients, as far as it is not what was last written."""
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
-        now |= {"begun": self._begun[root]} if root in self._begun else {}
+        now |= {"begun": begun} if (begun := self._begun.get(root)) else {}
         now |= {"added": added} if (added := _added_since_wrapped(root)) else {}
         news = {name: value for name, value in now.items() if self._told.get(number, {}).get(name) != value}
         self._told.setdefault(number, {}).update(news)
@@ -199,6 +196,12 @@ class Checksums:
 def _norms_of(tensors: list[torch.Tensor]) -> list[float]:
     """Return the L2 norms of tensors."""
     return torch.stack([n.float() for n in torch._foreach_norm(tensors)]).cpu().tolist() if tensors else []
+
+
+def _norms_at_start(model: torch.nn.Module) -> list[float]:
+    """Return the norms of a model's parameters. Detached: the forward that has begun must save nothing more than it would."""
+    plain = (p for p in model.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and not p.is_sparse)
+    return _norms_of([p.detach() for p in plain])
 
 
 def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import traceback
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from nsa.trace.counters import counters_at
 from nsa.trace.events import record
-from nsa.trace.frames import describe, is_user_file
+from nsa.trace.frames import describe, is_user_file, user_frames
 from nsa.trace.network import unusable_network
 
 MAX_TEXT = 200_000
@@ -67,14 +68,8 @@ def record_thread_exception(folder: Path, error: BaseException, whose: str, futu
 def _beside() -> list[str]:
     """Return the user's lines that Python's threads beside the main one are in."""
     threads = {t.ident for t in threading.enumerate() if t is not threading.main_thread()}
-    found: list[str] = []
-    for ident, top in sys._current_frames().items():
-        frame = top if ident in threads else None
-        while frame is not None and len(found) < MAX_BESIDE:
-            if is_user_file(frame.f_code.co_filename):
-                found.append(describe(frame))
-            frame = frame.f_back
-    return found
+    frames = (frame for ident, top in sys._current_frames().items() if ident in threads for frame in user_frames(top))
+    return [describe(frame) for frame in itertools.islice(frames, MAX_BESIDE)]
 
 
 def record_exception(folder: Path, error: BaseException, when: str) -> None:

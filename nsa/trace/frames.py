@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import CodeType, FrameType
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -41,11 +42,17 @@ def add_user_file(filename: str) -> None:
         _known[filename] = True
 
 
+def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the user frames at and above ``frame``, innermost first."""
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost user frame at or above ``frame``; None when there is none."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+    return next(user_frames(frame), None)
 
 
 def describe(frame: FrameType | None) -> str:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from nsa.trace.assignments import line_that_sets
-from nsa.trace.frames import call_site, describe, user_frame
+from nsa.trace.frames import call_site, describe, user_frames
 
 MOST = 64  # loads of a test that are kept
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps")
@@ -75,10 +75,8 @@ class TrainingState:
     def made_module(self, module: torch.nn.Module, make: Callable[[], None]) -> None:
         """Begin to make a module by ``make``, and take note of the user's line that does: not of the module's own ``__init__``."""
         make()
-        frame = user_frame(sys._getframe(2))
-        while frame is not None and frame.f_code.co_name == "__init__":
-            frame = user_frame(frame.f_back)
-        self._made_at[module] = describe(frame)
+        frames = user_frames(sys._getframe(2))
+        self._made_at[module] = describe(next((f for f in frames if f.f_code.co_name != "__init__"), None))
 
     def made_at(self, module: torch.nn.Module) -> str:
         """Return the user's line that made a module, '' where it is not known."""

@@ -86,6 +86,11 @@ class Collective:
         return (self.group, self.op, self.dtype, self.count, self.root, self.reduction)
 
     @property
+    def process_group(self) -> str:
+        """The name of its group, of a call that DDP makes by itself as well: the board counts these apart, as 'ddp:NAME'."""
+        return self.group.removeprefix("ddp:")
+
+    @property
     def place(self) -> tuple[str, int]:
         """Group and sequence number: the same collective on every rank."""
         return (self.group, self.sequence)

@@ -91,7 +91,7 @@ def lacking(
     entered = {rank: by_place.keys() & {c.place for c in rings.get(rank, ())} for rank in ranks}
     # What DDP does by itself is counted apart, in the same group.
     return {
-        place: {m for m in members(c.group.removeprefix("ddp:")) if m in entered and place not in entered[m]}
+        place: {m for m in members(c.process_group) if m in entered and place not in entered[m]}
         for place, c in by_place.items()
     }
 

@@ -62,15 +62,12 @@ def left_alone(evidence: Evidence) -> Finding | None:
     missed = for_them[min(for_them)]
     here = tuple(rank for rank, c in sorted(for_them.items()) if c.place == missed.place)
     culprits = tuple(sorted(lacks.get(missed.place, ()))) or ended_ranks
-    who = describe_ranks(culprits, evidence.job.world_size)
-    ended = "ended its test" if len(culprits) == 1 else "ended their tests"
     if missed.op == NEW_GROUP:
         members = members_of_new(missed, evidence.job.world_size)
         culprits = tuple(rank for rank in culprits if rank in members) or culprits
-        who, ended = (
-            describe_ranks(culprits, evidence.job.world_size),
-            "ended its test" if len(culprits) == 1 else ended,
-        )
+    who = describe_ranks(culprits, evidence.job.world_size)
+    ended = "ended its test" if len(culprits) == 1 else "ended their tests"
+    if missed.op == NEW_GROUP:
         return Finding(
             cause="init_timeout",
             ranks=culprits,

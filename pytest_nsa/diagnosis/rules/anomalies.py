@@ -80,12 +80,7 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
     whole = {step for r in evidence.ranks if r.rank in paths for step in [_step_of_backward(r)]}
     mine = next((paths[rank] for rank in paths if rank in culprits), None)
     others = [path for rank, path in paths.items() if rank not in culprits]
-    if (
-        mine is None
-        or not mine[1]
-        or not others
-        or any(o != others[0] for o in others if len(o[0]) == len(others[0][0]))
-    ):
+    if mine is None or not others or any(o != others[0] for o in others if len(o[0]) == len(others[0][0])):
         return ""
     if mine[0][:1] != others[0][0][:1]:
         return ""

@@ -108,13 +108,15 @@ def _of_its_role(evidence: Evidence, rank: int, others: list[int], entered: dict
     and its workers are: one that is not. None where the first will do, or all are there.
     """
     sources, one = evidence.sources, evidence.ranks[rank]
-    kinds: dict[object, int] = {}
+    seen: set[object] = set()  # of thousands of ranks, most are at the same few lines
     for other in others:
-        kinds.setdefault(tuple(f.describe() for f in user_frames(evidence.ranks[other])), other)
-    for at, other in enumerate(kinds.values()):
+        at = tuple(f.describe() for f in user_frames(evidence.ranks[other]))
+        if at in seen:
+            continue
+        seen.add(at)
         parted = where_they_part(sources, one, entered[rank], evidence.ranks[other], entered[other])
         if not are_alternatives(sources, parted.here, parted.there):
-            return other if at else None
+            return other if len(seen) > 1 else None
     return None
 
 

@@ -156,7 +156,7 @@ def found_apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | N
         {r: f"in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in found.items()},
         evidence.job.world_size,
     )
-    crossed = len({_group(c) for c in found.values()}) > 1
+    crossed = len({c.process_group for c in found.values()}) > 1
     if crossed:
         shown += _members(evidence, found)
     shift = of_a_shift(evidence)
@@ -198,7 +198,7 @@ def found_apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | N
     if departing and len(departing) < len(found) and _have_gone_past(evidence, departing, found):
         ahead = departing
     else:
-        ahead = () if departing or (crossed and _chose_otherwise(evidence, found)) else went_ahead(evidence, found)
+        ahead = () if departing or is_choice else went_ahead(evidence, found)
     if not ahead:
         ranks = departing or (
             (unlike_the_others(evidence, found) or _minority(found)) if crossed else tuple(sorted(found))
@@ -211,7 +211,7 @@ def found_apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | N
     behind = tuple(r for r in sorted(found) if r not in ahead)
     has_left = all(has_left_loop(evidence, found, r, behind[0]) for r in ahead) if behind else False
     # Only members of a group that others wait in can have gone on without its call.
-    members = {member for r in behind for member in evidence.members(_group(found[r]))}
+    members = {member for r in behind for member in evidence.members(found[r].process_group)}
     ahead = tuple(r for r in ahead if r in members) or ahead
     is_for_them = any(is_for_one_rank(evidence, r, found[r]) for r in behind)
     is_theirs_alone = _is_for_them_alone(evidence, found, behind)
@@ -238,7 +238,7 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
         return None
     call, others = found[last[0]], frozenset(itertools.chain.from_iterable(further))
     made = [c for r in found for c in calls_before(evidence, r, found[r])]
-    passed = tuple(r for r in evidence.members(_group(call)) if r in others)
+    passed = tuple(r for r in evidence.members(call.process_group) if r in others)
     is_new = all((c.op, c.way) != (call.op, call.way) for c in made)
     is_first = _unused_groups(evidence) == {call.group}
     if len(last) < len(passed) or (is_new and not is_first and len(last) == len(passed)):
@@ -345,11 +345,6 @@ def doing(rank: RankEvidence) -> str:
     if call is not None:
         return f"in {call.describe()}"
     return "at the end of its test" if rank.finished else f"at {last_seen(rank)}"
-
-
-def _group(collective: Collective) -> str:
-    """Return what DDP does by itself is counted apart, in the same group."""
-    return collective.group.removeprefix("ddp:")
 
 
 def _members(evidence: Evidence, found: dict[int, Collective]) -> str:

@@ -63,8 +63,8 @@ def aborted_apart(evidence: Evidence) -> Finding | None:
     if not ended or any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
         return None
     waits = {r.rank: c for r in evidence.ranks if r.board is not None and (c := r.board.waits_in) is not None}
-    groups = {c.group for c in waits.values()}
-    if len(waits) < len(evidence.ranks) or len(groups) != 2 or len({g.removeprefix("ddp:") for g in groups}) != 1:
+    groups, process_groups = {c.group for c in waits.values()}, {c.process_group for c in waits.values()}
+    if len(waits) < len(evidence.ranks) or len(groups) != 2 or len(process_groups) != 1:
         return None
     return found_apart(evidence, waits)
 

@@ -22,17 +22,32 @@ def raced(evidence: Evidence, culprits: tuple[int, ...], entered: Mapping[int, C
     """
     one = [evidence.ranks[rank] for rank in culprits]
     others = [r for r in evidence.ranks if r.rank not in culprits and (r.rank in entered or not r.finished)]
-    called, beside, groups = {}, {}, {}
-    for rank in (*one, *others):
-        calls = (entered[rank.rank],) if rank.rank in entered else rank.board.inside if rank.board is not None else ()
-        called[rank.rank] = {(file, function) for file, _, function in (parts_of(call.site) for call in calls)}
-        beside[rank.rank], groups[rank.rank] = _functions_beside(rank), {call.group for call in calls}
-    return any(
-        bool(mine and theirs and set.intersection(*groups.values()))
-        and all(called[r.rank] & beside[r.rank] for r in mine)
-        and all((functions := beside[r.rank] & called[mine[0].rank]) and not functions & called[r.rank] for r in theirs)
-        for mine, theirs in ((one, others), (others, one))
+    calls = {
+        r.rank: (entered[r.rank],) if r.rank in entered else r.board.inside if r.board is not None else ()
+        for r in (*one, *others)
+    }
+    if not one or not others or not set.intersection(*({c.group for c in made} for made in calls.values())):
+        return False
+    return _come_later(one, others, calls) or _come_later(others, one, calls)
+
+
+def _come_later(
+    ranks: list[RankEvidence], others: list[RankEvidence], calls: Mapping[int, tuple[Collective, ...]]
+) -> bool:
+    """Return whether a thread beside the main one makes the call of each of ``ranks``, and the others have that thread as well
+    and are in another call.
+    """
+    if not all(_functions_of(calls[r.rank]) & _functions_beside(r) for r in ranks):
+        return False
+    functions = _functions_of(calls[ranks[0].rank])
+    return all(
+        (theirs := functions & _functions_beside(r)) and not theirs & _functions_of(calls[r.rank]) for r in others
     )
+
+
+def _functions_of(calls: tuple[Collective, ...]) -> set[tuple[str, str]]:
+    """Return the functions, by file and name, that have made calls."""
+    return {(file, function) for file, _, function in (parts_of(call.site) for call in calls)}
 
 
 def _functions_beside(rank: RankEvidence) -> set[tuple[str, str]]:

@@ -108,7 +108,7 @@ def _begun_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tu
 
 
 def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tuple[str, str] | None:
-    """Return that a setting of the optimizer differs, in words, and the line where a scheduler has set it last."""
+    """Return that a setting of the optimizer differs, in words, and the line that has set it last."""
     groups = {rank: k.get("settings", []) for rank, k in known.items()}
     if len({len(of_rank) for of_rank in groups.values()}) != 1:
         return None
