@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nsa.trace.assignments import line_that_names
+from nsa.trace.changes import changes_around
 from nsa.trace.ddp_buckets import ddp_models_in
 from nsa.trace.events import where_there_is_room
 from nsa.trace.frames import call_site
@@ -53,6 +56,7 @@ class Checksums:
         self._size = 0
         self._count = 0  # of the models so far: of those that have gone, too
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._joins, self._joins_before = 0, _joins_made
         self._called: list[weakref.ref[torch.nn.Module]] = []  # since the last backward, each once
         self._trained: list[weakref.ref[torch.nn.Module]] = []  # in this step, each once
         self._has_updated = False
@@ -69,6 +73,7 @@ class Checksums:
         self._begun: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, object]] = weakref.WeakKeyDictionary()
         self._state = TrainingState()
         self._told: dict[int, dict[str, object]] = {}  # by model, what was last written of it
+        self._before: dict[int, list[float]] = {}  # by model, of the update that runs
         keep(self._state)
 
     def called(self, root: torch.nn.Module) -> None:
@@ -112,6 +117,19 @@ class Checksums:
             _add(self._trained, reference)
         self._called = []
 
+    def before_update(self) -> None:
+        """What an update begins with: the sums of the norms of parameters and of gradients, to tell who has changed them before."""
+        for root in _alive(self._trained):
+            inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
+            is_reduced = bool(inside) or _wrapper_of(root) is not None or self._by_hand.group_of(root) is not None
+            for model, module, ignored in inside or ([(root, root, ())] if is_reduced else []):
+                kept = [p for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+                trained = [p.detach() for p in kept if not p.is_sparse]
+                gradients = [p.grad for p in kept if p.grad is not None and not p.grad.is_sparse]
+                norms = _norms_of([*trained, *gradients])
+                sums = [math.fsum(norms[: len(trained)]), math.fsum(norms[len(trained) :])]
+                self._before[self._number_of(model)] = sums
+
     def after_update(self, step: int, optimizer: Optimizer | None = None) -> None:
         """The parameters in what was trained, where DDP keeps them equal; after local steps it does not."""
         self._has_updated, self._optimizer = True, optimizer
@@ -127,10 +145,11 @@ class Checksums:
                     if _averages_in_subgroups(ddp):
                         self._met.add(seen.model)
             wrapper = None if inside else _wrapper_of(root)
-            if wrapper is not None and _keeps_equal(wrapper):
+            if wrapper is not None and _keeps_equal(wrapper) and weakref.ref(wrapper) not in self._trained:
                 self._write("unwrapped", step, root, wrapper)
             if wrapper is None and not inside and (group := self._by_hand.group_of(root)) is not None:
                 self._write_of("by_hand", step, root, root, (), group)
+        self._before.clear()
 
     def _write(self, kind: str, step: int, root: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         # The names to ignore are those in the module that it wraps.
@@ -146,10 +165,22 @@ class Checksums:
         """Return what a model's update is made from, beside gradients, as far as it is not what was last written."""
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
         now |= {"begun": begun} if (begun := self._begun.get(root)) else {}
-        now |= {"added": added} if (added := _added_since_wrapped(root)) else {}
+        now |= {"added": added} if (added := self._added_since_wrapped(root)) else {}
+        now |= {"changes": changes} if number in self._before and (changes := changes_around()) else {}
         news = {name: value for name, value in now.items() if self._told.get(number, {}).get(name) != value}
         self._told.setdefault(number, {}).update(news)
-        return news
+        return news | ({"before": self._before[number]} if number in self._before else {})
+
+    def _added_since_wrapped(self, root: torch.nn.Module) -> list[list[str]]:
+        """Return the parameters that DDP does not know, as a model got them after it was wrapped, and the lines that made them."""
+        found: list[list[str]] = []
+        for ddp in ddp_models_in(root):
+            known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
+            for prefix, module in ddp.module.named_modules() if known else ():
+                new = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad and id(p) not in known]
+                site = self._state.made_at(module) if new else ""
+                found += [[plain_name(f"{prefix}.{name}" if prefix else name), site] for name in new]
+        return found
 
     def _look(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
@@ -163,6 +194,14 @@ class Checksums:
         return Seen(step, site or call_site(), self._number_of(root), names, tensors, ranks)
 
     def _number_of(self, root: torch.nn.Module) -> int:
+        """Return the number of a model: one that is called past its wrapper is the same, and after a `Join` it is another one, as
+        ranks have made as many steps in it as each had data.
+        """
+        if self._joins != _joins_made - self._joins_before:
+            self._joins = _joins_made - self._joins_before
+            self._models.clear()
+            self._unchecked.clear()
+        root = _wrapper_of(root) or root
         if root not in self._models:
             self._count += 1
             self._models[root] = self._count
@@ -173,7 +212,7 @@ class Checksums:
         values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
         record: dict[str, object] = {
             "kind": kind, "step": seen.step, "model": seen.model, "ranks": seen.ranks, "norms": values, "site": seen.site,
-            **news,
+            **({"joins": self._joins} if self._joins else {}), **news,
         }  # fmt: skip
         if seen.model not in self._named:
             self._named.add(seen.model)
@@ -213,17 +252,6 @@ def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Modu
     return [module for reference in references if (module := reference()) is not None]
 
 
-def _added_since_wrapped(root: torch.nn.Module) -> list[str]:
-    """Return the parameters that a model has got since DDP wrapped it: DDP does not know them."""
-    found: list[str] = []
-    for ddp in ddp_models_in(root):
-        known = {id(p) for p in getattr(ddp, "_module_parameters", ())}
-        found += [
-            plain_name(n) for n, p in ddp.module.named_parameters() if known and p.requires_grad and id(p) not in known
-        ]
-    return found
-
-
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:
     """Not under no_sync, nor under torch's hook for local SGD, which reduces in subgroups."""
     reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
@@ -245,8 +273,11 @@ def _may_average(tensors: Any, parameters: list[torch.Tensor | None]) -> bool:
 _wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
+_joins_made = 0  # in this process
+
+
 def remember_wrappers() -> None:
-    """From now on it is known which modules DDP wraps, also of those that are never called through it."""
+    """From now on it is known which modules DDP wraps, also of those that are never called through it, and which joins are over."""
     init = DistributedDataParallel.__init__
 
     @functools.wraps(init)
@@ -256,6 +287,15 @@ def remember_wrappers() -> None:
         made_equal(module)
 
     DistributedDataParallel.__init__ = remembering
+    leave = Join.__exit__
+
+    @functools.wraps(leave)
+    def leaving(join: Join, *error: Any) -> None:
+        global _joins_made
+        leave(join, *error)
+        _joins_made += 1
+
+    Join.__exit__ = leaving
 
 
 def _wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import faulthandler
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -22,6 +19,7 @@ from nsa.trace.events import SCHEMA
 from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
 from nsa.trace.held_up import asyncio_tasks, handled_exception
+from nsa.trace.stacks import Place, as_dump, look
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
@@ -33,9 +31,6 @@ STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 DUMP_ASKED = "dump.asked"
 REST_S = 3.0  # in which the monitor dumps the stacks
-MAX_STACKS = 1 << 20  # bytes of all threads' stacks
-_BACKWARD = frozenset(number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name)
-_FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Heartbeat:
@@ -61,7 +56,7 @@ class Heartbeat:
         self._since = time.monotonic()
         self._written = 0.0
         # Code and instruction of the main thread: a thread that stays at one is in one call into native code.
-        self._place = (0, 0, False)
+        self._place: tuple[int, int] = (0, 0)
         self._looks = self._moves = 0
         self._modules = len(sys.modules)
         self._has_answered = False
@@ -71,7 +66,6 @@ class Heartbeat:
         self.rank = rank
         self.label = label
         self._file = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        self._stacks_file = os.memfd_create("nsa-stacks", os.MFD_CLOEXEC)
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
@@ -88,7 +82,6 @@ class Heartbeat:
             self._thread.join()
         self.record()
         os.close(self._file)
-        os.close(self._stacks_file)
 
     def change(self) -> None:
         """The rank is in another phase."""
@@ -154,39 +147,16 @@ class Heartbeat:
         board.number("beat_monotonic", time.monotonic())
         board.add("beat")
 
-    def _look_at_frames(self) -> tuple[str, tuple[int, int, bool] | None, str]:
-        """Return the main thread's line, its code and instruction, and all stacks where they are due.
-
-        A frame that is held here keeps its function's locals alive, and would end them in this thread: a generator's ``finally``
-        would run here. So a rank that moves is not looked at; stacks are written by faulthandler, in C, which holds no frame; and
-        the one frame whose instruction is needed is held for a line.
-        """
+    def _look_at_frames(self) -> tuple[str, Place | None, str]:
+        """Return the main thread's line and innermost place, and all stacks where they are due; nothing of a rank that moves."""
         if self.board.moves != self._moves_seen:
             return "", None, ""
-        text = self._dump()
-        line = next(
-            (f"{m[1]}:{m[2]} in {m[3]}" for m in _FRAME.finditer(self._of_main(text)) if is_user_file(m[1])), ""
-        )
-        time.sleep(0)  # a thread that waits for the interpreter's lock gets it now, and not within the next line
-        place = _place_of(self._main or 0)
-        return line, place, self._without_own(text) if self._is_due() else ""
-
-    def _dump(self) -> str:
-        os.lseek(self._stacks_file, 0, os.SEEK_SET)
-        os.ftruncate(self._stacks_file, 0)
-        faulthandler.dump_traceback(self._stacks_file, all_threads=True)
-        return os.pread(self._stacks_file, MAX_STACKS, 0).decode(errors="replace")
-
-    def _of_main(self, text: str) -> str:
-        """Return the frames of the main thread in a dump."""
-        return text.partition(f"Thread 0x{self._main or 0:016x}")[2].partition("\n\n")[0]
-
-    def _without_own(self, text: str) -> str:
-        """Return a dump without this thread, the main thread named as the current one, as a dump by signal does."""
-        parts = [part for part in text.split("\n\n") if not part.startswith("Current thread")]
-        return "\n\n".join(parts).replace(
-            f"Thread 0x{self._main or 0:016x}", f"Current thread 0x{self._main or 0:016x}"
-        )
+        is_due = self._is_due()
+        stacks = look(None if is_due else self._main)
+        stacks.pop(threading.get_ident(), None)
+        places = stacks.get(self._main or 0, [])
+        line = next((p.describe() for p in places if is_user_file(p.code.co_filename)), "")
+        return line, next(iter(places), None), as_dump(stacks, self._main or 0) if is_due else ""
 
     def _is_due(self) -> bool:
         """Return whether the stacks of a stall should be written now."""
@@ -196,18 +166,19 @@ class Heartbeat:
         waited = now - self._written if self._written else now - self._since
         return waited >= (STANDING_AGAIN_S if self._written else STANDING_S)
 
-    def _look_at_standing(self, place: tuple[int, int, bool] | None) -> bool:
+    def _look_at_standing(self, place: Place | None) -> bool:
         """Count the looks of a stall; return whether it goes on."""
         now, moves = time.monotonic(), self.board.moves
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
-            self._place, self._looks, self._moves = (0, 0, False), 0, 0
+            self._place, self._looks, self._moves = (0, 0), 0, 0
             self.board.number("still_looks", 0)
             return False
         if place is not None:
             self._looks += 1
-            self._moves += place != self._place or place[2]  # Python runs, wherever it is found
-            self._place = place
+            at = id(place.code), place.instruction
+            self._moves += at != self._place or place.is_between_calls  # Python runs, wherever it is found
+            self._place = at
             self.board.number("still_looks", self._looks)
             self.board.number("still_moves", self._moves)
         return True
@@ -244,15 +215,3 @@ class Heartbeat:
             partial.write_text(json.dumps(found), encoding="utf-8")
             partial.replace(self._standing)
             dump_flight_recorder(self._standing.with_name("flight_recorder.json"))
-
-
-def _place_of(thread: int) -> tuple[int, int, bool] | None:
-    """Return code and instruction of a thread, and whether it is between two calls: a thread at the end of a loop's body has
-    given the interpreter's lock up there, and is in no native call.
-    """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return None
-    code, at = frame.f_code, frame.f_lasti
-    instructions = code.co_code  # made anew at each look
-    return id(code), at, 0 <= at < len(instructions) and instructions[at] in _BACKWARD

@@ -187,6 +187,8 @@ class Observer:
         if self._updating and not _is_inside_a_step():  # one before has raised
             self._updating = 0
         self._updating += 1
+        if self.checksums is not None and self._updating == 1:
+            self.checksums.before_update()
         self._phase("optimizer")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -211,12 +213,8 @@ class Observer:
 
     def _end_step(self) -> None:
         """Another forward begins, or the test is over: what became of the last step?"""
-        step = self.board.count("step")
-        if self._forward == "failed":
-            _, text, module = self._failure
-            self.on_anomaly("forward_failed", step, error=text, module=module)
-        elif self._forward == "done":
-            self.on_anomaly("no_backward", step, finite=_is_finite(self._output))
+        if self._forward == "done":
+            self.on_anomaly("no_backward", self.board.count("step"), finite=_is_finite(self._output))
         self._forward, self._failure, self._output = "", (0, "", ""), None
 
     def _phase(self, name: str) -> None:
@@ -340,6 +338,9 @@ class Observer:
         if self._forward == "running":
             self._forward = "done" if error is None else "failed"
             self._output = _kept(output)
+            if error is not None:  # at once: who swallows it may wait for ever in what comes next
+                _, text, name = self._failure
+                self.on_anomaly("forward_failed", self.board.count("step"), error=text, module=name)
 
     def _is_model(self, module: nn.Module) -> bool:
         return module in self._models

@@ -278,6 +278,8 @@ class Departure:
             return False
         sizes = [c.count for c in self.before if c.way == mine.way]
         changes = len(sizes) > 1 and all(a != b for a, b in itertools.pairwise(sizes))
+        if len(set(sizes)) < len(sizes) and mine.count not in sizes:
+            return False  # sizes recur, and none of them is its own
         return changes and may_be_left_out(self.parted.sources, mine.site)
 
     @property

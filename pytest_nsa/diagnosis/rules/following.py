@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.blame import of_group_before, rings
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.verdict import describe_ranks
@@ -77,6 +78,8 @@ def aligned(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
         culprits = more if is_new else less
     elif more == few and not is_new:
         return None
+    elif less == few and _is_a_round_behind(evidence, few[0], entered):
+        return None  # their next call is one of a round that it has not come to
     else:
         culprits = few
     who = describe_ranks(culprits, evidence.job.world_size)
@@ -85,6 +88,12 @@ def aligned(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[i
         return culprits, "extra_collective", why
     why = f"{who} went on without {call.describe()} and entered {missing.describe()}, which the others entered next (call skipped)"
     return culprits, "skipped_collective", why
+
+
+def _is_a_round_behind(evidence: Evidence, rank: int, entered: dict[int, Collective]) -> bool:
+    """Return whether a rank is in an earlier round of the common loops than a rank that has gone on from its call."""
+    gone_on = [r for r, c in entered.items() if (now := awaited(evidence.ranks[r])) is not None and now.index > c.index]
+    return any(lead(evidence.sources, evidence.ranks[rank], evidence.ranks[r]) == -1 for r in gone_on)
 
 
 def _makes_next(

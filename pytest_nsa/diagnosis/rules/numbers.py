@@ -18,6 +18,7 @@ from pytest_nsa.wire.files import read_lines
 _FINITE = re.compile(r"isfinite|isnan|isinf")
 _NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
 TOLERANCE = 1e-6  # relative, of a tensor's norm
+Model = tuple[tuple[int, ...], int, int]  # its ranks, the joins before, and which of the models of these it is
 _WHAT = {
     "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
     "unreduced": "DDP has reduced nothing (no_sync), and when the test ended the values of",
@@ -149,7 +150,7 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
     """Find the first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
     found = (
         _diverging(evidence, by_rank)
-        for (members, _), by_rank in _streams(evidence).items()
+        for (members, *_), by_rank in _streams(evidence).items()
         if len(by_rank) == len(members) > 1
     )
     return next((finding for finding in found if finding is not None), None)
@@ -171,31 +172,35 @@ def diverged_before(evidence: Evidence) -> Finding | None:
     return replace(found, reason=f"{found.reason}; then {first.type}: {first.headline[:120]} at {first.where}")
 
 
-def _streams(evidence: Evidence) -> dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]]:
+def _streams(evidence: Evidence) -> dict[Model, dict[int, list[dict[str, Any]]]]:
     """Return the checksums of each model, by rank; none where the test does not ask for them."""
-    streams: dict[tuple[tuple[int, ...], int], dict[int, list[dict[str, Any]]]] = {}
+    streams: dict[Model, dict[int, list[dict[str, Any]]]] = {}
     for rank in evidence.ranks if evidence.job.check_divergence else ():
         for key, records in _by_model(rank, evidence.job.world_size).items():
             streams.setdefault(key, {})[rank.rank] = records
     return streams
 
 
-def _by_model(rank: RankEvidence, world_size: int) -> dict[tuple[tuple[int, ...], int], list[dict[str, Any]]]:
-    """Return a rank's checksums by the ranks that DDP keeps equal, and which of the models of these it is."""
-    found: dict[tuple[tuple[int, ...], int], list[dict[str, Any]]] = {}
-    numbers: dict[tuple[int, ...], list[int]] = {}
+def _by_model(rank: RankEvidence, world_size: int) -> dict[Model, list[dict[str, Any]]]:
+    """Return a rank's checksums by the ranks that DDP keeps equal, by the joins before, and which of the models of these it is."""
+    found: dict[Model, list[dict[str, Any]]] = {}
+    numbers: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for record in read_lines(rank.checksums) if rank.checksums.is_file() else ():
-        members = tuple(record.get("ranks", range(world_size)))
-        models = numbers.setdefault(members, [])
+        key = tuple(record.get("ranks", range(world_size))), record.get("joins", 0)
+        models = numbers.setdefault(key, [])
         if record.get("model", 0) not in models:
             models.append(record.get("model", 0))
-        found.setdefault((members, models.index(record.get("model", 0))), []).append(record)
+        found.setdefault((*key, models.index(record.get("model", 0))), []).append(record)
     return found
 
 
 def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> Finding | None:
     """Find the first tensor of a model that differs between its ranks."""
     names: list[str] = next((r["names"] for r in next(iter(streams.values()), []) if "names" in r), [])
+    past = {rank: [r for r in records if r["kind"] == "unwrapped"] for rank, records in streams.items()}
+    alone = [rank for rank, records in past.items() if records]
+    if len(alone) < len(streams):  # the others have no such updates to compare with
+        streams = {rank: [r for r in records if r["kind"] != "unwrapped"] for rank, records in streams.items()}
     # Ranks reduce gradients together: between two reductions each may have updated its parameters, or not.
     parts = {rank: _between_reductions(records) for rank, records in streams.items()}
     equal: Mapping[int, dict[str, Any]] = {}
@@ -209,6 +214,11 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
             index = _first_difference(by_rank)
             if index is not None:
                 found = _diverged(evidence, by_rank, index, names)
+                if 0 < len(alone) < len(streams):
+                    who, site = describe_ranks(tuple(alone), evidence.job.world_size), past[alone[0]][0]["site"]
+                    told = f"{who} alone updated the model past its DDP wrapper, at {site}"
+                    ranks = tuple(alone) if len(found.ranks) == len(streams) else found.ranks
+                    return replace(found, ranks=ranks, where=site, reason=f"{found.reason}; {told}")
                 return with_origin(found, evidence.job.world_size, streams, by_rank, equal)
             if records[0]["kind"] != "gradient":
                 equal = by_rank

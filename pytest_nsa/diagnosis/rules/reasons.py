@@ -31,7 +31,9 @@ def explained(
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
-        return odd.ranks, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
+        # Each that went on without the call has left it out, whether or not the step in which it did so is known.
+        blamed = culprits if cause == "skipped_collective" and set(odd.ranks) < set(culprits) else odd.ranks
+        return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
     # Who was aborted may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):

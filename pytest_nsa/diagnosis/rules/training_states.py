@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pytest_nsa.diagnosis.rules.changes import changed_before
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 
 TOLERANCE = 1e-9  # relative, of a state's norm
@@ -26,12 +27,12 @@ def with_origin(
     parameters were equal, {} where there is none: what was loaded until then is not why.
     """
     known = {rank: _known(records, diverged[rank]) for rank, records in streams.items()}
-    added: list[str] = next((k["added"] for k in known.values() if k.get("added")), [])
+    added: list[list[str]] = next((k["added"] for k in known.values() if k.get("added")), [])
     if added:
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-        finding = replace(
-            finding, reason=f"{finding.reason}; DDP does not know {added[0]}{more}: added since it wrapped the model"
-        )
+        name, made = added[0]
+        told = f"DDP does not know {name}{more}: added since it wrapped the model" + (f", at {made}" if made else "")
+        finding = replace(finding, reason=f"{finding.reason}; {told}", where=made or finding.where)
     loads = {rank: k.get("loads", []) for rank, k in known.items()}
     if equal:
         before = {rank: len(_known(records, equal[rank]).get("loads", ())) for rank, records in streams.items()}
@@ -39,11 +40,12 @@ def with_origin(
     found = (
         _not_loaded(world_size, loads)
         or _loaded_otherwise(world_size, loads)
+        or _loaded_alone(world_size, loads)
         or (None if equal else _begun_otherwise(world_size, known))
         or _set_otherwise(world_size, known)
     )
     if found is None:
-        return finding
+        return changed_before(finding, world_size, streams, diverged, equal, known)
     says, where = found
     return replace(finding, reason=f"{finding.reason}; {says}", where=where or finding.where)
 
@@ -52,7 +54,11 @@ def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
     """Return what a rank's records say of its model's training up to one of them: each has what has changed."""
     known: dict[str, Any] = {}
     for record in records:
-        known |= {name: record[name] for name in ("loads", "settings", "set_at", "added", "begun") if name in record}
+        known |= {
+            name: record[name]
+            for name in ("loads", "settings", "set_at", "added", "begun", "changes")
+            if name in record
+        }
         if record is last:
             break
     return known
@@ -74,6 +80,16 @@ def _not_loaded(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] 
         )
         return f"{who} did not load the {what} that {others} loaded at {site}" + (f" ({error})" if error else ""), site
     return None
+
+
+def _loaded_alone(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
+    """Return that few ranks have loaded a model's parameters, and nothing broadcast them, in words, and the line of it."""
+    done = {rank: [load for load in of_rank if load[0] == "model" and not load[3]] for rank, of_rank in loads.items()}
+    alone = tuple(rank for rank, of_rank in done.items() if of_rank)
+    if not alone or len(alone) == len(done):
+        return None
+    site = done[alone[0]][-1][1]
+    return f"{describe_ranks(alone, world_size)} loaded a model's parameters at {site}, and the others did not", site
 
 
 def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
