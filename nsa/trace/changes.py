@@ -22,7 +22,7 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_PARAMETERS = re.compile(
     r"\.data\b|\.(weight|bias|in_proj_weight)\b|parameters\(\)|^(p|q|param|parameter|w|weight|target)\b"
 )
-_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,60 +41,86 @@ class Change:
         return [self.of, self.place, self.call, self.condition]
 
 
-def changes_around() -> list[list[str]]:
-    """Return the changes in the functions of the user's code that run, of a loop's body where the line that runs is in one."""
+def changes_around(attributes: frozenset[str]) -> list[list[str]]:
+    """Return the changes in the functions of the user's code that run; ``attributes`` are the names of a model's parameters."""
     found: dict[tuple[str, ...], list[str]] = {}
     for frame in user_frames(sys._getframe(1)):
         code = frame.f_code
-        for change in _in_function(code.co_filename, code.co_name, frame.f_lineno):
+        for change in _in_function(code.co_filename, code.co_name, frame.f_lineno, attributes):
             found.setdefault(tuple(change.as_list()), change.as_list())
     return list(found.values())[:MOST]
 
 
 @functools.lru_cache(maxsize=256)
-def _in_function(file: str, name: str, line: int) -> tuple[Change, ...]:
+def _in_function(file: str, name: str, line: int, attributes: frozenset[str]) -> tuple[Change, ...]:
     """Return the changes in a function of a file, around a line that it is at."""
     functions = _functions(file)
     running = [f for f in functions if f.name == name and f.lineno <= line <= (f.end_lineno or f.lineno)]
     if not running:
         return ()
-    function = running[-1]
-    way = {f.name for f in running}  # what leads to the step is no change beside it
-    return tuple(_of_block(file, function.name, function.body, functions, "", way))
+    way = frozenset(f.name for f in running)  # what leads to the step is no change beside it
+    return tuple(_Search(file, functions, attributes).in_function(running[-1], "", way))
 
 
 @functools.lru_cache(maxsize=32)
-def _functions(file: str) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+def _functions(file: str) -> tuple[Function, ...]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, _FUNCTION))
+    return tuple(node for node in ast.walk(tree) if isinstance(node, Function))
 
 
-def _of_block(
-    file: str, name: str, block: list[ast.stmt], functions: tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...], condition: str,
-    way: set[str],
-) -> Iterator[Change]:  # fmt: skip
-    """Yield the changes in statements of the function ``name``, made under ``condition``, and in what they call on the way down."""
-    for statement in block:
-        here = f"{file}:{statement.lineno} in {name}"
-        for expression in _own(statement):
-            for of, line in _made_in(expression):
-                place = f"{file}:{line} in {name}"
-                yield Change(of, place, place, condition)
-            for called in _called(expression, functions, way):
-                if len(way) < DEPTH:
-                    for inner in _of_block(file, called.name, called.body, functions, condition, {*way, called.name}):
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A search for changes in the functions of a file, of a model whose parameters have the names ``attributes``."""
+
+    file: str
+    functions: tuple[Function, ...]
+    attributes: frozenset[str]
+
+    def in_function(self, function: Function, condition: str, way: frozenset[str]) -> Iterator[Change]:
+        """Yield the changes in a function, under a condition, and in those that it calls; ``way`` has who calls it, and itself."""
+        yield from self._in_block(function.body, function.name, _parameters_of(function), condition, way)
+
+    def _in_block(
+        self, block: list[ast.stmt], name: str, variables: set[str], condition: str, way: frozenset[str]
+    ) -> Iterator[Change]:
+        for statement in block:
+            here = f"{self.file}:{statement.lineno} in {name}"
+            for expression in _own(statement):
+                for receiver, line in _changed_in(expression):
+                    if of := self._what_is(receiver, variables):
+                        place = f"{self.file}:{line} in {name}"
+                        yield Change(of, place, place, condition)
+                for called in self._called_in(expression, way) if len(way) < DEPTH else ():
+                    for inner in self.in_function(called, condition, way | {called.name}):
                         yield Change(inner.of, inner.place, here, inner.condition)
-        under = here if isinstance(statement, ast.If) else condition
-        for inside in _blocks(statement):
-            yield from _of_block(file, name, inside, functions, under, way)
+            under = here if isinstance(statement, ast.If) else condition
+            for inside in _blocks(statement):
+                yield from self._in_block(inside, name, variables, under, way)
+
+    def _what_is(self, receiver: str, variables: set[str]) -> str:
+        """Return what the expression that is changed stands for: "gradient", "parameter", or "" for something else."""
+        if re.search(r"\bgrads?\b|\.grad\b", receiver):
+            return "gradient"
+        is_one = receiver in variables or receiver.rpartition(".")[2] in self.attributes
+        return "parameter" if is_one or _OF_PARAMETERS.search(receiver) else ""
+
+    def _called_in(self, node: ast.AST, way: frozenset[str]) -> Iterator[Function]:
+        """Yield the functions of the file that an expression calls by a name that one of them alone has."""
+        for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
+            name = _called_name(call)
+            if isinstance(call.func, ast.Name) and all(f.name != name for f in self.functions):
+                name = "__call__"
+            named = [f for f in self.functions if f.name == name]
+            if len(named) == 1 and name not in way:
+                yield named[0]
 
 
 def _own(statement: ast.stmt) -> list[ast.AST]:
     """Return what a statement's own lines evaluate: of one with a body, what comes before it."""
-    if isinstance(statement, (*_FUNCTION, ast.ClassDef)):
+    if isinstance(statement, Function | ast.ClassDef):
         return []
     if not _blocks(statement):
         return [statement]
@@ -102,47 +128,37 @@ def _own(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    if isinstance(statement, (*_FUNCTION, ast.ClassDef)):
+    if isinstance(statement, Function | ast.ClassDef):
         return []
     blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
     blocks += [part.body for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
     return [block for block in blocks if block]
 
 
-def _made_in(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield what is changed in an expression or an assignment, and at which line."""
+def _parameters_of(function: ast.AST) -> set[str]:
+    """Return the variables of a function that are parameters, one after the other: ``for name, v in model.named_parameters()``."""
+    loops = [n for n in ast.walk(function) if isinstance(n, ast.For | ast.comprehension)]
+    over = [loop for loop in loops if "parameters()" in ast.unparse(loop.iter)]
+    return {n.id for loop in over for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+
+
+def _changed_in(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield what is changed in place in an expression or an assignment, as its source has it, and at which line."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call):
-            name = inner.func.attr if isinstance(inner.func, ast.Attribute) else getattr(inner.func, "id", "")
+            name = _called_name(inner)
             if name in _CLIPS:
-                yield "gradient", inner.lineno
+                yield "grad", inner.lineno
             elif _IN_PLACE.fullmatch(name) and name not in _NO_CHANGE and isinstance(inner.func, ast.Attribute):
-                of_module = ast.unparse(inner.func.value).endswith("init") and inner.args
-                receiver = ast.unparse(inner.args[0] if of_module else inner.func.value)
-                yield from _of(receiver, inner.lineno)
+                is_init_s = ast.unparse(inner.func.value).endswith("init") and inner.args
+                yield ast.unparse(inner.args[0] if is_init_s else inner.func.value), inner.lineno
         elif isinstance(inner, ast.Assign | ast.AugAssign | ast.AnnAssign):
             for target in inner.targets if isinstance(inner, ast.Assign) else [inner.target]:
-                changed = target.value if isinstance(target, ast.Subscript) else target
+                text = ast.unparse(target.value if isinstance(target, ast.Subscript) else target)
                 is_in_place = isinstance(inner, ast.AugAssign) or isinstance(target, ast.Subscript)
-                text = ast.unparse(changed)
                 if is_in_place or text.endswith((".data", ".grad")):
-                    yield from _of(text, inner.lineno)
+                    yield text, inner.lineno
 
 
-def _of(receiver: str, line: int) -> Iterator[tuple[str, int]]:
-    if re.search(r"\bgrads?\b|\.grad\b", receiver):
-        yield "gradient", line
-    elif _OF_PARAMETERS.search(receiver):
-        yield "parameter", line
-
-
-def _called(
-    node: ast.AST, functions: tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...], way: set[str]
-) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the functions of the file that an expression calls by a name that one of them alone has."""
-    for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        name = "__call__" if not any(f.name == name for f in functions) and isinstance(call.func, ast.Name) else name
-        named = [f for f in functions if f.name == name]
-        if len(named) == 1 and name not in way:
-            yield named[0]
+def _called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -123,11 +123,11 @@ class Checksums:
             inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
             is_reduced = bool(inside) or _wrapper_of(root) is not None or self._by_hand.group_of(root) is not None
             for model, module, ignored in inside or ([(root, root, ())] if is_reduced else []):
-                kept = [p for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
-                trained = [p.detach() for p in kept if not p.is_sparse]
+                kept = [p for n, p in module.named_parameters() if n not in ignored]
+                parameters = [p.detach() for p in kept if not p.is_sparse]
                 gradients = [p.grad for p in kept if p.grad is not None and not p.grad.is_sparse]
-                norms = _norms_of([*trained, *gradients])
-                sums = [math.fsum(norms[: len(trained)]), math.fsum(norms[len(trained) :])]
+                norms = _norms_of([*parameters, *gradients])
+                sums = [math.fsum(norms[: len(parameters)]), math.fsum(norms[len(parameters) :])]
                 self._before[self._number_of(model)] = sums
 
     def after_update(self, step: int, optimizer: Optimizer | None = None) -> None:
@@ -166,7 +166,9 @@ class Checksums:
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
         now |= {"begun": begun} if (begun := self._begun.get(root)) else {}
         now |= {"added": added} if (added := self._added_since_wrapped(root)) else {}
-        now |= {"changes": changes} if number in self._before and (changes := changes_around()) else {}
+        now |= (
+            {"changes": changes} if number in self._before and (changes := changes_around(_attributes_of(root))) else {}
+        )
         news = {name: value for name, value in now.items() if self._told.get(number, {}).get(name) != value}
         self._told.setdefault(number, {}).update(news)
         return news | ({"before": self._before[number]} if number in self._before else {})
@@ -185,11 +187,18 @@ class Checksums:
     def _look(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
     ) -> Seen:
-        """Return what is compared of a model, its gradients or its parameters; no number is read yet."""
-        named = ((n, p) for n, p in module.named_parameters() if p.requires_grad and n not in ignored)
-        kept = [(plain_name(name), p) for name, p in named]
+        """Return what is compared of a model, its gradients or its parameters; no number is read yet.
+
+        Of a model that DDP wraps, those that are not trained as well: after the others, so that a name has one place in each kind.
+        """
+        named = [(plain_name(n), p) for n, p in module.named_parameters() if n not in ignored]
+        kept = [(n, p) for n, p in named if p.requires_grad]
         tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
         names, ranks = [name for name, _ in kept], dist.get_process_group_ranks(group)
+        if kind != "by_hand":
+            frozen = [(n, p) for n, p in named if not p.requires_grad]
+            names += [name for name, _ in frozen]
+            tensors += [p.detach() for _, p in frozen] if kind != "gradient" else []
         site = self._called_at.get(root, "") if kind == "unwrapped" else ""
         return Seen(step, site or call_site(), self._number_of(root), names, tensors, ranks)
 
@@ -250,6 +259,11 @@ def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[
 
 def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Module]:
     return [module for reference in references if (module := reference()) is not None]
+
+
+def _attributes_of(root: torch.nn.Module) -> frozenset[str]:
+    """Return the names under which modules have a model's parameters."""
+    return frozenset(name.rpartition(".")[2] for name, _ in root.named_parameters())
 
 
 def _keeps_equal(ddp: DistributedDataParallel) -> bool:

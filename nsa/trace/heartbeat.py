@@ -30,6 +30,7 @@ CHANGE_EVERY = 0.05  # seconds
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 DUMP_ASKED = "dump.asked"
+MOST_LINES = 16
 REST_S = 3.0  # in which the monitor dumps the stacks
 
 
@@ -58,6 +59,7 @@ class Heartbeat:
         # Code and instruction of the main thread: a thread that stays at one is in one call into native code.
         self._place: tuple[int, int] = (0, 0)
         self._looks = self._moves = 0
+        self._lines: dict[str, None] = {}  # of the user's code, where the main thread was found in this stall
         self._modules = len(sys.modules)
         self._has_answered = False
         self.rests = False  # while the monitor dumps the stacks
@@ -131,6 +133,8 @@ class Heartbeat:
             board.add("progress")
         line, place, stacks = self._look_at_frames()
         if line:
+            if len(self._lines) < MOST_LINES:
+                self._lines[line] = None
             board.text("line", line)
             board.number("line_time", time.time())
         if self.recorder is not None:
@@ -172,6 +176,7 @@ class Heartbeat:
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
             self._place, self._looks, self._moves = (0, 0), 0, 0
+            self._lines.clear()
             self.board.number("still_looks", 0)
             return False
         if place is not None:
@@ -207,6 +212,7 @@ class Heartbeat:
         self._written = now
         found = {
             "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": stacks,
+            "lines": list(self._lines),
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
             "keys": self.recorder.stores.latest_keys() if self.recorder is not None else [],
         }  # fmt: skip

@@ -180,6 +180,7 @@ def _read_rank(
         backend=job.backend,
         machine=machine,
         counters=(raised[0].counters if raised else ()) or _counters(folder),
+        lines_seen=tuple(own.get("lines", ())),
         keys_set=_keys_set(events, own.get("keys", ())),
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
@@ -303,7 +304,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
                     files[frame.file.rpartition("/")[2]] = frame.file
                     yield frame.file, frame.line
         yield from ((error.file, error.line) for error in rank.exceptions)
-        sites = {c.site for c in rank.collectives}
+        sites = {c.site for c in rank.collectives} | set(rank.lines_seen)
         sites.update((rank.handles.at, rank.handles.inside) if rank.handles is not None else ())
         sites.update(rank.loop.tasks if rank.loop is not None else ())
         for match in map(LOCATION.match, sorted(sites)):

@@ -126,7 +126,7 @@ EVENTS: dict[str, dict[str, Check]] = {
 # What a stalled rank wrote of itself; the two that are empty where there is nothing to say.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
-    "keys?": _tuples,
+    "keys?": _tuples, "lines?": _list_of(is_text),
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
     "asyncio?": lambda value: is_map(value)
     and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_says)})),

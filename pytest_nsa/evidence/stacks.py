@@ -169,7 +169,7 @@ def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
         return next(iter(others), None) or next((t for t in threads if not t.is_ours), None)
     if main.frames[0].function == "_engine_run_backward":
         engines = [t for t in others if t.frames[-1].function != "_bootstrap"]  # autograd's own threads, of C++
-        return next(iter(engines), None) or next((t for t in others if not t.waits_for_work), main)
+        return next(iter(engines), main)
     served = [t for t in others if any("torch/distributed/rpc/" in f.file for f in t.frames)]
     if served and any(
         f.file.endswith("torch/distributed/rpc/api.py") or "torch/futures" in f.file for f in main.frames

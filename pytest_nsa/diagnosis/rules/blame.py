@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.rules.counters import are_in_one_round, lead
-from pytest_nsa.diagnosis.rules.departures import Departure, expected_next, is_new_call, kind_of
+from pytest_nsa.diagnosis.rules.departures import LEFT_BEHIND, Departure, expected_next, is_new_call, kind_of
 from pytest_nsa.diagnosis.rules.locations import (
     frames_where_paths_part,
     line_in,
@@ -78,7 +78,13 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         cause, why = "extra_collective", "in another attempt of a loop that tries again after an error"
     is_known = not is_new_call(before, mine)
     # In one round with the others, it is on the way to their call.
-    if cause == "extra_collective" and is_known and ahead != 0 and _came_sooner(evidence, entered) == culprits:
+    if (
+        cause == "extra_collective"
+        and is_known
+        and ahead != 0
+        and why != LEFT_BEHIND
+        and _came_sooner(evidence, entered) == culprits
+    ):
         cause, why = "skipped_collective", "it came after fewer of them than in each round before"
     earlier = (
         first_apart(evidence, culprits, other) if cause == "collective_mismatch" and is_same_line(mine, other) else None

@@ -23,8 +23,8 @@ def changed_before(
     ``streams`` has the records of each rank, ``diverged`` those in which it was seen, ``equal`` the latest in which parameters were
     equal, {} where there is none, ``known`` what the records say of a rank's training.
     """
-    before = {rank: record["before"] for rank, record in diverged.items() if "before" in record}
-    if len(before) < len(diverged):
+    before = _before(diverged)
+    if not before:
         return finding
     parameters, gradients = ({rank: sums[i] for rank, sums in before.items()} for i in (0, 1))
     if not _are_equal(parameters.values()):
@@ -49,6 +49,18 @@ def changed_before(
     _, place, call, _ = may_differ[0]
     at = f"{place}, called at {call}" if place != call else place
     return replace(finding, ranks=ranks, where=call, reason=f"{finding.reason}; {told}{who}: see {at}")
+
+
+def differed_before(records: Mapping[int, dict[str, Any]]) -> bool:
+    """Return whether parameters differed already when the update began after which they do."""
+    before = _before(records)
+    return bool(before) and not _are_equal([sums[0] for sums in before.values()])
+
+
+def _before(records: Mapping[int, dict[str, Any]]) -> dict[int, list[float]]:
+    """Return the sums that ranks' updates began with; {} where they are not known of all."""
+    found = {rank: record["before"] for rank, record in records.items() if "before" in record}
+    return found if len(found) == len(records) else {}
 
 
 def _reduced(records: Records, last: dict[str, Any]) -> dict[str, Any] | None:

@@ -12,7 +12,11 @@ from pytest_nsa.diagnosis.rules.source import (
     are_alternatives,
     are_of_one_function,
     calls_each_of_some,
+    end_of_with,
+    follows_in_its_block,
+    has_a_counterpart,
     have_a_common_loop,
+    is_a_join,
     is_for_one_rank,
     is_here,
     is_in_order_of_values,
@@ -30,6 +34,8 @@ from pytest_nsa.diagnosis.rules.visits import (
 from pytest_nsa.evidence.board import Collective
 
 LEFT_THE_LOOP = "it has left the loop that the others are in"
+ENDS_A_JOIN = "at the end of a `Join` that the others are in, which answers DDP's own calls alone"
+LEFT_BEHIND = "in a step that the others have left without it"
 ANOTHER_ROUND = "makes another round of the loop that the others have left"
 
 
@@ -192,7 +198,7 @@ class Departure:
     @property
     def is_an_unusual_visit(self) -> bool:
         """Whether ``mine`` or what its statement has called just before is new: it is this visit to the statement that differs."""
-        if not self.is_in_its_statement:
+        if not self.is_in_its_statement or self.has_come_round_again:
             return False
         here = parts_of(self.parted.here)
         first = len(self.calls)
@@ -267,6 +273,32 @@ class Departure:
         return any(is_one.values()) and not any(is_for_one_rank(self.parted.sources, p) for p in others)
 
     @property
+    def has_its_own_to_come(self) -> bool:
+        """Whether the others' call is for all ranks but this one, whose counterpart comes later in that function: `main process
+        first`.
+        """
+        site = self.other.site
+        return not is_same_line(self.mine, self.other) and has_a_counterpart(self.parted.sources, site)
+
+    @property
+    def is_at_the_end_of_a_join(self) -> bool:
+        """Whether ``mine`` is made by a `Join` that the others are in: its rank has no more data, and answers DDP's calls alone."""
+        sources, site = self.parted.sources, self.mine.site
+        end = end_of_with(sources, site)
+        others = [parts_of(place)[1] for place in self.other.way if parts_of(place)[2] == parts_of(site)[2]]
+        return is_a_join(sources, site) and any(parts_of(site)[1] < line < end for line in others)
+
+    @property
+    def has_passed_it_in_its_step(self) -> bool:
+        """Whether it has made the others' call in its step, which they have left: it could not come to ``mine`` otherwise."""
+        mine, other, parted = self.mine, self.other, self.parted
+        if mine.step >= other.step or parted.other_below:
+            return False
+        if not follows_in_its_block(parted.sources, parted.here, parted.there):
+            return False
+        return any(is_same_line(c, other) and c.step == mine.step for c in self.before)
+
+    @property
     def is_of_another_round(self) -> bool:
         """Whether the two are calls of one line whose sizes change from round to round, of a loop that may go round without it."""
         mine, other = self.mine, self.other
@@ -291,12 +323,15 @@ class Departure:
 
 # (condition, cause, why): the first that holds. By the source first, then by what the rank did in earlier rounds.
 KINDS: tuple[tuple[Callable[[Departure], bool], str, str], ...] = (
+    (lambda d: d.is_at_the_end_of_a_join, "skipped_collective", ENDS_A_JOIN),
     (lambda d: d.has_stayed and d.is_new, "extra_collective", "in a function that the others have left"),
     (lambda d: d.is_of_another_round, "skipped_collective", "call skipped: each round of the loop has a size of its own"),
     (lambda d: d.are_alternatives, "collective_mismatch", ""),
+    (lambda d: d.is_new and d.has_its_own_to_come, "collective_mismatch", ", whose counterpart on this rank is to come"),
     (lambda d: d.is_in_a_later_round, "skipped_collective", "call skipped: it is in a later round of the loop"),
     (lambda d: d.is_in_an_earlier_round, "extra_collective", "which the others, in a later round of the loop, have gone past"),
     (lambda d: d.is_for_its_rank_alone, "extra_collective", "which its condition leaves to this rank alone"),
+    (lambda d: d.has_passed_it_in_its_step, "extra_collective", LEFT_BEHIND),
     (lambda d: d.is_unknown and d.left_as_usual, "extra_collective", ""),
     (lambda d: d.is_in_its_statement and d.is_new, "extra_collective", ""),
     (lambda d: d.is_an_unusual_visit, "extra_collective", "in a visit to this line that is not as those before"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from dataclasses import replace
 
 from pytest_nsa.diagnosis.facts import (
     all_facts,
@@ -13,6 +15,7 @@ from pytest_nsa.diagnosis.facts import (
     signal_text,
 )
 from pytest_nsa.diagnosis.rules.devices import LATE_HINT, is_late
+from pytest_nsa.diagnosis.rules.source import loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
@@ -166,6 +169,8 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
         where = last_seen(first_rank) or where  # no line of the test's own: at the test
+    if cause == "dataloader_stuck":
+        where = _loop_over_the_loader(evidence, error) or where
     late = is_late(error.message)
     if late:
         reason += f"; {LATE_HINT}"
@@ -181,6 +186,17 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         confidence=0.95,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
     )
+
+
+def _loop_over_the_loader(evidence: Evidence, error: RaisedException) -> str:
+    """Return the ``for`` around where torch raised for a lost worker: its signal comes in whatever line the rank is at. ''
+    where there is none.
+    """
+    for frame in (f for f in error.frames if f.is_user):
+        loops = [loop for loop in loops_of(evidence.sources, frame.describe()) if isinstance(loop, ast.For)]
+        if loops:
+            return replace(frame, line=loops[-1].lineno).describe()
+    return ""
 
 
 def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:

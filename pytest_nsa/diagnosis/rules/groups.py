@@ -53,7 +53,9 @@ def groups_apart(evidence: Evidence) -> Finding | None:
             evidence, "group_order_deadlock", local, making[local[0]].site,
             f"each waits for a member that makes another group first: {shown}",
         )  # fmt: skip
-    made_alone = _made_by_some(evidence) if all(_is_numbered(c) for c in making.values()) else None
+    made_alone = None
+    if all(_is_numbered(c) for c in making.values()):
+        made_alone = _made_by_some(evidence) or _left_out(evidence, making)
     if made_alone is not None:
         makers, call = made_alone
         who = describe_ranks(makers, n)
@@ -175,6 +177,17 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
+
+
+def _left_out(evidence: Evidence, making: dict[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
+    """Return the ranks that have made a group which others, that wait in something else now, have made no group after; its call."""
+    made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    elsewhere = [rank for rank in made if rank not in making]
+    fewest = min((len(made[rank]) for rank in elsewhere), default=0)
+    makers = tuple(sorted(rank for rank in made if len(made[rank]) > fewest))
+    if not elsewhere or set(makers) != set(making):
+        return None
+    return makers, made[makers[0]][fewest]
 
 
 def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:

@@ -29,7 +29,8 @@ def the_silent_one(
     evidence: Evidence, ends: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
 ) -> tuple[int, ...]:
     """Return the one rank whose own calls so far expect a message that another rank waits for; () where there are several or
-    none, or where the ranks at which no chain ends have all called another one in place of that line's, too.
+    none, or where the ranks at which no chain ends have all called another one in place of that line's, too: or in place of what
+    their own calls expected, as the other rank at which a chain ends has not.
     """
     if len(ends) == 1 and ends <= halves.keys() and halves[min(ends)].peer == ANY:
         # It takes from anybody: who waits for it, and left a message to it out, holds both up.
@@ -41,11 +42,15 @@ def the_silent_one(
     half = expected_half(evidence, found[0], halves)
     others = [r.rank for r in evidence.ranks if r.rank not in (*ends, *found)]
     is_common = half is not None and others and all(_went_on_without(evidence, rank, half) for rank in others)
-    return () if is_common else found
+    keeps = [rank for rank in ends - set(found) if not _went_on_without(evidence, rank)]
+    has_changed = others and keeps and all(_went_on_without(evidence, rank) for rank in others)
+    return () if is_common or has_changed else found
 
 
-def _went_on_without(evidence: Evidence, rank: int, half: Collective) -> bool:
-    """Return whether a rank's own calls so far expected one of the line of ``half`` where it lately sent or received at another."""
+def _went_on_without(evidence: Evidence, rank: int, half: Collective | None = None) -> bool:
+    """Return whether a rank's own calls so far expected one of the line of ``half``, or any, where it lately sent or received at
+    another.
+    """
     made = [half_of(c) for c in evidence.ranks[rank].collectives]
     for place in range(len(made) - 1, max(len(made) - _LATEST, 0), -1):
         expected, came = expected_next(made[:place]), made[place]
@@ -53,7 +58,7 @@ def _went_on_without(evidence: Evidence, rank: int, half: Collective) -> bool:
             expected is not None
             and came != expected
             and came[1] != -1
-            and (expected[0], expected[2]) == (half.op, half.site)
+            and (half is None or (expected[0], expected[2]) == (half.op, half.site))
         ):
             return True
     return False

@@ -9,7 +9,7 @@ from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules import source
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, went_ahead
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
-from pytest_nsa.diagnosis.rules.departures import expected_next
+from pytest_nsa.diagnosis.rules.departures import ENDS_A_JOIN, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.following import aligned, swapped
 from pytest_nsa.diagnosis.rules.hooks import without_hook
@@ -67,6 +67,8 @@ def departed(evidence: Evidence) -> Finding | None:
     if "skipped_collective" in (cause, blamed[1]) and cause in _OF_SKIPPED:
         # For a call that was skipped, the line to look at is the call that the others are in.
         left = origin_of(evidence, culprits, others)
+        if ENDS_A_JOIN in why and (own := _last_of_their_own(evidence, entered, culprits)) is not None:
+            left = Origin(own.site, since=f"; the others' own call is the {own.op} at {own.site}")
         why += left.since
     return Finding(
         cause=cause,
@@ -79,6 +81,15 @@ def departed(evidence: Evidence) -> Finding | None:
         confidence=0.9 if len(culprits) < len(entered) else 0.6,
         facts=facts + all_facts(evidence.ranks),
     )
+
+
+def _last_of_their_own(
+    evidence: Evidence, entered: dict[int, Collective], culprits: tuple[int, ...]
+) -> Collective | None:
+    """Return the last call that the others made in their own code, and not in a forward or a backward of DDP's."""
+    rank = next((r for r in sorted(entered) if r not in culprits), None)
+    calls = evidence.ranks[rank].collectives if rank is not None else ()
+    return next((c for c in reversed(calls) if c.phase == "body" and c.op != NEW_GROUP), None)
 
 
 def of_an_earlier_call(evidence: Evidence, entered: dict[int, Collective]) -> Finding | None:

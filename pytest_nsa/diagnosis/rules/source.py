@@ -76,6 +76,41 @@ def is_in_while(sources: Sources, place: str) -> bool:
     return any(isinstance(loop, ast.While) for loop in loops_of(sources, place))
 
 
+def line_that_ends(loop: ast.For | ast.While) -> int:
+    """Return the line of a loop's condition; of a ``while True`` that of the first ``if`` in it that leaves it, if there is one."""
+    if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant):
+        for node in sorted((n for n in ast.walk(loop) if isinstance(n, ast.If)), key=lambda n: n.lineno):
+            if any(isinstance(n, ast.Break | ast.Return | ast.Raise) for n in ast.walk(node)):
+                return node.lineno
+    return loop.lineno
+
+
+def follows_in_its_block(sources: Sources, place: str, other: str) -> bool:
+    """Return whether one line comes after another in a block, of a loop, and neither is under a condition of its own there: who
+    comes to it in a round has come past the other one.
+    """
+    a, b = sources.around(place), sources.around(other)
+    common = [statement for statement in a if statement in b]
+    if not common or not any(isinstance(s, ast.For | ast.While) for s in common):
+        return False
+    outer, mine, theirs = common[-1], *(next((s for s in way if s not in common), None) for way in (a, b))
+    if mine is None or theirs is None or any(isinstance(s, (*_COMPOUND, *_BLOCKS)) for s in (mine, theirs)):
+        return False
+    block = _block_of(outer, theirs)
+    return mine in block and block.index(theirs) < block.index(mine)
+
+
+def is_endless_generator(sources: Sources, place: str) -> bool:
+    """Return whether a line is in a ``while True`` that yields and that nothing leaves: a ``for`` over it ends by a break alone."""
+    for loop in loops_of(sources, place):
+        nodes = list(ast.walk(loop))
+        is_endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+        leaves = any(isinstance(n, ast.Break | ast.Return | ast.Raise) for n in nodes)
+        if is_endless and not leaves and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in nodes):
+            return True
+    return False
+
+
 def loops_around(sources: Sources, place: str) -> tuple[str, ...]:
     """Return the kinds of the loops around a line, outermost first: 'for', 'while', or 'endless' for one over what has no end."""
     kinds = []
@@ -161,6 +196,37 @@ def end_of_with(sources: Sources, place: str) -> int:
     line = int(match["line"]) if match else 0
     found = [s for s in sources.around(place) if isinstance(s, ast.With | ast.AsyncWith) and s.lineno == line]
     return (found[-1].end_lineno or 0) + 1 if found else 0
+
+
+def is_a_join(sources: Sources, place: str) -> bool:
+    """Return whether a line begins a ``with`` of torch's `Join`, or of DDP's own ``join()``."""
+    match = LOCATION.match(place)
+    line = int(match["line"]) if match else 0
+    found = [s for s in sources.around(place) if isinstance(s, ast.With) and s.lineno == line]
+    return any(
+        _called_name(i.context_expr) in ("Join", "join")
+        for s in found
+        for i in s.items
+        if isinstance(i.context_expr, ast.Call)
+    )
+
+
+def has_a_counterpart(sources: Sources, place: str) -> bool:
+    """Return whether a line is under a condition that leaves one rank out, and makes a call that a later line of the function makes
+    under a condition that holds on that rank.
+    """
+    found = sources.around(place)
+    function = next((s for s in reversed(found) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)), None)
+    apart = next((s for s in found if isinstance(s, ast.If) and _tells_one(s.test) is False), None)
+    if function is None or apart is None:
+        return False
+    names = {_called_name(n) for n in ast.walk(found[-1]) if isinstance(n, ast.Call)}
+    later = [
+        s
+        for s in ast.walk(function)
+        if isinstance(s, ast.If) and s.lineno > (apart.end_lineno or 0) and _tells_one(s.test)
+    ]
+    return any(isinstance(n, ast.Call) and _called_name(n) in names for s in later for b in s.body for n in ast.walk(b))
 
 
 def is_here(sources: Sources, place: str) -> bool:

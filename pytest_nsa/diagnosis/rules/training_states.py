@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pytest_nsa.diagnosis.rules.changes import changed_before
+from pytest_nsa.diagnosis.rules.changes import changed_before, differed_before
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 
 TOLERANCE = 1e-9  # relative, of a state's norm
@@ -27,10 +27,10 @@ def with_origin(
     parameters were equal, {} where there is none: what was loaded until then is not why.
     """
     known = {rank: _known(records, diverged[rank]) for rank, records in streams.items()}
-    added: list[list[str]] = next((k["added"] for k in known.values() if k.get("added")), [])
+    added: list[Any] = next((k["added"] for k in known.values() if k.get("added")), [])
     if added:
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-        name, made = added[0]
+        name, made = (added[0], "") if isinstance(added[0], str) else added[0]  # earlier versions left no line
         told = f"DDP does not know {name}{more}: added since it wrapped the model" + (f", at {made}" if made else "")
         finding = replace(finding, reason=f"{finding.reason}; {told}", where=made or finding.where)
     loads = {rank: k.get("loads", []) for rank, k in known.items()}
@@ -40,10 +40,11 @@ def with_origin(
     found = (
         _not_loaded(world_size, loads)
         or _loaded_otherwise(world_size, loads)
-        or _loaded_alone(world_size, loads)
-        or (None if equal else _begun_otherwise(world_size, known))
+        or (_loaded_alone(world_size, loads) if equal else _begun_otherwise(world_size, known, loads))
         or _set_otherwise(world_size, known)
     )
+    if found is None and differed_before(diverged):
+        found = _loaded_alone(world_size, loads)
     if found is None:
         return changed_before(finding, world_size, streams, diverged, equal, known)
     says, where = found
@@ -106,13 +107,17 @@ def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str,
     return None
 
 
-def _begun_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tuple[str, str] | None:
+def _begun_otherwise(
+    world_size: int, known: Mapping[int, dict[str, Any]], loads: Mapping[int, Loads]
+) -> tuple[str, str] | None:
     """Return that a model's parameters were not equal when it was first called, in words, and the line that made it."""
     begun = {rank: k["begun"] for rank, k in known.items() if "begun" in k}
     if len(begun) < len(known) or len({len(of_rank["norms"]) for of_rank in begun.values()}) != 1:
         return None
     for norms in zip(*(of_rank["norms"] for of_rank in begun.values()), strict=True):
         values = dict(zip(begun, norms, strict=True))
+        if _odd(values) and (alone := _loaded_alone(world_size, loads)) is not None:
+            return alone
         if _odd(values):
             where = next((of_rank["site"] for of_rank in begun.values() if of_rank["site"]), "")
             told = by_ranks({rank: f"{norm:.6g}" for rank, norm in values.items()}, world_size)
