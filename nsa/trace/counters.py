@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, GeneratorType
 
 from nsa.trace.events import SCHEMA
 from nsa.trace.frames import describe, is_user_file, user_frames
@@ -24,6 +24,7 @@ from nsa.trace.frames import describe, is_user_file, user_frames
 FILE = "counters.json"
 ASKED = "counters.asked"
 MOST_FRAMES = 64
+MOST_STREAMS = 8  # of a frame
 LARGEST = 1 << 53  # as JSON's readers hold it exactly
 
 
@@ -54,10 +55,18 @@ def counters_of(frame: FrameType) -> dict[str, int]:
     return {n: v for n in names if type(v := values.get(n)) is int and abs(v) < LARGEST}
 
 
+def _streams_of(frame: FrameType) -> list[str]:
+    """Return where the user's generators are that a looping function has in its variables: one of them may be without an end."""
+    if not counted_names(frame.f_code):
+        return []
+    generators = [v for v in frame.f_locals.values() if isinstance(v, GeneratorType) and v.gi_frame is not None]
+    return [describe(g.gi_frame) for g in generators if is_user_file(g.gi_code.co_filename)][:MOST_STREAMS]
+
+
 def write_counters(folder: Path, thread: int) -> None:
     """Write the user's frames of a thread, outermost first, with their counters; a file beside, renamed."""
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
-    frames = [{"at": describe(frame), "counters": counters_of(frame)} for frame in inner]
+    frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}
     partial = folder / f"{FILE}.partial"
     with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same

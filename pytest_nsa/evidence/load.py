@@ -179,7 +179,8 @@ def _read_rank(
         sources=sources,
         backend=job.backend,
         machine=machine,
-        counters=(raised[0].counters if raised else ()) or _counters(folder),
+        counters=(raised[0].counters if raised else ()) or _counted(_frames_told(folder)),
+        streams=tuple(place for frame in _frames_told(folder) for place in frame.get("streams", ())),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_keys_set(events, own.get("keys", ())),
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
@@ -259,11 +260,11 @@ def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]
     return own if own["time"] >= until - stood_still - 1.0 else {}
 
 
-def _counters(folder: Path) -> tuple[tuple[str, Mapping[str, int]], ...]:
-    """Return the counters of the loops that a rank was in when its test was ended; () where it did not answer."""
+def _frames_told(folder: Path) -> list[Mapping[str, Any]]:
+    """Return the functions that a rank was in when its test was ended, with their loops' counters; [] where it did not answer."""
     told = parse(_text(folder / "counters.json"))
     frames = told.get("frames") if isinstance(told, dict) else None
-    return _counted(frames) if isinstance(frames, list) and all(map(is_counted, frames)) else ()
+    return frames if isinstance(frames, list) and all(map(is_counted, frames)) else []
 
 
 def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:
@@ -304,7 +305,7 @@ def _locations(evidence: Evidence) -> Iterator[tuple[str, int]]:
                     files[frame.file.rpartition("/")[2]] = frame.file
                     yield frame.file, frame.line
         yield from ((error.file, error.line) for error in rank.exceptions)
-        sites = {c.site for c in rank.collectives} | set(rank.lines_seen)
+        sites = {c.site for c in rank.collectives} | {*rank.lines_seen, *rank.streams}
         sites.update((rank.handles.at, rank.handles.inside) if rank.handles is not None else ())
         sites.update(rank.loop.tasks if rank.loop is not None else ())
         for match in map(LOCATION.match, sorted(sites)):

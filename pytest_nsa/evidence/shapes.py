@@ -69,8 +69,8 @@ def _places(value: Any) -> bool:
 
 
 def is_counted(value: Any) -> bool:
-    """A frame and the counters of its loops."""
-    return is_map(value) and has(value, {"at": is_text, "counters": is_map})
+    """A frame, the counters of its loops, and where the generators are that it has."""
+    return is_map(value) and has(value, {"at": is_text, "counters": is_map, "streams?": _list_of(is_text)})
 
 
 _STANDING: dict[str, Check] = {

@@ -161,6 +161,7 @@ class RankEvidence:
     # Of loops, by location in the user's code, outermost first.
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
     handles: Handled | None = None
+    streams: tuple[str, ...] = ()  # where the user's generators were that these loops had
     lines_seen: tuple[str, ...] = ()  # of the user's code, where its heartbeat found the main thread in a stall
     keys_set: tuple[tuple[str, str], ...] = ()  # the first and the last key of a store that each line set, and the line
     loop: EventLoop | None = None

@@ -47,7 +47,11 @@ def told(*ranks: dict[str, Any], equal_first: bool = False) -> Finding:
         ),
         ([SETTINGS] * 3 + [{"settings": [{"lr": 0.05}]}], "lr differs", FOUND.where),
         ([{"added": ["head.weight"]}] * 4, "DDP does not know head.weight", FOUND.where),
-        ([{"added": [["head.weight", "train.py:5 in swap"]]}] * 4, "since it wrapped the model, at train.py:5", "train.py:5 in swap"),
+        (
+            [{"added": [["head.weight", "train.py:5 in swap"]]}] * 4,
+            "since it wrapped the model, at train.py:5",
+            "train.py:5 in swap",
+        ),
     ],
 )
 def test_what_differs_is_told_with_its_line(ranks: list[dict[str, Any]], says: str, where: str) -> None:

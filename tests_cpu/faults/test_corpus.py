@@ -27,7 +27,7 @@ MODULES = (
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
     "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
     "exchanges",
-    "schedules", "threads", "shares", "states", "turns", "reports", "sides",
+    "schedules", "threads", "shares", "states", "turns", "reports", "sides", "replicas", "onward",
 )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_the_verdict(
     assert verdict.failed
 
 
-HEALTHY = ("healthy", "healthy_services", "healthy_training", "healthy_unseen", "healthy_beside")
+HEALTHY = ("healthy", "healthy_services", "healthy_training", "healthy_unseen", "healthy_beside", "healthy_replicas")
 
 
 def healthy_tests(module: str) -> list[str]:

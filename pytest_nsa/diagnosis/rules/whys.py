@@ -214,7 +214,8 @@ def _what_computes(rank: RankEvidence) -> Why:
         recursion = _recursion(rank)
         if recursion:
             return Why("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
-        generator = next((line for line in rank.lines_seen if is_endless_generator(rank.sources, line)), "")
+        places = (*rank.lines_seen, *rank.streams)
+        generator = next((place for place in places if is_endless_generator(rank.sources, place)), "")
         if _is_in_for_loops(rank) and generator:
             says = f"takes what it does not need from a generator without an end, {generator}"
             return Why("infinite_loop", says, 0.8, _loop_line(rank))
