@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
 from pytest_nsa.diagnosis.rules.order import STOPS, doing, of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
+from pytest_nsa.diagnosis.rules.source import are_of_one_function
 from pytest_nsa.diagnosis.rules.waiters import (
     at_a_line_of_its_own,
     first_at_a_line,
@@ -98,12 +99,21 @@ def unpaired(evidence: Evidence) -> Finding | None:
     where = last_seen(culprit) if inside else last_seen(evidence.ranks[_first_left(evidence, victims or halves, mine)])
     half = left_out_half(evidence, culprits[0], halves)
     if half is not None:
-        where = half.site
+        where = _where_it_is_waited_for(evidence, half.site, victims)
         reason += f"; {describe_ranks(culprits[:1], len(evidence.ranks))} left out {half.describe()}"
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _where_it_is_waited_for(evidence: Evidence, site: str, victims: dict[int, Collective]) -> str:
+    """Return the line at which a rank waits for the calls that it began at ``site``, in that function; ``site`` where none does."""
+    for rank in (evidence.ranks[r] for r, c in victims.items() if c.site == site):
+        frame = next((f for f in rank.stack.frames if f.is_user), None) if rank.stack is not None else None
+        if frame is not None and are_of_one_function(evidence.sources, frame.describe(), site):
+            return frame.describe()
+    return site
 
 
 def _all_do_the_same(evidence: Evidence, halves: dict[int, Collective]) -> bool:
