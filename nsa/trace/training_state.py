@@ -86,6 +86,7 @@ class TrainingState:
         """Make an optimizer by ``make``, and take note of the user's line."""
         make()
         self._set_at[optimizer] = call_site(2)
+        self._settings[optimizer] = [_settings(group) for group in optimizer.param_groups]
 
     def set(self, scheduler: Any, call: Callable[[], Any]) -> Any:
         """Let a scheduler step by ``call``, and take note where it changed its optimizer's learning rates."""

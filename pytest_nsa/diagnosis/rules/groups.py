@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.memberships import (
+    ITSELF,
+    all_members,
+    is_cut,
+    is_numbered,
+    made_by,
+    members_of_new,
+    of_other_members,
+)
 from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
-from pytest_nsa.evidence.collectives import any_can_complete, ranks_of
+from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence, RankEvidence
-
-_ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
 
 
 def groups_apart(evidence: Evidence) -> Finding | None:
@@ -32,7 +37,7 @@ def groups_apart(evidence: Evidence) -> Finding | None:
     making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
-    if any(_is_cut(c) for c in making.values()):
+    if any(is_cut(c) for c in making.values()):
         return None
     n = evidence.job.world_size
     order = _in_another_order(evidence)
@@ -54,7 +59,7 @@ def groups_apart(evidence: Evidence) -> Finding | None:
             f"each waits for a member that makes another group first: {shown}",
         )  # fmt: skip
     made_alone = None
-    if all(_is_numbered(c) for c in making.values()):
+    if all(is_numbered(c) for c in making.values()):
         made_alone = _made_by_some(evidence) or _left_out(evidence, making)
     if made_alone is not None:
         makers, call = made_alone
@@ -117,7 +122,7 @@ def _finding(
 
 def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[int, Collective]) -> bool:
     """Return whether all that one of the calls needs are in it."""
-    clashing = _of_other_members(evidence)
+    clashing = of_other_members(evidence)
     others = [c for c in waits.values() if c.op != NEW_GROUP and c.group not in clashing]
     if any(c.peer != -1 for c in others) or any_can_complete(others, rings(evidence)):
         return True
@@ -132,36 +137,13 @@ def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[
     return False
 
 
-def _of_other_members(evidence: Evidence) -> set[str]:
-    """Return the names that stand for other members on some ranks than on the others: who is in such a call has not met there."""
-    found: dict[str, set[tuple[int, ...]]] = {}
-    for rank in evidence.ranks:
-        for name, members in rank.groups.items():
-            found.setdefault(name, set()).add(members)
-        for call in _calls(rank):
-            name, _, ranks = call.note.partition(": ")
-            if ranks and not _ITSELF.search(call.note):
-                found.setdefault(name, set()).add(tuple(sorted(_named_in(ranks, evidence.job.world_size))))
-    return {name for name, kinds in found.items() if len(kinds) > 1}
-
-
-def members_of_new(call: Collective, world_size: int) -> frozenset[int]:
-    """Return the ranks that a new group's note names ('2: 0-3,8'); all of them where it names none."""
-    return _named_in(call.note.partition(": ")[2], world_size)
-
-
-@functools.lru_cache(maxsize=256)
-def _named_in(text: str, world_size: int) -> frozenset[int]:
-    return frozenset(ranks_of(text, world_size) or range(world_size))  # a frozenset's hash is worked out once
-
-
 def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
     """Return the ranks that made a group which the others did not make, and its call; the fewer ranks of the two sides.
 
     Compared are the groups that ranks have made, in their order; one that comes later in another rank's order is no such. What
     they made before is past: the same members may meet anew.
     """
-    made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     if len(made) < 2:
         return None
     for place in range(max(map(len, made.values()))):
@@ -171,7 +153,7 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
             kinds.setdefault(members_of_new(call, evidence.job.world_size), []).append(rank)
         if len(kinds) < 2:
             continue
-        later = Counter(m for r in at for m in _all_members(made[r][place:], evidence.job.world_size))
+        later = Counter(m for r in at for m in all_members(made[r][place:], evidence.job.world_size))
         for members, ranks in sorted(kinds.items(), key=lambda kind: len(kind[1])):
             if later[members] == len(ranks):  # no other rank makes it later
                 return tuple(sorted(ranks)), at[ranks[0]]
@@ -181,7 +163,7 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
 
 def _left_out(evidence: Evidence, making: dict[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
     """Return the ranks that have made a group which others, that wait in something else now, have made no group after; its call."""
-    made = {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     elsewhere = [rank for rank in made if rank not in making]
     fewest = min((len(made[rank]) for rank in elsewhere), default=0)
     makers = tuple(sorted(rank for rank in made if len(made[rank]) > fewest))
@@ -192,7 +174,7 @@ def _left_out(evidence: Evidence, making: dict[int, Collective]) -> tuple[tuple[
 
 def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:
     """Return the few ranks that made another group where most made one that these made later: their call, and the others'."""
-    n, made = evidence.job.world_size, {r.rank: _calls(r) for r in evidence.ranks if r.board is not None}
+    n, made = evidence.job.world_size, {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     for place in range(max(map(len, made.values()), default=0)):
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
         groups = Counter(members_of_new(c, n) for c in at.values())
@@ -202,11 +184,11 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
         odd = tuple(sorted(r for r, c in at.items() if members_of_new(c, n) != most))
         if number == next_most or len(odd) >= number:
             return None
-        theirs = {members for r in set(at) - set(odd) for members in _all_members(made[r][place:], n)}
+        theirs = {members for r in set(at) - set(odd) for members in all_members(made[r][place:], n)}
         # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
         made_later = all(
             members_of_new(at[r], n) in theirs
-            and (most in _all_members(made[r][place:], n) or r not in members_of_new(at[r], n))
+            and (most in all_members(made[r][place:], n) or r not in members_of_new(at[r], n))
             for r in odd
         )
         return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None
@@ -215,7 +197,7 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
 
 def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that wait for each other in a circle to make groups which their members alone make."""
-    if any(_is_numbered(c) for c in making.values()):
+    if any(is_numbered(c) for c in making.values()):
         return ()
     n, way = evidence.job.world_size, [min(making)]
     while True:
@@ -230,29 +212,8 @@ def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[in
         way.append(following)
 
 
-def _is_numbered(call: Collective) -> bool:
-    """Return whether torch numbers a group, which all ranks make then, in one order; one that its members alone make has a hash for
-    a name.
-    """
-    return call.note.partition(":")[0].isdigit()
-
-
-def _is_cut(call: Collective) -> bool:
-    """Return whether a group has more ranks than its record holds: who they are is not known."""
-    return call.note.endswith("…")
-
-
 def _named(call: Collective, world_size: int) -> str:
     return describe_ranks(tuple(sorted(members_of_new(call, world_size))), world_size)
-
-
-def _calls(rank: RankEvidence) -> list[Collective]:
-    """Return the makings of numbered groups that a rank has entered, in their order."""
-    return [c for c in rank.collectives if c.op == NEW_GROUP and _is_numbered(c) and not _is_cut(c)]
-
-
-def _all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:
-    return {members_of_new(call, world_size) for call in calls}
 
 
 def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
@@ -265,4 +226,4 @@ def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
 
 def _common_note(making: Collective) -> str:
     """Return a new group's note without what a rank calls itself."""
-    return _ITSELF.sub("", making.note)
+    return ITSELF.sub("", making.note)

@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.following import aligned, swapped
 from pytest_nsa.diagnosis.rules.hooks import without_hook
 from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
+from pytest_nsa.diagnosis.rules.memberships import of_other_members
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
 from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
@@ -36,7 +37,9 @@ STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 def departed(evidence: Evidence) -> Finding | None:
     """Find that two ranks entered different collectives at the same place of their group's sequence."""
-    entered = first_departure(rings(evidence))
+    clashing = of_other_members(evidence)  # who is in a call of such a group has not met the others there
+    calls = rings(evidence)
+    entered = first_departure({r: tuple(c for c in ring if c.group not in clashing) for r, ring in calls.items()})
     if entered is None or _raised_before(evidence, entered):
         return None
     shift = of_a_shift(evidence)
