@@ -241,7 +241,7 @@ _RULES = (
     _bare("static_graph", "`ddp.wrap` makes DDP with static_graph=True."),
     _bare(
         "check_divergence",
-        "Fail when ranks end with different gradients or parameters though DDP keeps them equal (one norm per tensor and step).",
+        "Fail when ranks end with different gradients or parameters though DDP keeps them equal (three norms per tensor and step).",
     ),
     _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(

@@ -49,7 +49,9 @@ class Seen:
 
 
 class Checksums:
-    """Writes the checksums of a rank. Costs one norm per tensor and, on a GPU, a synchronisation: only on request."""
+    """Writes the checksums of a rank. Costs three norms per tensor and step (of gradients, of what an update begins with, of
+    parameters) and, on a GPU, as many synchronisations: only on request.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
