@@ -18,7 +18,7 @@ from pytest_nsa.diagnosis.rules.memberships import (
 )
 from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.board import ANY, NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -124,7 +124,9 @@ def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[
     """Return whether all that one of the calls needs are in it."""
     clashing = of_other_members(evidence)
     others = [c for c in waits.values() if c.op != NEW_GROUP and c.group not in clashing]
-    if any(c.peer != -1 for c in others) or any_can_complete(others, rings(evidence)):
+    if any(c.peer != -1 and _may_be_answered(rank, c, waits) for rank, c in waits.items()):
+        return True
+    if any_can_complete([c for c in others if c.peer == -1], rings(evidence)):
         return True
     n = evidence.job.world_size
     for note, call in {c.note: c for c in making.values()}.items():
@@ -159,6 +161,12 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
+
+
+def _may_be_answered(rank: int, call: Collective, waits: dict[int, Collective]) -> bool:
+    """Return whether the peer of a send or receive does not wait, or waits in its other half; or it may be any rank."""
+    other = waits.get(call.peer)
+    return other is None or (other.peer in (rank, ANY) and other.is_send != call.is_send)
 
 
 def _left_out(evidence: Evidence, making: dict[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:

@@ -255,6 +255,13 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
     passed = tuple(r for r in evidence.members(call.process_group) if r in others)
     is_new = all((c.op, c.way) != (call.op, call.way) for c in made)
     is_first = _unused_groups(evidence) == {call.group}
+    if passed and all(_makes_it_next(evidence, r, found[r], call) for r in passed):
+        who = describe_ranks(last, evidence.job.world_size)
+        why = f"{who} entered {call.describe()} before a call of another group, after which the others make it in each round"
+        return Finding(
+            cause="group_order_deadlock", ranks=last, where=call.site, reason=f"{why}: {shown}", certain=True, confidence=0.85,
+            facts=all_facts(evidence.ranks),
+        )  # fmt: skip
     if len(last) < len(passed) or (is_new and not is_first and len(last) == len(passed)):
         return extra(evidence, last, call, f"which the others have gone past: {shown}")
     if not passed:
@@ -262,6 +269,16 @@ def _of_the_last(evidence: Evidence, found: dict[int, Collective], shown: str) -
     who = describe_ranks(passed, evidence.job.world_size)
     why = f"{who} went on without {call.describe()}, in which others wait (call skipped): {shown}"
     return skipped(evidence, passed, call, why)
+
+
+def _makes_it_next(evidence: Evidence, rank: int, waits: Collective, call: Collective) -> bool:
+    """Return whether a rank has made a call of another group, like ``call``, each time after one like that which it waits in."""
+    if call.process_group == waits.process_group:
+        return False
+    made = calls_before(evidence, rank, waits)
+    at = [i for i, c in enumerate(made) if (c.group, c.op, c.way) == (waits.group, waits.op, waits.way)]
+    rounds = [made[i + 1 : j] for i, j in itertools.pairwise([*at, len(made)])]
+    return bool(rounds) and all(any((c.group, c.shape) == (call.group, call.shape) for c in r) for r in rounds)
 
 
 def _unused_groups(evidence: Evidence) -> set[str]:
