@@ -14,12 +14,12 @@ from nsa.trace.frames import describe, user_frames
 
 
 def line_that_sets(key: str) -> str:
-    """Return the one line that sets ``...[key]`` in the files of the user's code that is running, ``file:line in function``; ''
-    where there is none, or several.
+    """Return the line that sets ``...[key]`` in the files of the user's code that is running, ``file:line in function``: the first
+    of those of one function; '' where there is none, or several functions do.
     """
     files = dict.fromkeys(frame.f_code.co_filename for frame in user_frames(sys._getframe(1)))
     found = [line for file in files for line in _lines_that_set(file, key)]
-    return found[0] if len(found) == 1 else ""
+    return found[0] if len({(line.partition(":")[0], line.rpartition(" in ")[2]) for line in found}) == 1 else ""
 
 
 def line_that_names(text: str) -> str:

@@ -10,7 +10,7 @@ import linecache
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nsa.trace.frames import user_frames
 
@@ -18,6 +18,7 @@ DEPTH = 3  # functions that call each other, down to the change
 MOST = 16  # changes around a step that are kept
 _IN_PLACE = re.compile(r"[a-z]\w*[a-z0-9]_")
 _NO_CHANGE = {"requires_grad_", "share_memory_", "detach_", "retain_grad_", "pin_memory_", "record_stream_", "barrier_"}
+_RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b|is_(main|master|global_zero|local_zero)|main_process")
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_PARAMETERS = re.compile(
     r"\.data\b|\.(weight|bias|in_proj_weight)\b|parameters\(\)|^(p|q|param|parameter|w|weight|target)\b"
@@ -28,17 +29,19 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of parameters or of gradients at ``place``; ``call`` is the line of the running function that leads there, and
-    ``condition`` that of the innermost ``if`` on the way, '' where there is none: each is ``file:line in function``.
+    ``condition`` that of the innermost ``if`` on the way, '' where there is none: each is ``file:line in function``. ``by_rank``:
+    one of the conditions on the way asks for the rank.
     """
 
     of: str  # "parameter" or "gradient"
     place: str
     call: str
     condition: str
+    by_rank: bool
 
     def as_list(self) -> list[str]:
         """As a record of checksums has it."""
-        return [self.of, self.place, self.call, self.condition]
+        return [self.of, self.place, self.call, self.condition, "rank" if self.by_rank else ""]
 
 
 def changes_around(attributes: frozenset[str]) -> list[list[str]]:
@@ -59,7 +62,7 @@ def _in_function(file: str, name: str, line: int, attributes: frozenset[str]) ->
     if not running:
         return ()
     way = frozenset(f.name for f in running)  # what leads to the step is no change beside it
-    return tuple(_Search(file, functions, attributes).in_function(running[-1], "", way))
+    return tuple(_Search(file, functions, attributes).in_function(running[-1], _Under("", by_rank=False), way))
 
 
 @functools.lru_cache(maxsize=32)
@@ -72,6 +75,14 @@ def _functions(file: str) -> tuple[Function, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Under:
+    """The innermost ``if`` on the way, and whether one of those on it asks for the rank."""
+
+    line: str
+    by_rank: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Search:
     """A search for changes in the functions of a file, of a model whose parameters have the names ``attributes``."""
 
@@ -79,12 +90,12 @@ class _Search:
     functions: tuple[Function, ...]
     attributes: frozenset[str]
 
-    def in_function(self, function: Function, condition: str, way: frozenset[str]) -> Iterator[Change]:
+    def in_function(self, function: Function, under: _Under, way: frozenset[str]) -> Iterator[Change]:
         """Yield the changes in a function, under a condition, and in those that it calls; ``way`` has who calls it, and itself."""
-        yield from self._in_block(function.body, function.name, _parameters_of(function), condition, way)
+        yield from self._in_block(function.body, function.name, _parameters_of(function), under, way)
 
     def _in_block(
-        self, block: list[ast.stmt], name: str, variables: set[str], condition: str, way: frozenset[str]
+        self, block: list[ast.stmt], name: str, variables: set[str], under: _Under, way: frozenset[str]
     ) -> Iterator[Change]:
         for statement in block:
             here = f"{self.file}:{statement.lineno} in {name}"
@@ -92,13 +103,15 @@ class _Search:
                 for receiver, line in _changed_in(expression):
                     if of := self._what_is(receiver, variables):
                         place = f"{self.file}:{line} in {name}"
-                        yield Change(of, place, place, condition)
+                        yield Change(of, place, place, under.line, under.by_rank)
                 for called in self._called_in(expression, way) if len(way) < DEPTH else ():
-                    for inner in self.in_function(called, condition, way | {called.name}):
-                        yield Change(inner.of, inner.place, here, inner.condition)
-            under = here if isinstance(statement, ast.If) else condition
-            for inside in _blocks(statement):
-                yield from self._in_block(inside, name, variables, under, way)
+                    for inner in self.in_function(called, under, way | {called.name}):
+                        yield replace(inner, call=here)
+            inside = under
+            if isinstance(statement, ast.If):
+                inside = _Under(here, under.by_rank or bool(_RANK.search(ast.unparse(statement.test))))
+            for inner_block in _blocks(statement):
+                yield from self._in_block(inner_block, name, variables, inside, way)
 
     def _what_is(self, receiver: str, variables: set[str]) -> str:
         """Return what the expression that is changed stands for: "gradient", "parameter", or "" for something else."""
@@ -108,14 +121,13 @@ class _Search:
         return "parameter" if is_one or _OF_PARAMETERS.search(receiver) else ""
 
     def _called_in(self, node: ast.AST, way: frozenset[str]) -> Iterator[Function]:
-        """Yield the functions of the file that an expression calls by a name that one of them alone has."""
+        """Yield the functions of the file that an expression may call, by their names: of a method also those of other classes."""
         for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
             name = _called_name(call)
             if isinstance(call.func, ast.Name) and all(f.name != name for f in self.functions):
                 name = "__call__"
-            named = [f for f in self.functions if f.name == name]
-            if len(named) == 1 and name not in way:
-                yield named[0]
+            if name not in way:
+                yield from (f for f in self.functions if f.name == name)
 
 
 def _own(statement: ast.stmt) -> list[ast.AST]:
@@ -137,9 +149,15 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 def _parameters_of(function: ast.AST) -> set[str]:
     """Return the variables of a function that are parameters, one after the other: ``for name, v in model.named_parameters()``."""
-    loops = [n for n in ast.walk(function) if isinstance(n, ast.For | ast.comprehension)]
-    over = [loop for loop in loops if "parameters()" in ast.unparse(loop.iter)]
-    return {n.id for loop in over for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    found: set[str] = set()
+    for loop in (n for n in ast.walk(function) if isinstance(n, ast.For | ast.comprehension)):
+        pairs = [(loop.target, loop.iter)]
+        if isinstance(loop.iter, ast.Call) and _called_name(loop.iter) == "zip" and isinstance(loop.target, ast.Tuple):
+            pairs = list(zip(loop.target.elts, loop.iter.args, strict=False))
+        for target, over in pairs:
+            if "parameters()" in ast.unparse(over):
+                found |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return found
 
 
 def _changed_in(node: ast.AST) -> Iterator[tuple[str, int]]:

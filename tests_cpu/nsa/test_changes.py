@@ -57,12 +57,12 @@ def found(tmp_path: Path, body: str) -> list[list[str]]:
     ],
 )
 def test_a_change_in_the_loop(tmp_path: Path, body: str, of: str, place: str, condition: str) -> None:
-    assert found(tmp_path, body) == [[of, place, place, condition]]
+    assert found(tmp_path, body) == [[of, place, place, condition, "rank" if condition else ""]]
 
 
 def test_a_change_in_what_a_condition_calls(tmp_path: Path) -> None:
     assert found(tmp_path, "if rank == 9:\n    deeper(average, model)") == [
-        ["parameter", "11 in stand_in", "5 in run", "4 in run"]
+        ["parameter", "11 in stand_in", "5 in run", "4 in run", "rank"]
     ]
 
 

@@ -290,7 +290,7 @@ def went_ahead(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int,
     if by_line:
         return by_line
     steps = {r: entered[r].step for r in ranks}
-    if len(set(steps.values())) > 1:
+    if len(set(steps.values())) > 1 and min(steps.values()) > 0:  # who has made none does not train: another role
         fewest = tuple(r for r in ranks if steps[r] == min(steps.values()))
         most = tuple(r for r in ranks if steps[r] == max(steps.values()))
         # In a loop around both, the others may have come round to the inner one again.

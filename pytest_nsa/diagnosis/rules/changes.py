@@ -40,15 +40,17 @@ def changed_before(
     changers = tuple(rank for rank, total in last.items() if not _are_equal((total, now[rank])))
     changes = [c for rank in known for c in known[rank].get("changes", ()) if c[0] == of]
     # What all ranks do alike is seldom why: a condition may be true on some of them alone.
-    may_differ = [c for c in changes if c[3]] or changes
     is_by_some = 0 < len(changers) < len(diverged)
+    of_a_rank = [c for c in changes if is_by_some and c[4:] == ["rank"]]
+    may_differ = of_a_rank or [c for c in changes if c[3]] or changes
     ranks = changers if is_by_some and len(finding.ranks) == len(diverged) else finding.ranks
     who = f", by {describe_ranks(changers, world_size)}" if is_by_some else ""
     if not may_differ:
         return replace(finding, ranks=ranks, reason=f"{finding.reason}; {told}{who}")
-    _, place, call, _ = may_differ[0]
-    at = f"{place}, called at {call}" if place != call else place
-    return replace(finding, ranks=ranks, where=call, reason=f"{finding.reason}; {told}{who}: see {at}")
+    place, call = may_differ[0][1:3]
+    at, called_from = (f"{place}, called at {call}", call) if place != call else (place, "")
+    reason = f"{finding.reason}; {told}{who}: see {at}"
+    return replace(finding, ranks=ranks, where=place, called_from=called_from, reason=reason)
 
 
 def differed_before(records: Mapping[int, dict[str, Any]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from pytest_nsa.diagnosis.rules.source import (
     is_here,
     is_in_loop,
     is_past_the_loop,
+    line_that_ends,
+    loops_of,
     share_a_loop,
 )
 from pytest_nsa.evidence.board import Collective
@@ -158,6 +161,18 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
             )
         inner = frame.function
     return found[::-1]
+
+
+def line_of_its_loop(rank: RankEvidence) -> str:
+    """Return the line that would end the loop which does not end, of the innermost function that is in one: in which line of it the
+    rank was found is chance. That is its condition; of a ``while True`` the first ``if`` that leaves it. '' where no loop is known.
+    """
+    for frame in [f for f in rank.stack.frames if f.is_user][:3] if rank.stack is not None else []:
+        loops = loops_of(rank.sources, frame.describe())
+        loop = next((loop for loop in reversed(loops) if isinstance(loop, ast.While)), loops[-1] if loops else None)
+        if loop is not None:
+            return replace(frame, line=line_that_ends(loop)).describe()
+    return ""
 
 
 def main_thread_that_joins(rank: RankEvidence) -> ThreadStack | None:

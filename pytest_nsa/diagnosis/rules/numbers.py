@@ -10,6 +10,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.source import where_its_loss_is_computed
 from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
@@ -49,7 +50,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="nan_loss",
         ranks=ranks,
-        where=site or error.where,
+        where=where_its_loss_is_computed(evidence.sources, site) or site or error.where,
         reason=f"the loss of step {step} is {value} on {describe_ranks(ranks, evidence.job.world_size)}; then {error.type}: {text}",
         certain=True,
         confidence=0.9,

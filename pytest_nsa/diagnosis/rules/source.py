@@ -100,6 +100,26 @@ def follows_in_its_block(sources: Sources, place: str, other: str) -> bool:
     return mine in block and block.index(theirs) < block.index(mine)
 
 
+def where_its_loss_is_computed(sources: Sources, place: str) -> str:
+    """Return the location at which a function has computed what its line calls ``backward`` of; '' where it does so elsewhere."""
+    match, found = LOCATION.match(place), sources.around(place)
+    function = next((s for s in found if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)), None)
+    if match is None or function is None:
+        return ""
+    calls = [n for part in own_parts(found[-1]) for n in ast.walk(part) if isinstance(n, ast.Call)]
+    losses = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "backward"]
+    names = {n.id for loss in losses for n in ast.walk(loss) if isinstance(n, ast.Name)}
+    computed = [
+        s.lineno
+        for s in ast.walk(function)
+        if isinstance(s, ast.Assign)
+        and s.lineno < int(match["line"])
+        and any(isinstance(t, ast.Name) and t.id in names for t in s.targets)
+        and any(isinstance(n, ast.Call) for n in ast.walk(s.value))
+    ]
+    return f"{match['file']}:{max(computed)} in {place[match.end() :]}" if computed else ""
+
+
 def is_endless_generator(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``while True`` that yields and that nothing leaves: a ``for`` over it ends by a break alone."""
     for loop in loops_of(sources, place):

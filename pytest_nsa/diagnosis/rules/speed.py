@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.locations import line_of_its_loop
 from pytest_nsa.diagnosis.rules.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -69,7 +70,7 @@ def straggler(evidence: Evidence) -> Finding | None:
     return Finding(
         cause="infinite_loop" if rounds else "straggler",
         ranks=ranks,
-        where=last_seen(first),
+        where=(line_of_its_loop(first) if rounds else "") or last_seen(first),
         module=owning_module(first),
         reason=rounds or reason,
         confidence=0.8,

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
 from pytest_nsa.diagnosis.rules.keys import waits_for
-from pytest_nsa.diagnosis.rules.locations import parts_of
+from pytest_nsa.diagnosis.rules.locations import line_of_its_loop, parts_of
 from pytest_nsa.diagnosis.rules.source import (
     calls_nothing,
     is_endless_generator,
     is_in_while,
-    line_that_ends,
     loops_around,
-    loops_of,
 )
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
@@ -195,7 +192,7 @@ def _what_computes(rank: RankEvidence) -> Why:
     # A loop that polls the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
     if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
-        return Why("infinite_loop", "polls without a pause for what does not arrive", 0.8, _loop_line(rank))
+        return Why("infinite_loop", "polls without a pause for what does not arrive", 0.8, line_of_its_loop(rank))
     if (
         stack is not None
         and frame is not None
@@ -218,10 +215,10 @@ def _what_computes(rank: RankEvidence) -> Why:
         generator = next((place for place in places if is_endless_generator(rank.sources, place)), "")
         if _is_in_for_loops(rank) and generator:
             says = f"takes what it does not need from a generator without an end, {generator}"
-            return Why("infinite_loop", says, 0.8, _loop_line(rank))
+            return Why("infinite_loop", says, 0.8, line_of_its_loop(rank))
         if _is_in_for_loops(rank):
             return Why("slow", "computes in a for loop that has not come to its end", 0.6)
-        return Why("infinite_loop", "runs in Python without making progress", 0.8, _loop_line(rank))
+        return Why("infinite_loop", "runs in Python without making progress", 0.8, line_of_its_loop(rank))
     return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
 
 
@@ -233,18 +230,6 @@ def _recursion(rank: RankEvidence) -> str:
     inner = (frames[0].file, frames[0].function)
     depth = [i for i, f in enumerate(frames) if (f.file, f.function) == inner]
     return frames[depth[-1] + 1].describe() if len(depth) > 2 and depth[-1] + 1 < len(frames) else ""
-
-
-def _loop_line(rank: RankEvidence) -> str:
-    """Return the line that would end the loop which does not end, of the innermost function that is in one: in which line of it the
-    rank was found is chance. That is its condition; of a ``while True`` the first ``if`` that leaves it. '' where no loop is known.
-    """
-    for frame in [f for f in rank.stack.frames if f.is_user][:3] if rank.stack is not None else []:
-        loops = loops_of(rank.sources, frame.describe())
-        loop = next((loop for loop in reversed(loops) if isinstance(loop, ast.While)), loops[-1] if loops else None)
-        if loop is not None:
-            return replace(frame, line=line_that_ends(loop)).describe()
-    return ""
 
 
 def _is_in_for_loops(rank: RankEvidence) -> bool:
