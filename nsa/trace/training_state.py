@@ -48,7 +48,8 @@ class TrainingState:
         self._loads: list[Load] = []
         self._set_at: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._settings: weakref.WeakKeyDictionary[Optimizer, list[dict[str, object]]] = weakref.WeakKeyDictionary()
-        self._made_at: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        # By id: a module's hash may need what its class makes after `torch.nn.Module.__init__`, as that of torchmetrics does.
+        self._made_at: dict[int, tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._is_loading = False
 
     def load(self, what: str, owner: Any, state: Any, call: Callable[[], Any]) -> Any:
@@ -76,11 +77,14 @@ class TrainingState:
         """Begin to make a module by ``make``, and take note of the user's line that does: not of the module's own ``__init__``."""
         make()
         frames = user_frames(sys._getframe(2))
-        self._made_at[module] = describe(next((f for f in frames if f.f_code.co_name != "__init__"), None))
+        line = describe(next((f for f in frames if f.f_code.co_name != "__init__"), None))
+        number, made_at = id(module), self._made_at
+        made_at[number] = weakref.ref(module, lambda _: made_at.pop(number, None) and None), line
 
     def made_at(self, module: torch.nn.Module) -> str:
         """Return the user's line that made a module, '' where it is not known."""
-        return self._made_at.get(module, "")
+        made, line = self._made_at.get(id(module), (None, ""))
+        return line if made is not None and made() is module else ""
 
     def made(self, optimizer: Optimizer, make: Callable[[], None]) -> None:
         """Make an optimizer by ``make``, and take note of the user's line."""

@@ -165,7 +165,7 @@ def test_a_rank_loads_older_weights_and_the_test_sees_it(group):
     model = nn.parallel.DistributedDataParallel(net)
     with torch.no_grad():
         for p in net.parameters():
-            p.mul_(0.9 if group.rank == 2 else 0.8)
+            p.mul_(0.9 if group.rank == 2 else 0.8)  # HERE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(AT):
         optimizer.zero_grad()

@@ -72,11 +72,11 @@ def test_a_scheduler_that_steps_by_each_rank_s_own_loss(group):
         scheduler.step(1.0 + epoch if group.rank == 3 else 1.0 / (1 + epoch))  # HERE
 
 
-@planted("silent_divergence", [0, 1, 2], n=3, where="in train", reason="DDP does not know 2.1.weight and 1 more")
+@planted("silent_divergence", [0, 1, 2], n=3, marked=True, reason="DDP does not know 2.1.weight and 1 more")
 @check_divergence
 def test_a_head_that_is_put_in_after_ddp_was_made(group):
     model = DDP(small())
-    model.module[2] = nn.Sequential(model.module[2], nn.Linear(2, 3))
+    model.module[2] = nn.Sequential(model.module[2], nn.Linear(2, 3))  # HERE
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, 3)
 
 

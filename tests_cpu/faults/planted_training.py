@@ -201,7 +201,7 @@ def test_a_block_used_twice_under_reentrant_checkpointing(ddp: DDP) -> None:
     train(ddp.wrap(Twice()), ddp.rank)
 
 
-@planted("silent_divergence", [0, 1])
+@planted("silent_divergence", [1], reason="changed before that step, by no optimizer, by rank 1")
 def test_parameters_are_changed_on_one_rank(ddp: DDP) -> None:
     model = ddp.wrap(net())
 

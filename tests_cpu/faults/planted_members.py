@@ -1,0 +1,169 @@
+"""Groups and who is in them: made by members alone, one name for two, a call before another group's; a role that never trains.
+
+After sets that were written without knowing the rules. HERE marks the lines that a verdict may name.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from pytest_nsa import check_divergence
+from tests_cpu.faults.planting import AT, planted
+
+
+def group_of(rank, members):
+    if rank not in members:  # HERE
+        return None
+    return dist.new_group(members)  # HERE
+
+
+@planted("init_timeout", [0, 1], n=4, marked=True, reason="made group 1")
+def test_two_groups_have_one_number(group):
+    """What two ranks made alone is number 1 to them; to the others that is the group of all, which comes next."""
+    first = group_of(group.rank, [0, 1])
+    dist.all_reduce(torch.ones(2))
+    if first is not None:
+        dist.all_reduce(torch.ones(1), group=first)
+    everyone = dist.new_group()
+    dist.all_reduce(torch.ones(3), group=everyone)
+
+
+@planted("init_timeout", [2], n=4, marked=True, reason="without group")
+def test_a_member_goes_on_to_its_messages(group):
+    """The one that does not make the group waits for a message of one that does; so does a rank that is no member."""
+    if group.rank in (0, 3):  # HERE
+        dist.new_group([0, 2, 3], use_local_synchronization=True)  # HERE
+    h = torch.ones(4)
+    if group.rank > 0:
+        dist.recv(h, group.rank - 1)
+    if group.rank < 3:
+        dist.send(h, group.rank + 1)
+
+
+@planted("group_order_deadlock", [0], n=4, marked=True, reason="after which the others make it in each round")
+def test_the_ends_share_a_weight_and_one_is_early(group):
+    ends = dist.new_group([0, 3])
+    for step in range(7):
+        dist.all_reduce(torch.ones(8))
+        is_early = group.rank == 0 and step >= AT  # HERE
+        if is_early:
+            dist.all_reduce(torch.ones(20), group=ends)  # HERE
+        dist.all_reduce(torch.zeros(1), op=dist.ReduceOp.MAX)
+        if group.rank in (0, 3) and not is_early:
+            dist.all_reduce(torch.ones(20), group=ends)
+
+
+class Tied(nn.Module):
+    """The last layer has the first one's weight: a state has it twice, the parameters once."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+@planted("skipped_collective", [1, 2], n=4, marked=True)
+def test_weights_are_sent_once_more_than_they_are_taken(group):
+    """The one that trains has made steps, and the others never do: that tells nothing about who is ahead."""
+    torch.manual_seed(1)
+    model, listeners = Tied(), dist.new_group([0, 1, 2])
+    if group.rank == 0:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.arange(6)).square().mean().backward()
+            optimizer.step()
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, 0, group=listeners)  # HERE
+    elif group.rank < 3:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0, group=listeners)  # HERE
+    dist.all_reduce(torch.ones(3))
+
+
+def small():
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+
+
+@planted("nan_loss", [1], n=2, marked=True)
+def test_no_label_is_left_in_a_batch(group):
+    model = DDP(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        x, y = batch(group.rank, step)
+        if group.rank == 1 and step == AT:
+            y[:] = -100
+        loss = F.cross_entropy(model(x), y)  # HERE
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert torch.isfinite(loss)
+
+
+class Adaptive:
+    """Sets the rate by what a rank has seen itself, in one of two lines."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, seen):
+        for settings in self.optimizer.param_groups:
+            if seen > 1.2:
+                settings["lr"] = max(0.001, settings["lr"] / 2)  # HERE
+            elif seen < 1.05:
+                settings["lr"] = min(1.0, settings["lr"] * 2)  # HERE
+
+
+@check_divergence
+@planted("silent_divergence", [2], n=3, marked=True, reason="the optimizer's lr differs")
+def test_a_rate_by_the_rank_s_own_loss(group):
+    model = DDP(small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adaptive = Adaptive(optimizer)
+    for step in range(6):
+        x, y = batch(group.rank, step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        adaptive.step(1.5 if group.rank == 2 and step == AT else 1.1)
+
+
+class Draws:
+    """Draws until so many are of use."""
+
+    def __init__(self, model, of_use):
+        self.model, self.of_use = model, of_use
+
+    @torch.no_grad()
+    def value(self):
+        value = float(self.model(torch.ones(1, 6)).norm())
+        return value if self.of_use else -value
+
+    def take(self, number):
+        kept = []
+        while len(kept) < number:  # HERE
+            value = self.value()
+            if value > 0:
+                kept.append(value)
+        return kept
+
+
+@planted("infinite_loop", [2], n=3, marked=True)
+def test_no_draw_is_of_use_on_one_rank(group):
+    model = small()
+    for step in range(5):
+        taken = Draws(model, group.rank != 2 or step != AT).take(4)
+        dist.all_reduce(torch.tensor(taken))
