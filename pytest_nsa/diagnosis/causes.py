@@ -407,8 +407,8 @@ _REGISTRY = (
     Cause(
         name="assertion",
         chapter="Else",
-        summary="an ordinary failure of the test.",
-        advice="the test's own assertion failed",
+        summary="an ordinary failure of the test: its own assertion, or an exception that all ranks raised alike.",
+        advice="no rank is to blame: the test fails as it would on one rank",
         rules=(
             "exits.rank_raised",
             "items.foreseen",

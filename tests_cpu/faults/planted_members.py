@@ -69,7 +69,7 @@ class Tied(nn.Module):
         return self.head(self.embed(x))
 
 
-@planted("skipped_collective", [1, 2], n=4, marked=True)
+@planted("extra_collective", [0], n=4, marked=True)
 def test_weights_are_sent_once_more_than_they_are_taken(group):
     """The one that trains has made steps, and the others never do: that tells nothing about who is ahead."""
     torch.manual_seed(1)
@@ -104,9 +104,8 @@ def test_no_label_is_left_in_a_batch(group):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         x, y = batch(group.rank, step)
-        if group.rank == 1 and step == AT:
-            y[:] = -100
-        loss = F.cross_entropy(model(x), y)  # HERE
+        counts = torch.zeros(6) if group.rank == 1 and step == AT else torch.ones(6)
+        loss = (F.cross_entropy(model(x), y, reduction="none") * counts).sum() / counts.sum()  # HERE
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

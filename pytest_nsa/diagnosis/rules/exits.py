@@ -141,7 +141,9 @@ def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedExce
 
 
 def rank_raised(evidence: Evidence) -> Finding | None:
-    """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited."""
+    """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited for another:
+    the test's own, or any that all ranks raised alike.
+    """
     found = _first_exceptions(evidence)
     if not found:
         return None
@@ -159,8 +161,8 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "oom"
     elif _is_of_a_lost_worker(error):
         cause = "dataloader_stuck"
-    elif error.type in _ASSERTIONS and not waited:
-        cause = "assertion"
+    elif not waited and not failed and (error.type in _ASSERTIONS or len(same) == len(evidence.ranks)):
+        cause = "assertion"  # an ordinary failure: no rank's alone
     else:
         cause = "rank_exception"
     reason, where = _told(error)

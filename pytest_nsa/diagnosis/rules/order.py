@@ -395,7 +395,12 @@ def _minority(found: dict[int, Collective]) -> tuple[int, ...]:
 
 
 def _chose_otherwise(evidence: Evidence, found: dict[int, Collective]) -> bool:
-    """Return whether two ranks are in the two branches of one ``if``: neither has gone past the other."""
+    """Return whether two ranks are in the two branches of one ``if``, or all in one line of a loop in an order of values: neither
+    has gone past the other.
+    """
+    shared = set.intersection(*(_places(evidence.ranks[r], c) for r, c in found.items()))
+    if any(source.is_in_order_of_values(evidence.sources, place) for place in shared):
+        return True
     numbers = Counter(frozenset(_places(evidence.ranks[r], c)) for r, c in found.items())
     places = [
         p for p, number in numbers.items() for _ in range(min(number, 2))

@@ -129,8 +129,8 @@ def _importing(rank: RankEvidence) -> Why | None:
 
 
 def _loader(rank: RankEvidence) -> Why | None:
-    if not any(_LOADER in file for file in _library_files(rank)):
-        return None
+    if not any(_LOADER in file for file in _library_files(rank)) or computes(rank.process):
+        return None  # one that computes in its loader, without workers, waits for nothing
     for stacks in rank.children_threads:
         main = next((t for t in stacks if t.is_main), None)
         if main is not None and main.user_frame is not None:
