@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -129,10 +130,18 @@ def waits(ends: threading.Event) -> None:
     ends.wait()
 
 
-def test_the_line_that_sets_a_key_is_found_where_it_is_the_only_one() -> None:
+def sets_it_too(group: dict[str, int]) -> None:
+    group["by two"] = 4
+
+
+def test_the_line_that_sets_a_key_is_found_where_one_function_does() -> None:
     assert line_that_sets("rate").endswith(" in fails_in_a_round")
     assert line_that_sets("no such key") == ""
-    group = {"twice": 1}
+    group = {"twice": 1, "by two": 1}
     group["twice"] = 2
     group["twice"] += 3
-    assert line_that_sets("twice") == ""
+    first = inspect.getsourcelines(test_the_line_that_sets_a_key_is_found_where_one_function_does)[1] + 4
+    assert f":{first} in test_the_line" in line_that_sets("twice")
+    group["by two"] = 2
+    sets_it_too(group)
+    assert line_that_sets("by two") == ""

@@ -119,8 +119,8 @@ def test_loses_its_folder(group, tmp_path):
 EXPECTED = {
     "test_sys_exit": ("FAIL", "rank_exited", (1,)),
     "test_abort": ("CRASH", "rank_died", (1,)),
-    "test_unpicklable": ("FAIL", "rank_exception", (0, 1)),
-    "test_unprintable": ("FAIL", "rank_exception", (0, 1)),
+    "test_unpicklable": ("FAIL", "assertion", (0, 1)),
+    "test_unprintable": ("FAIL", "assertion", (0, 1)),
     "test_long_text": ("FAIL", "rank_exception", (1,)),
     "test_set_up_fails": ("FAIL", "rank_exception", (1,)),
     "test_set_up_hangs": ("HANG", "sleeping", (1,)),
@@ -129,7 +129,7 @@ EXPECTED = {
     "test_no_descriptors": ("FAIL", "rank_exception", (1,)),
     "test_closes_everything": None,  # whatever is known of a rank without descriptors, it fails
     "test_interrupts_itself": ("FAIL", "rank_exception", (1,)),
-    "test_recursion": ("FAIL", "rank_exception", (0, 1)),
+    "test_recursion": ("FAIL", "assertion", (0, 1)),
     "test_loses_its_folder": ("FAIL", "assertion", (1,)),
 }
 
