@@ -13,11 +13,15 @@ HABIT = 0.5  # of a rank's steps: what happens so often is how this program trai
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """What some ranks did in a step and the others did not; ``why`` is the reason of the plan's list, with what is known."""
+    """What some ranks did in a step and the others did not; ``why`` is the reason of the plan's list, with what is known.
+
+    ``is_habit``: of what programs do in some of their steps, as they do not synchronise while they accumulate.
+    """
 
     ranks: tuple[int, ...]
     step: int
     why: str
+    is_habit: bool = False
 
 
 def anomaly(evidence: Evidence) -> Anomaly | None:
@@ -38,7 +42,8 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
-            return Anomaly(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event))
+            is_habit = kind == "not_synchronised"
+            return Anomaly(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event), is_habit=is_habit)
     return None
 
 

@@ -274,11 +274,19 @@ class Departure:
 
     @property
     def has_its_own_to_come(self) -> bool:
-        """Whether the others' call is for all ranks but this one, whose counterpart comes later in that function: `main process
-        first`.
+        """Whether the others' call is for all ranks but this one, whose counterpart comes later in that function: it is in the body
+        of the ``with`` that they enter, `main process first`.
         """
-        site = self.other.site
-        return not is_same_line(self.mine, self.other) and has_a_counterpart(self.parted.sources, site)
+        sources, other = self.parted.sources, self.other
+        if is_same_line(self.mine, other) or not has_a_counterpart(sources, other.site):
+            return False
+        return any(self._is_in_the_body_of(place) for place in other.way)
+
+    def _is_in_the_body_of(self, place: str) -> bool:
+        """Return whether ``mine`` comes from the body of a ``with`` that begins at a line."""
+        (_, line, function), end = parts_of(place), end_of_with(self.parted.sources, place)
+        mine = [parts_of(p)[1] for p in (self.parted.here, *self.mine.way) if parts_of(p)[2] == function]
+        return any(line < own < end for own in mine)
 
     @property
     def is_at_the_end_of_a_join(self) -> bool:

@@ -28,6 +28,8 @@ def explained(
         return culprits, "collective_mismatch", f"{why}: {told}"
     # Who is behind has not come to what its step lacks.
     odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
+    if odd is not None and odd.is_habit and not set(odd.ranks) & set(culprits):
+        odd = None  # who accumulates by another rhythm synchronises at other steps
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
@@ -49,6 +51,8 @@ def explained(
     ):
         cause = "hook_deadlock"
         why = f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {why}"
+    if cause == "collective_mismatch" and len({c.way for c in (entered or {}).values()}) == 1:
+        return culprits, cause, why  # one line, and what it carries: no other way
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
