@@ -213,10 +213,11 @@ def _left_the_loop_early(evidence: Evidence, entered: dict[int, Collective]) -> 
     followers = {shapes[i + 1] for i in range(len(shapes) - 1) if shapes[i] == shapes[-1]}
     who = describe_ranks(behind, evidence.job.world_size)
     told = f"{who} made {mine.step} steps and entered {mine.describe()}, while step {other.step} of the others reduces gradients"
+    parted = where_they_part(evidence.sources, evidence.ranks[behind[0]], mine, evidence.ranks[ahead[0]], other)
+    departure = Departure(before, _made_by_both(evidence, behind[0], mine, ahead[0], other), mine, other, parted)
+    if len(behind) == 1 and departure.is_for_its_rank_alone:
+        return behind, "extra_collective", f"{told}: a call that its condition leaves to this rank alone"
     if shapes and mine.shape not in shapes and mine.shape[1] != other.shape[1]:
-        parted = where_they_part(evidence.sources, evidence.ranks[behind[0]], mine, evidence.ranks[ahead[0]], other)
-        calls = _made_by_both(evidence, behind[0], mine, ahead[0], other)
-        departure = Departure(before, calls, mine, other, parted)
         if departure.is_in_its_statement or departure.is_on_the_way:
             return behind, "extra_collective", f"{told}: a call that no round before had"
         if (parted.in_loop or share_a_loop(evidence.sources, parted.here, parted.there)) and not parted.has_left:
