@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.counters import are_in_one_round, lead
 from pytest_nsa.diagnosis.rules.departures import LEFT_BEHIND, Departure, expected_next, is_new_call, kind_of
 from pytest_nsa.diagnosis.rules.locations import (
@@ -16,7 +17,7 @@ from pytest_nsa.diagnosis.rules.locations import (
     where_they_part,
 )
 from pytest_nsa.diagnosis.rules.shifts import first_apart
-from pytest_nsa.diagnosis.rules.source import are_alternatives, have_a_common_loop, is_here, is_in_retries, share_a_loop
+from pytest_nsa.diagnosis.rules.source import have_a_common_loop, is_here, is_in_retries, share_a_loop
 from pytest_nsa.diagnosis.rules.visits import (
     counts_of_rounds,
     is_same_line,

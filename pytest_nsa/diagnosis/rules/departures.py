@@ -7,22 +7,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pytest_nsa.diagnosis.rules.conditions import (
+    are_alternatives,
+    follows_in_its_block,
+    has_a_counterpart,
+    is_for_one_rank,
+    may_be_left_out,
+)
 from pytest_nsa.diagnosis.rules.locations import Parting, line_in, parts_of
 from pytest_nsa.diagnosis.rules.source import (
-    are_alternatives,
     are_of_one_function,
     calls_each_of_some,
     end_of_with,
-    follows_in_its_block,
-    has_a_counterpart,
     have_a_common_loop,
     is_a_join,
-    is_for_one_rank,
     is_here,
     is_in_order_of_values,
     is_past_the_loop,
     loops_of,
-    may_be_left_out,
 )
 from pytest_nsa.diagnosis.rules.visits import (
     counts_of_rounds,

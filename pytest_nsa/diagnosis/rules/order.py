@@ -6,8 +6,9 @@ import itertools
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
-from pytest_nsa.diagnosis.rules import source
+from pytest_nsa.diagnosis.rules import conditions, source
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, went_ahead
+from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import ENDS_A_JOIN, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -25,7 +26,6 @@ from pytest_nsa.diagnosis.rules.shifts import (
     parted_before,
     unlike_the_others,
 )
-from pytest_nsa.diagnosis.rules.source import are_alternatives
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
@@ -429,7 +429,9 @@ def _departs_over_groups(evidence: Evidence, found: dict[int, Collective]) -> tu
 
 def is_for_one_rank(evidence: Evidence, rank: int, collective: Collective) -> bool:
     """Return whether a call, or the line of a caller, is under a condition that is true on one rank."""
-    return any(source.is_for_one_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective))
+    return any(
+        conditions.is_for_one_rank(evidence.sources, place) for place in _places(evidence.ranks[rank], collective)
+    )
 
 
 def _is_for_them_alone(evidence: Evidence, entered: dict[int, Collective], ranks: tuple[int, ...]) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
+from pytest_nsa.diagnosis.rules.conditions import are_alternatives, is_for_one_rank
 from pytest_nsa.diagnosis.rules.counters import MOST_KINDS
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import where_ways_part
-from pytest_nsa.diagnosis.rules.source import are_alternatives, is_for_one_rank
 from pytest_nsa.diagnosis.rules.visits import is_same_line
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Iterator
 
 from pytest_nsa.evidence.source import LOCATION, Sources
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Match)
-_BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Match)
+BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BY_VALUE = ("sorted", "set", "frozenset", "argsort", "shuffle", "sample", "listdir", "glob", "iterdir", "scandir")
-_RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
-_ITS_RANK = re.compile(r"_?(\w+_)?rank")
-_MAIN = re.compile(r"_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coordinator)(_process|_rank|_worker)?")
 
 
 def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
@@ -83,21 +79,6 @@ def line_that_ends(loop: ast.For | ast.While) -> int:
             if any(isinstance(n, ast.Break | ast.Return | ast.Raise) for n in ast.walk(node)):
                 return node.lineno
     return loop.lineno
-
-
-def follows_in_its_block(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one line comes after another in a block, of a loop, and neither is under a condition of its own there: who
-    comes to it in a round has come past the other one.
-    """
-    a, b = sources.around(place), sources.around(other)
-    common = [statement for statement in a if statement in b]
-    if not common or not any(isinstance(s, ast.For | ast.While) for s in common):
-        return False
-    outer, mine, theirs = common[-1], *(next((s for s in way if s not in common), None) for way in (a, b))
-    if mine is None or theirs is None or any(isinstance(s, (*_COMPOUND, *_BLOCKS)) for s in (mine, theirs)):
-        return False
-    block = _block_of(outer, theirs)
-    return mine in block and block.index(theirs) < block.index(mine)
 
 
 def where_its_loss_is_computed(sources: Sources, place: str) -> str:
@@ -176,24 +157,6 @@ def is_in_retries(sources: Sources, place: str) -> bool:
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
-def may_be_left_out(sources: Sources, place: str) -> bool:
-    """Return whether a round of the innermost ``for`` of a line may go without it: an ``if`` without ``else`` is around it, or
-    before it one that ends in a ``continue``.
-    """
-    found, loops = sources.around(place), loops_of(sources, place)
-    if not loops or not isinstance(loops[-1], ast.For):
-        return False
-    inside = found[found.index(loops[-1]) :]
-    for outer, inner in itertools.pairwise(inside):
-        if isinstance(inner, ast.If) and not inner.orelse and inner is not inside[-1]:
-            return True
-        block = getattr(outer, "body", [])
-        before = block[: block.index(inner)] if inner in block else []
-        if any(isinstance(s, ast.If) and isinstance(s.body[-1], ast.Continue) for s in before):
-            return True
-    return False
-
-
 def is_in_loop(sources: Sources, place: str) -> bool:
     """Return whether a line is in a ``for`` or a ``while``."""
     return bool(loops_of(sources, place))
@@ -206,7 +169,7 @@ def has_a_comprehension(sources: Sources, place: str, called: str = "") -> bool:
     found = sources.around(place)
     nodes = [node for part in (own_parts(found[-1]) if found else []) for node in ast.walk(part)]
     within = {id(n) for node in nodes if isinstance(node, _COMPREHENSIONS) for n in ast.walk(node)}
-    calls = {id(node) for node in nodes if isinstance(node, ast.Call) and _called_name(node) == called}
+    calls = {id(node) for node in nodes if isinstance(node, ast.Call) and called_name(node) == called}
     return bool(within) and not (calls and calls.isdisjoint(within))
 
 
@@ -224,29 +187,11 @@ def is_a_join(sources: Sources, place: str) -> bool:
     line = int(match["line"]) if match else 0
     found = [s for s in sources.around(place) if isinstance(s, ast.With) and s.lineno == line]
     return any(
-        _called_name(i.context_expr) in ("Join", "join")
+        called_name(i.context_expr) in ("Join", "join")
         for s in found
         for i in s.items
         if isinstance(i.context_expr, ast.Call)
     )
-
-
-def has_a_counterpart(sources: Sources, place: str) -> bool:
-    """Return whether a line is under a condition that leaves one rank out, and makes a call that a later line of the function makes
-    under a condition that holds on that rank.
-    """
-    found = sources.around(place)
-    function = next((s for s in reversed(found) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)), None)
-    apart = next((s for s in found if isinstance(s, ast.If) and _tells_one(s.test) is False), None)
-    if function is None or apart is None:
-        return False
-    names = {_called_name(n) for n in ast.walk(found[-1]) if isinstance(n, ast.Call)}
-    later = [
-        s
-        for s in ast.walk(function)
-        if isinstance(s, ast.If) and s.lineno > (apart.end_lineno or 0) and _tells_one(s.test)
-    ]
-    return any(isinstance(n, ast.Call) and _called_name(n) in names for s in later for b in s.body for n in ast.walk(b))
 
 
 def is_here(sources: Sources, place: str) -> bool:
@@ -266,49 +211,6 @@ def have_a_common_loop(sources: Sources, place: str, other: str) -> bool:
     return any(loop in loops_of(sources, other) for loop in loops_of(sources, place))
 
 
-def are_alternatives(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one line is in the branch of an ``if`` whose other branch has the other line: or what follows it, where the
-    first returns, or an ``if`` behind it with the same condition does.
-    """
-    a, b = sources.around(place), sources.around(other)
-    for statement in (n for n in a if isinstance(n, ast.If) and n in b):
-        first = next((s for s in statement.body if s in a or s in b), None)
-        second = next((s for s in statement.orelse if s in a or s in b), None)
-        if first is not None and second is not None:
-            return True
-    return _returns_before(a, b) or _returns_before(b, a)
-
-
-def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
-    """Return whether ``a`` is in an ``if`` that ends in a return, and ``b`` behind it in the same block."""
-    for outer, inner in itertools.pairwise(a):
-        block = getattr(outer, "body", [])
-        if not isinstance(inner, ast.If) or inner not in block or not any(s in inner.body for s in a) or outer not in b:
-            continue
-        behind = block[block.index(inner) :]
-        returns = next((i for i, s in enumerate(behind) if _returns_if(inner.test, s)), len(behind))
-        if any(statement in behind[returns + 1 :] for statement in b) and not _may_change(inner.test, behind[:returns]):
-            return True
-    return False
-
-
-def _returns_if(test: ast.expr, statement: ast.stmt) -> bool:
-    """Return whether a statement is an ``if`` with this condition that ends in a return."""
-    if not isinstance(statement, ast.If) or ast.unparse(statement.test) != ast.unparse(test):
-        return False
-    return isinstance(statement.body[-1], ast.Return | ast.Raise)
-
-
-def _may_change(test: ast.expr, statements: list[ast.stmt]) -> bool:
-    """Return whether statements set what a condition reads, or it calls something."""
-    read = {ast.unparse(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
-    nodes = [node for statement in statements for node in ast.walk(statement)]
-    are_set = {
-        ast.unparse(n) for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store)
-    }
-    return bool(read & are_set) or (bool(statements) and any(isinstance(node, ast.Call) for node in ast.walk(test)))
-
-
 def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool | None:
     """Return whether a line calls the function ``one`` before ``other``, as Python evaluates it: what is given to a call comes
     before the call. '' stands for what the line calls that is no function of the user's. None where the line does not tell.
@@ -322,7 +224,7 @@ def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool 
         calls = [call for part in parts for call in _evaluated(part)]
     except (_Undecided, RecursionError):
         return None
-    names = [_called_name(call) for call in calls]
+    names = [called_name(call) for call in calls]
     at = [i for i, name in enumerate(names) if name == one]
     other_at = [i for i, name in enumerate(names) if name == other]
     if one and other:
@@ -337,9 +239,9 @@ def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool 
 
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
     """Return the expressions that a statement's own line evaluates: of a compound one not its body."""
-    if isinstance(statement, _COMPOUND):
+    if isinstance(statement, COMPOUND):
         return [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.expr | ast.withitem)]
-    return [] if isinstance(statement, _BLOCKS) else [statement]
+    return [] if isinstance(statement, BLOCKS) else [statement]
 
 
 class _Undecided(Exception):
@@ -362,7 +264,7 @@ def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
         yield node
 
 
-def _called_name(call: ast.Call) -> str:
+def called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
@@ -385,57 +287,4 @@ def is_in_order_of_values(sources: Sources, place: str) -> bool:
     """Return whether the innermost loop of a line goes through what is sorted, or has no order: `for name in sorted(metrics)`."""
     loops = _iterations(sources, place)
     calls = [node for node in ast.walk(loops[-1].iter) if isinstance(node, ast.Call)] if loops else []
-    return any(_called_name(call) in _BY_VALUE for call in calls) or bool(loops and isinstance(loops[-1].iter, ast.Set))
-
-
-def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> bool:
-    """Return whether the line is under a condition that is true on one rank, ``if rank == 1:``, or behind the return of the others,
-    ``if rank != 1: return``. With ``alone``: and neither an ``else`` nor another condition beside it is for the other ranks.
-    """
-    found = sources.around(place)
-    for i, (outer, inner) in enumerate(itertools.pairwise(found)):
-        block = _block_of(outer, inner)
-        before = block[: block.index(inner)] if block else []
-        returns = [s for s in before if isinstance(s, ast.If) and isinstance(s.body[-1], ast.Return)]
-        if any(_is_of_one_rank(s.test, is_not=True) and not (alone and _calls(s.body)) for s in returns):
-            return True
-        if isinstance(outer, ast.If) and inner in outer.body and _is_of_one_rank(outer.test):
-            beside = _block_of(found[i - 1], outer) if i else []
-            others = [
-                s for s in beside if isinstance(s, ast.If) and s is not outer and _RANK.search(ast.unparse(s.test))
-            ]
-            return not (alone and (_calls(outer.orelse) or others))
-    return False
-
-
-def _block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
-    """Return the block of a statement that has another one."""
-    return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
-
-
-def _calls(block: list[ast.stmt]) -> bool:
-    return any(isinstance(node, ast.Call) for statement in block for node in ast.walk(statement))
-
-
-def _is_of_one_rank(test: ast.expr, *, is_not: bool = False) -> bool:
-    """Return whether a condition needs that the rank is, or is not, one: ``rank == 1``, ``not rank``, ``is_main_process``."""
-    tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not is_not else [test]
-    return any(_tells_one(t) == (not is_not) for t in tests)
-
-
-def _tells_one(test: ast.expr) -> bool | None:
-    """Return True of a condition that holds on one rank, False of one that holds on the others; None of what does not tell."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        if _ITS_RANK.fullmatch(_last_name(test.operand)):
-            return True
-        said = _tells_one(test.operand)
-        return None if said is None else not said
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and _RANK.search(ast.unparse(test)):
-        return {ast.Eq: True, ast.NotEq: False}.get(type(test.ops[0]))
-    return True if _MAIN.fullmatch(_last_name(test)) else None
-
-
-def _last_name(node: ast.expr) -> str:
-    """Return the name that an expression ends in: of ``trainer.is_main_process``, of ``is_main_process()``."""
-    node = node.func if isinstance(node, ast.Call) and not node.args else node
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return any(called_name(call) in _BY_VALUE for call in calls) or bool(loops and isinstance(loops[-1].iter, ast.Set))

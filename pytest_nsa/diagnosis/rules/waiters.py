@@ -18,15 +18,18 @@ from pytest_nsa.evidence.values import Evidence
 
 
 def turned_to_a_stranger(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that wait for one which has exchanged with others alone, never with them, while another rank waits for
-    them in the other half: they take it for their partner.
+    """Return the ranks that wait for one which has exchanged with others alone, never with them, or never so that it would answer
+    this, where their line has had another partner, while another rank waits for them in the other half: they take it for theirs.
     """
     found = []
     for rank, call in halves.items():
         partners = {c.peer for c in completed(evidence, call.peer) if c.peer != -1} if call.peer in outside else set()
         sends = call.is_send
-        others = [c for c in halves.values() if c.peer == rank and c.is_send != sends]
-        if partners and others and not partners & {rank, ANY}:
+        waiters = {r for r, c in halves.items() if c.peer == rank and c.is_send != sends}
+        usual = {c.peer for c in completed(evidence, rank) if (c.site, c.is_send) == (call.site, sends)}
+        answers = [c for c in completed(evidence, call.peer) if c.is_send != sends] if call.peer in outside else []
+        is_another_s = call.peer not in usual and waiters & usual and all(c.peer not in (rank, ANY) for c in answers)
+        if waiters and ((partners and not partners & {rank, ANY}) or (call.peer in outside and is_another_s)):
             found.append(rank)
     return tuple(sorted(found))
 
