@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.alone import skipped
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.memberships import members_of_new
-from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank, skipped
+from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import lacking

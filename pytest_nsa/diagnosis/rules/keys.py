@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Collection
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
+from pytest_nsa.diagnosis.rules.alone import of_a_shift
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.locations import user_frames
-from pytest_nsa.diagnosis.rules.order import of_a_shift
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 

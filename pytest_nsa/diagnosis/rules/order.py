@@ -7,6 +7,7 @@ from collections import Counter
 
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules import conditions, source
+from pytest_nsa.diagnosis.rules.alone import extra, of_a_shift, of_rounds, skipped
 from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, went_ahead
 from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
@@ -14,13 +15,12 @@ from pytest_nsa.diagnosis.rules.departures import ENDS_A_JOIN, expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.following import aligned, swapped
 from pytest_nsa.diagnosis.rules.hooks import without_hook
-from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part, where_ways_part
+from pytest_nsa.diagnosis.rules.locations import comes_first, user_frames, where_they_part
 from pytest_nsa.diagnosis.rules.memberships import of_other_members
 from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
-from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
-from pytest_nsa.diagnosis.rules.rounds import Apart, out_of_their_round
+from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
+from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.rules.shifts import (
-    first_shift,
     left_out,
     missed_by_comparison,
     parted_before,
@@ -287,71 +287,6 @@ def _unused_groups(evidence: Evidence) -> set[str]:
     return made - {
         c.group for rank in evidence.ranks for c in rank.collectives if not c.is_inside and c.op != NEW_GROUP
     }
-
-
-def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | None:
-    """Find by the ranks' own rounds that some of them left out the call in which others wait, or made one that no round had."""
-    if apart is None or (apart.missed is None and apart.extra is None):
-        return None
-    who = describe_ranks(apart.ranks, evidence.job.world_size)
-    if apart.missed is not None and are_behind(evidence, apart.ranks):
-        return None
-    if apart.missed is not None:
-        why = f"{who} went on without {apart.missed.describe()}, in which the others wait (call skipped): {shown}"
-        return skipped(evidence, apart.ranks, apart.missed, why)
-    assert apart.extra is not None
-    return extra(evidence, apart.ranks, apart.extra, f"which no round before had: {shown}")
-
-
-def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:
-    """Report that ``culprits`` entered ``call`` alone."""
-    who = describe_ranks(culprits, evidence.job.world_size)
-    culprits, cause, reason = explained(
-        evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {why}"
-    )
-    return Finding(
-        cause=cause, ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.85,
-        facts=all_facts(evidence.ranks),
-    )  # fmt: skip
-
-
-def of_a_shift(evidence: Evidence) -> Finding | None:
-    """Find the call that some ranks alone made, and that was taken for the others' next one."""
-    shift = first_shift(evidence)
-    if shift is None:
-        return None
-    who = describe_ranks(shift.ranks, evidence.job.world_size)
-    here, there = where_ways_part(shift.extra.way, shift.usual.way)
-    at = f" (called at {here} and at {there})" if shift.extra.site == shift.usual.site else ""
-    why = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}{at}"
-    return Finding(
-        cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, called_from=here if at else "", certain=True,
-        confidence=0.85, reason=f"{why}: one call apart from then on", facts=all_facts(evidence.ranks),
-    )  # fmt: skip
-
-
-def skipped(
-    evidence: Evidence,
-    culprits: tuple[int, ...],
-    missed: Collective,
-    reason: str,
-    confidence: float = 0.9,
-    certain: bool = True,
-) -> Finding:
-    """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
-    left = origin_of(evidence, culprits, missed)
-    culprits, cause, reason = explained(evidence, culprits, "skipped_collective", reason + left.since)
-    reason += ran_out(evidence, culprits, cause)
-    return Finding(
-        cause=cause,
-        ranks=culprits,
-        where=left.where,
-        called_from=left.called_from,
-        reason=reason,
-        certain=certain,
-        confidence=confidence,
-        facts=all_facts(evidence.ranks),
-    )
 
 
 def _ahead_in_unseen_wait(

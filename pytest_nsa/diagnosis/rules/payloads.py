@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.rules.alone import of_a_shift
 from pytest_nsa.diagnosis.rules.blame import blame, rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import half_of
-from pytest_nsa.diagnosis.rules.order import found_apart, of_a_shift, of_an_earlier_call
+from pytest_nsa.diagnosis.rules.order import found_apart, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.collectives import first_departure
