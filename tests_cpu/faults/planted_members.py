@@ -5,6 +5,8 @@ After sets that were written without knowing the rules. HERE marks the lines tha
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -166,3 +168,90 @@ def test_no_draw_is_of_use_on_one_rank(group):
     for step in range(5):
         taken = Draws(model, group.rank != 2 or step != AT).take(4)
         dist.all_reduce(torch.tensor(taken))
+
+
+def save(state, rank):
+    if rank == 0:  # HERE
+        state.clear()
+        dist.barrier()  # HERE
+
+
+@planted("extra_collective", [0], n=2, marked=True, reason="leaves to this rank alone")
+def test_a_barrier_in_the_first_rank_s_branch(group):
+    """The other one is in the next step's backward meanwhile."""
+    model = DDP(small(), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        x, y = batch(group.rank, step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == AT:
+            save({}, group.rank)  # HERE
+
+
+class Pipe:
+    """Two ranks are a node; a node's last rank sends to the next node's first."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+    def after(self, by_node):
+        return self.rank // 2 * 2 + (self.rank + 1) % 2 if by_node else self.rank + 1  # HERE
+
+    def run(self, by_node):
+        h = torch.ones(8)
+        if self.rank > 0:
+            dist.recv(h, self.rank - 1)  # HERE
+        if self.rank < self.size - 1:
+            dist.send(h, self.after(by_node))  # HERE
+
+
+@planted("p2p_unmatched", [1], n=4, marked=True)
+def test_the_next_rank_is_sought_in_its_own_node(group):
+    """Whom it sends to has sent to it in each round, and never received from it."""
+    pipe = Pipe(group.rank, group.world_size)
+    for step in range(5):
+        pipe.run(by_node=step == AT and group.rank == 1)
+        dist.barrier()
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.body(x)
+        found = (h > -10).sum() if len(x) else torch.zeros(())
+        dist.all_reduce(found)  # HERE
+        return self.head(h).sum() / found.clamp(min=1)
+
+
+@planted("collective_mismatch", [1], n=3, marked=True)
+def test_a_count_of_nothing_is_a_float(group):
+    """All are at one line of the forward: no rank takes another way through the modules."""
+    torch.manual_seed(1)
+    model = Parts()
+    for step in range(6):
+        model(torch.randn(0 if group.rank == 1 and step == AT else 5, 6)).backward()
+
+
+@contextlib.contextmanager
+def one_after_the_other(rank):
+    if rank != 0:
+        dist.barrier()  # HERE
+    yield
+    if rank == 0:
+        dist.barrier()
+
+
+@planted("skipped_collective", [0], n=3, marked=True)
+def test_the_first_rank_s_turn_is_left_out(group):
+    """It has the data already: its counterpart of the others' barrier does not come."""
+    known = {"first": 1} if group.rank == 0 else {}
+    dist.all_reduce(torch.ones(2))
+    if "first" not in known:  # HERE
+        with one_after_the_other(group.rank):  # HERE
+            known["first"] = 2
+    dist.all_reduce(torch.ones(3))
