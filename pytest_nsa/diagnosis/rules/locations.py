@@ -12,6 +12,7 @@ from pytest_nsa.diagnosis.rules.source import (
     end_of_with,
     has_a_comprehension,
     is_called_first,
+    is_endless_generator,
     is_here,
     is_in_loop,
     is_past_the_loop,
@@ -166,8 +167,10 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
 def line_of_its_loop(rank: RankEvidence) -> str:
     """Return the line that would end the loop which does not end, of the innermost function that is in one: in which line of it the
     rank was found is chance. That is its condition; of a ``while True`` the first ``if`` that leaves it. '' where no loop is known.
+    Who takes what a generator without an end yields does not end, and not the generator.
     """
-    for frame in [f for f in rank.stack.frames if f.is_user][:3] if rank.stack is not None else []:
+    frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
+    for frame in [f for f in frames if not is_endless_generator(rank.sources, f.describe())][:3] or frames[:1]:
         loops = loops_of(rank.sources, frame.describe())
         loop = next((loop for loop in reversed(loops) if isinstance(loop, ast.While)), loops[-1] if loops else None)
         if loop is not None:

@@ -211,9 +211,10 @@ def _what_computes(rank: RankEvidence) -> Why:
         recursion = _recursion(rank)
         if recursion:
             return Why("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
-        places = (*rank.lines_seen, *rank.streams)
+        inner = frame.describe() if frame is not None else ""
+        places = (inner, *rank.lines_seen, *rank.streams)
         generator = next((place for place in places if is_endless_generator(rank.sources, place)), "")
-        if _is_in_for_loops(rank) and generator:
+        if generator and (_is_in_for_loops(rank) or generator == inner):
             says = f"takes what it does not need from a generator without an end, {generator}"
             return Why("infinite_loop", says, 0.8, line_of_its_loop(rank))
         if _is_in_for_loops(rank):
