@@ -123,9 +123,10 @@ class Checksums:
         """What an update begins with: the sums of the norms of parameters and of gradients, to tell who has changed them before."""
         for root in _alive(self._trained):
             inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
-            is_reduced = bool(inside) or _wrapper_of(root) is not None or self._by_hand.group_of(root) is not None
+            is_ddp_s = bool(inside) or _wrapper_of(root) is not None
+            is_reduced = is_ddp_s or self._by_hand.group_of(root) is not None
             for model, module, ignored in inside or ([(root, root, ())] if is_reduced else []):
-                kept = [p for n, p in module.named_parameters() if n not in ignored]
+                kept = [p for _, p in _compared(module, ignored, with_frozen=is_ddp_s)]
                 parameters = [p.detach() for p in kept if not p.is_sparse]
                 gradients = [p.grad for p in kept if p.grad is not None and not p.grad.is_sparse]
                 norms = _norms_of([*parameters, *gradients])
@@ -189,18 +190,11 @@ class Checksums:
     def _look(
         self, kind: str, step: int, root: torch.nn.Module, module: torch.nn.Module, ignored: Collection[str], group: Any
     ) -> Seen:
-        """Return what is compared of a model, its gradients or its parameters; no number is read yet.
-
-        Of a model that DDP wraps, those that are not trained as well: after the others, so that a name has one place in each kind.
-        """
-        named = [(plain_name(n), p) for n, p in module.named_parameters() if n not in ignored]
-        kept = [(n, p) for n, p in named if p.requires_grad]
-        tensors = [p.grad if kind == "gradient" else p.detach() for _, p in kept]
+        """Return what is compared of a model, its gradients or its parameters; no number is read yet."""
+        kept = _compared(module, ignored, with_frozen=kind != "by_hand")
+        of_gradients = [p.grad for _, p in kept if p.requires_grad]
+        tensors = of_gradients if kind == "gradient" else [p.detach() for _, p in kept]
         names, ranks = [name for name, _ in kept], dist.get_process_group_ranks(group)
-        if kind != "by_hand":
-            frozen = [(n, p) for n, p in named if not p.requires_grad]
-            names += [name for name, _ in frozen]
-            tensors += [p.detach() for _, p in frozen] if kind != "gradient" else []
         site = self._called_at.get(root, "") if kind == "unwrapped" else ""
         return Seen(step, site or call_site(), self._number_of(root), names, tensors, ranks)
 
@@ -261,6 +255,17 @@ def _add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[
 
 def _alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Module]:
     return [module for reference in references if (module := reference()) is not None]
+
+
+def _compared(
+    module: torch.nn.Module, ignored: Collection[str], *, with_frozen: bool
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of a model that ranks are compared by, and their names: those that are trained, then, as a name has one
+    place among gradients and among parameters, those that are not. Of these no whole numbers, which have no norm.
+    """
+    named = [(plain_name(n), p) for n, p in module.named_parameters() if n not in ignored]
+    frozen = [(n, p) for n, p in named if with_frozen and not p.requires_grad and p.is_floating_point()]
+    return [(n, p) for n, p in named if p.requires_grad] + frozen
 
 
 def _attributes_of(root: torch.nn.Module) -> frozenset[str]:

@@ -89,3 +89,15 @@ def test_a_part_is_frozen_and_another_gets_statistics_of_all(group):
         torch.distributed.all_reduce(seen)
         with torch.no_grad():
             level.add_(0.01 * (seen.mean() - seen).sign())
+
+
+@check_divergence
+@world_size(2)
+def test_a_parameter_of_whole_numbers_has_no_norm(group):
+    """As quantised weights are: not trained, and compared by none."""
+    net = small()
+    net.register_parameter("codes", nn.Parameter(torch.arange(6, dtype=torch.int8), requires_grad=False))
+    model = DDP(net)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(4):
+        train(model, optimizer, group.rank, step)
