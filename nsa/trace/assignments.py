@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 from nsa.trace.frames import describe, user_frames
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def line_that_sets(key: str) -> str:
     """Return the line that sets ``...[key]`` in the files of the user's code that is running, ``file:line in function``: the first
@@ -28,18 +30,21 @@ def line_that_names(text: str) -> str:
     return next((describe(f) for f in frames if text in linecache.getline(f.f_code.co_filename, f.f_lineno)), "")
 
 
-@functools.cache
-def _lines_that_set(file: str, key: str) -> tuple[str, ...]:
+@functools.lru_cache(maxsize=32)
+def functions_of(file: str) -> tuple[Function, ...]:
+    """Return the functions of a file's source, an inner one after its outer one; () where it cannot be parsed."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
+    return tuple(node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+@functools.cache
+def _lines_that_set(file: str, key: str) -> tuple[str, ...]:
     found: dict[int, str] = {}
-    for function in ast.walk(tree):  # an inner one comes after its outer one
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.update(
-                (line, f"{file}:{line} in {function.name}") for line, name in _keys_set(function) if name == key
-            )
+    for function in functions_of(file):
+        found.update((line, f"{file}:{line} in {function.name}") for line, name in _keys_set(function) if name == key)
     return tuple(found.values())
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import linecache
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from nsa.trace.assignments import Function, functions_of
 from nsa.trace.frames import user_frames
 
 DEPTH = 3  # functions that call each other, down to the change
@@ -23,7 +23,6 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _OF_PARAMETERS = re.compile(
     r"\.data\b|\.(weight|bias|in_proj_weight)\b|parameters\(\)|^(p|q|param|parameter|w|weight|target)\b"
 )
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +56,12 @@ def changes_around(attributes: frozenset[str]) -> list[list[str]]:
 @functools.lru_cache(maxsize=256)
 def _in_function(file: str, name: str, line: int, attributes: frozenset[str]) -> tuple[Change, ...]:
     """Return the changes in a function of a file, around a line that it is at."""
-    functions = _functions(file)
+    functions = functions_of(file)
     running = [f for f in functions if f.name == name and f.lineno <= line <= (f.end_lineno or f.lineno)]
     if not running:
         return ()
     way = frozenset(f.name for f in running)  # what leads to the step is no change beside it
     return tuple(_Search(file, functions, attributes).in_function(running[-1], _Under("", by_rank=False), way))
-
-
-@functools.lru_cache(maxsize=32)
-def _functions(file: str) -> tuple[Function, ...]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()
-    return tuple(node for node in ast.walk(tree) if isinstance(node, Function))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class TrainingState:
         frames = user_frames(sys._getframe(2))
         line = describe(next((f for f in frames if f.f_code.co_name != "__init__"), None))
         number, made_at = id(module), self._made_at
-        made_at[number] = weakref.ref(module, lambda _: made_at.pop(number, None) and None), line
+        made_at[number] = weakref.ref(module, lambda _: made_at.pop(number, None)), line
 
     def made_at(self, module: torch.nn.Module) -> str:
         """Return the user's line that made a module, '' where it is not known."""

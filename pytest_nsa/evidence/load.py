@@ -136,6 +136,7 @@ def _read_rank(
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
+    frames = _frames_told(folder)
     machine = next((str(e.get("machine", "")) for e in events if e["event"] == "start"), "")
     return RankEvidence(
         rank=rank,
@@ -179,8 +180,8 @@ def _read_rank(
         sources=sources,
         backend=job.backend,
         machine=machine,
-        counters=(raised[0].counters if raised else ()) or _counted(_frames_told(folder)),
-        streams=tuple(place for frame in _frames_told(folder) for place in frame.get("streams", ())),
+        counters=(raised[0].counters if raised else ()) or _counted(frames),
+        streams=tuple(place for frame in frames for place in frame.get("streams", ())),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_keys_set(events, own.get("keys", ())),
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,

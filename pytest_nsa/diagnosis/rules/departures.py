@@ -282,21 +282,18 @@ class Departure:
         sources, other = self.parted.sources, self.other
         if is_same_line(self.mine, other) or not has_a_counterpart(sources, other.site):
             return False
-        return any(self._is_in_the_body_of(place) for place in other.way)
+        mine = (self.parted.here, *self.mine.way)
+        return any(self._leads_into(place, mine) for place in other.way)
 
-    def _is_in_the_body_of(self, place: str) -> bool:
-        """Return whether ``mine`` comes from the body of a ``with`` that begins at a line."""
+    def _leads_into(self, place: str, way: Sequence[str]) -> bool:
+        """Return whether a way leads through the body of a ``with`` that begins at a line."""
         (_, line, function), end = parts_of(place), end_of_with(self.parted.sources, place)
-        mine = [parts_of(p)[1] for p in (self.parted.here, *self.mine.way) if parts_of(p)[2] == function]
-        return any(line < own < end for own in mine)
+        return any(line < at < end for _, at, within in map(parts_of, way) if within == function)
 
     @property
     def is_at_the_end_of_a_join(self) -> bool:
         """Whether ``mine`` is made by a `Join` that the others are in: its rank has no more data, and answers DDP's calls alone."""
-        sources, site = self.parted.sources, self.mine.site
-        end = end_of_with(sources, site)
-        others = [parts_of(place)[1] for place in self.other.way if parts_of(place)[2] == parts_of(site)[2]]
-        return is_a_join(sources, site) and any(parts_of(site)[1] < line < end for line in others)
+        return is_a_join(self.parted.sources, self.mine.site) and self._leads_into(self.mine.site, self.other.way)
 
     @property
     def has_passed_it_in_its_step(self) -> bool:

@@ -37,9 +37,12 @@ STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")
 
 def departed(evidence: Evidence) -> Finding | None:
     """Find that two ranks entered different collectives at the same place of their group's sequence."""
-    clashing = of_other_members(evidence)  # who is in a call of such a group has not met the others there
     calls = rings(evidence)
-    entered = first_departure({r: tuple(c for c in ring if c.group not in clashing) for r, ring in calls.items()})
+    entered = first_departure(calls)
+    if entered is not None and (
+        clashing := of_other_members(evidence)
+    ):  # who is in such a group's call has met no other there
+        entered = first_departure({r: tuple(c for c in ring if c.group not in clashing) for r, ring in calls.items()})
     if entered is None or _raised_before(evidence, entered):
         return None
     shift = of_a_shift(evidence)
