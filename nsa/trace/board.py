@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SCHEMA = 3
+SCHEMA = 4
 HEADER = 4096
 RING_SIZE = 256
 MAX_PARAMETERS = 8192
@@ -45,7 +45,7 @@ _TEXTS = {"module": 160, "parameter": 160, "line": 512, "phase_line": 512, "node
 _RECORD: tuple[tuple[str, str], ...] = (
     ("commit", "q"), ("sequence", "q"), ("count", "q"), ("step", "q"), ("phase", "q"), ("peer", "q"), ("size", "q"),
     ("root", "q"),
-    ("entered", "d"), ("left", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
+    ("entered", "d"), ("left", "d"), ("dropped", "d"), ("op", "24s"), ("group", "24s"), ("dtype", "16s"), ("reduction", "12s"),
     ("note", "96s"), ("site", "256s"), ("callers", "256s"),
 )  # fmt: skip
 _RECORD_STRUCT = struct.Struct("<" + "".join(code for _, code in _RECORD))
@@ -255,7 +255,7 @@ class Board:
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
-            root, time.time(), 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
+            root, time.time(), 0.0, 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
             _cut(note), site.encode()[-256:], callers.encode()[:256],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
@@ -264,8 +264,15 @@ class Board:
 
     def leave(self, index: int, *, refused: bool = False) -> None:
         """The collective that `enter` numbered has completed. ``refused``: it raised before it began, unseen by others."""
+        now = time.time()
+        self._end(index, "left", -now if refused else now)
+
+    def drop(self, index: int) -> None:
+        """The program has dropped the Work of the send or receive that `enter` numbered, and has not waited for it."""
+        self._end(index, "dropped", time.time())
+
+    def _end(self, index: int, field: str, value: float) -> None:
         if self.count("collectives_entered") - index <= self._slots:
             offset = self._ring + (index % self._slots) * _RECORD_STRUCT.size
-            now = time.time()
-            _FLOAT.pack_into(self._map, offset + _OFFSETS["left"], -now if refused else now)
+            _FLOAT.pack_into(self._map, offset + _OFFSETS[field], value)
         self.add("collectives_left")

@@ -99,22 +99,6 @@ def told_counts(name: str, args: tuple[Any, ...], size: int) -> str:
     return f"tells {','.join(map(str, given.tolist()))}"
 
 
-def succeeded(work: Any) -> bool:
-    """Return whether a collective succeeded. One that failed was never left: its rank is still in it, as far as the others are
-    concerned.
-    """
-    try:
-        future = work.get_future()  # querying the work itself is deprecated, and torch warns of it in every rank
-    except RuntimeError:  # sends and receives have none on some backends
-        return True
-    try:
-        if future.done():
-            future.value()
-    except RuntimeError:
-        return False
-    return True
-
-
 def was_refused(error: Exception, name: str) -> bool:
     """Return whether a call of a process group raised before it began, for an argument that it does not take: not in what it
     does with other ranks.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa.trace.board import Board
 from nsa.trace.calls import (
@@ -30,13 +31,13 @@ from nsa.trace.calls import (
     payload_of,
     root_and_reduction,
     split_sizes,
-    succeeded,
     told_counts,
     was_refused,
 )
 from nsa.trace.compiled import outside_graphs
 from nsa.trace.frames import call_path
 from nsa.trace.limits import limit_of_call, limit_of_group
+from nsa.trace.pending import Pending
 from nsa.trace.stores import Limit, StoreRecorder
 
 _METHODS = (
@@ -62,11 +63,10 @@ class CollectiveRecorder:
         self.board = board
         self._sequence: defaultdict[str, int] = defaultdict(int)
         self._inside = threading.local()
-        # id(work) -> (index on the board, work, its limit, whether it is done once it was waited for)
-        self._pending: dict[int, tuple[int, Any, float, bool]] = {}
+        self._pending: dict[int, Pending] = {}  # by id of the Work
         self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
-        self._functional: dict[int, int] = {}  # address of a result -> index on the board
-        self._lock = threading.Lock()
+        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> index on the board
+        self._lock = threading.RLock()  # the garbage collector may end a Work, and so call `_dropped`, inside of it
         self._blocked_in = 0
         self._limit = Limit(board)
         self.stores = StoreRecorder(board, self._limit)
@@ -117,10 +117,10 @@ class CollectiveRecorder:
             entry = self._pending.get(id(work))
             if entry is None:
                 return wait(work, *args, **kwargs)
-            with self._blocked(entry[0], limit_of_call((*args, *kwargs.values())) or entry[2]):
+            with self._blocked(entry.index, limit_of_call((*args, *kwargs.values())) or entry.limit):
                 result = wait(work, *args, **kwargs)
             # Where collectives run on a device, it returns at once: the heartbeat sees when the work is done.
-            if entry[3] or work.is_completed():
+            if entry.ends_by_wait or work.is_completed():
                 self._leave(id(work))
             else:
                 self.board.number("on_device", 1)
@@ -218,7 +218,7 @@ class CollectiveRecorder:
                 self._inside.depth = 0
             # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
             self.board.leave(index)
-            self._functional[getattr(result, "elem", result).data_ptr()] = index
+            self._functional[getattr(result, "elem", result)] = index
             return result
 
         setattr(functional, name, recorded)
@@ -229,7 +229,7 @@ class CollectiveRecorder:
         def recorded_wait(tensor: Any) -> Any:
             if torch.compiler.is_compiling() or not self._functional:
                 return wait(tensor)
-            index = self._functional.pop(tensor.data_ptr(), None)
+            index = self._functional.pop(tensor, None)
             if index is None:
                 return wait(tensor)
             with self._blocked(index):
@@ -248,17 +248,39 @@ class CollectiveRecorder:
 
     def poll(self) -> None:
         """Mark collectives that have completed without a wait. Called by the heartbeat."""
-        with self._lock:
-            waiting = list(self._pending.items())
-        for key, (_, work, *_) in waiting:
-            if work.is_completed() and succeeded(work):
+        for key in list(self._pending):  # of numbers alone: nothing is freed while it is copied
+            entry = self._pending.get(key)
+            if entry is not None and entry.is_done():
                 self._leave(key)
 
     def _leave(self, key: int) -> None:
-        with self._lock:
-            entry = self._pending.pop(key, None)
+        entry = self._take(key)
         if entry is not None:
-            self.board.leave(entry[0])
+            self.board.leave(entry.index)
+
+    def _take(self, key: int) -> Pending | None:
+        with self._lock:
+            return self._pending.pop(key, None)
+
+    def _follow(self, work: Any, entry: Pending) -> None:
+        """Follow a Work until it is done, and let the program end it before."""
+        key = id(work)
+        entry.follow(work, lambda _: self._dropped(key))
+        with self._lock:
+            self._pending[key] = entry
+
+    def _dropped(self, key: int) -> None:
+        """The program's last reference to a Work has gone, and nothing waited for it: its number may be another's from now on."""
+        entry = self._take(key)
+        if entry is None:
+            return
+        if entry.is_message:
+            self.board.drop(entry.index)
+        elif entry.outlives_its_work():
+            with self._lock:
+                self._pending[id(entry)] = entry
+        else:
+            self.board.leave(entry.index)
 
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         point_to_point = name in _POINT_TO_POINT
@@ -313,8 +335,7 @@ class CollectiveRecorder:
                     self._wrap_wait(type(work))
                 if (ends := self._ends_by_wait.get((label, device))) is None:
                     ends = self._ends_by_wait[label, device] = is_done_after_wait(group, device)
-                with self._lock:
-                    self._pending[id(work)] = (index, work, limit, ends)
+                self._follow(work, Pending(index, limit, ends_by_wait=ends, is_message=point_to_point))
             return work
 
         return outside_graphs(recorded)

@@ -34,30 +34,8 @@ from nsa.trace.divergence import Checksums, remember_wrappers
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
+from nsa.trace.output import Output
 from nsa.trace.training_state import watch_loads
-
-MAX_LOOK = 1 << 22  # numbers
-
-
-def _kept(output: Any) -> torch.Tensor | None:
-    """Return a model's output to look at, should no backward follow; None for what is on a GPU or large: looking would cost."""
-    if not isinstance(output, torch.Tensor) or output.device.type != "cpu" or output.numel() > MAX_LOOK:
-        return None
-    if (
-        torch._C._get_tracing_state() is not None or not output.is_floating_point()
-    ):  # torch.jit.trace would record the look
-        return None
-    try:
-        return output.detach()
-    except Exception:  # a tensor without numbers: under vmap, or fake
-        return None
-
-
-def _is_finite(output: torch.Tensor | None) -> bool:
-    try:
-        return output is None or bool(output.isfinite().all())
-    except Exception:  # as above
-        return True
 
 
 def _ignore(*_: Any, **__: Any) -> None:
@@ -144,7 +122,7 @@ class Observer:
         self._calls.clear()
         self._failure = (0, "", "")  # id and text of what a forward ended with, and the module it came from
         self._forward = ""  # of the current step: '', running, done, failed, or backward where that has come
-        self._output: torch.Tensor | None = None  # of the current step's forward, until its backward comes
+        self._output: Output | None = None  # of the current step's forward, until its backward comes
         self.parameter_names = []
         self._remove_hooks()
         self._roots = WeakSet()
@@ -214,7 +192,9 @@ class Observer:
     def _end_step(self) -> None:
         """Another forward begins, or the test is over: what became of the last step?"""
         if self._forward == "done":
-            self.on_anomaly("no_backward", self.board.count("step"), finite=_is_finite(self._output))
+            self.on_anomaly(
+                "no_backward", self.board.count("step"), finite=self._output is None or self._output.is_finite()
+            )
         self._forward, self._failure, self._output = "", (0, "", ""), None
 
     def _phase(self, name: str) -> None:
@@ -268,6 +248,7 @@ class Observer:
         calls, nodes = self._calls, self._nodes
         is_root = not calls
         if is_root:
+            self._failure = (0, "", "")  # the number of an error that has gone may be another's
             self._before_root(module)
             known = self._known.get(id(module))
         known = known or self._learn(module, type(module).__name__, UNKNOWN)
@@ -337,7 +318,7 @@ class Observer:
         self._phase("body")
         if self._forward == "running":
             self._forward = "done" if error is None else "failed"
-            self._output = _kept(output)
+            self._output = Output.of(output)
             if error is not None:  # at once: who swallows it may wait for ever in what comes next
                 _, text, name = self._failure
                 self.on_anomaly("forward_failed", self.board.count("step"), error=text, module=name)

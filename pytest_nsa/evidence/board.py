@@ -29,6 +29,7 @@ UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 class Collective:
     """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
 
+    ``dropped`` is when the program dropped the Work of a send or receive without a wait, 0 where it did not.
     ``peer`` is -1 but for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
     the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2: 0,1'), a tag
     ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` the user's lines that led to ``site``, innermost first
@@ -52,6 +53,7 @@ class Collective:
     reduction: str = ""
     note: str = ""
     callers: str = ""
+    dropped: float = 0.0
 
     @property
     def way(self) -> tuple[str, ...]:
@@ -60,8 +62,8 @@ class Collective:
 
     @property
     def is_inside(self) -> bool:
-        """Entered and not left."""
-        return self.left == 0
+        """Entered and not left, and followed: what becomes of a call whose Work was dropped is not known."""
+        return self.left == 0 and not self.dropped
 
     @property
     def is_send(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.testing import HEADER
+from tests_cpu.sockets import free_port
 
 SOURCE = """
 @pytest.mark.parametrize("n", range(2))
@@ -55,12 +55,6 @@ def test_on_the_host(): assert "RANK" not in os.environ or os.environ["RANK"] ==
 def test_after(group): dist.barrier()
 """
 COUNTS = "3 failed, 5 passed, 1 skipped, 1 xfailed"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def slurm(pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:

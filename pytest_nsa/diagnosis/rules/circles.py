@@ -220,7 +220,7 @@ def begins_anew(rounds: list[tuple[tuple[str, str], ...]], call: Collective) -> 
 
 def completed(evidence: Evidence, rank: int) -> tuple[Collective, ...]:
     """Return what a rank has called and completed."""
-    return tuple(c for c in evidence.ranks[rank].collectives if not c.is_inside)
+    return tuple(c for c in evidence.ranks[rank].collectives if not c.is_inside and not c.dropped)
 
 
 def has_forgotten(rank: RankEvidence) -> bool:

@@ -10,6 +10,7 @@ from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_forgotten, of_the_circle
+from pytest_nsa.diagnosis.rules.dropped import dropped_halves
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
 from pytest_nsa.diagnosis.rules.order import STOPS, doing
@@ -47,6 +48,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
         return None
     if any(is_paired(rank, c, halves) for rank, c in halves.items()):
         return None  # it may be under way
+    dropped = dropped_halves(evidence, halves)
+    if dropped is not None:
+        return dropped
     if _all_do_the_same(evidence, halves):
         return _in_a_ring(evidence, halves)
     apart = out_of_their_round(evidence, waits)
