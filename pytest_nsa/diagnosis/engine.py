@@ -13,8 +13,10 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
+    agreement,
     autograd,
     devices,
+    dropped,
     exits,
     groups,
     network,
@@ -72,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     pairs.unpaired,
     payloads.splits_differ,
     order.waiting_apart,
+    dropped.lost_messages,
     network.unusable,
     exits.init_timeout,
     numbers.nan_loss,
@@ -100,6 +103,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     groups.groups_apart,
     pairs.unpaired,
     order.waiting_apart,
+    dropped.lost_messages,
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
@@ -110,14 +114,14 @@ SUSPICIONS: tuple[Rule, ...] = (
 # Of ranks that all ended well: what is wrong all the same.
 OF_THE_PASSED: tuple[Rule, ...] = (
     payloads.splits_differ,
-    payloads.wrong_numbers,
+    agreement.wrong_numbers,
     numbers.silent_divergence,
     numbers.trained_away,
 )
 
 
 # Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
-_OF_STALLS = ("order", "groups", "numbering", "pairs", "absence", "stalls")
+_OF_STALLS = ("order", "groups", "numbering", "pairs", "dropped", "absence", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

@@ -90,3 +90,41 @@ def test_a_future_that_another_thread_completes(group):
     x = torch.tensor([float(asyncio.run(answer())) if group.rank == 0 else 0.0])
     dist.all_reduce(x)
     assert x.item() == 7.0
+
+
+@world_size(3)
+def test_calls_whose_ranks_may_give_different_sizes(group):
+    """Uneven lists, split sizes, a message shorter than its buffer, bytes in place of numbers: each rank knows what comes."""
+    rows = [1, 2, 3]
+    taken = torch.empty(rows[group.rank] * 3)
+    dist.all_to_all_single(taken, torch.ones(6), [rows[group.rank]] * 3, rows)
+    if group.rank == 0:
+        dist.send(torch.ones(2), 1)
+        dist.send(torch.ones(4).view(torch.uint8), 1)
+        dist.send_object_list(["text", 1], 1)
+    elif group.rank == 1:
+        dist.recv(torch.empty(3), 0)
+        here = torch.empty(4)
+        dist.recv(here, 0)
+        assert here.tolist() == [1.0] * 4
+        objects = [None, None]
+        dist.recv_object_list(objects, 0)
+        assert objects == ["text", 1]
+    found = [None] * 3
+    dist.all_gather_object(found, "x" * (10 * group.rank))
+    assert len(found[2]) == 20
+    for size in (4, 2, 5):  # data, and the same on all ranks
+        dist.gather(torch.ones(size), [torch.empty(size) for _ in range(3)] if group.rank == 0 else None, dst=0)
+    dist.barrier()
+
+
+@world_size(2)
+def test_messages_that_complete_before_their_work_is_dropped(group):
+    works = [dist.isend(torch.ones(2), 1 - group.rank), dist.irecv(torch.empty(2), 1 - group.rank)]
+    for work in works:
+        work.wait()
+    del works, work
+    for _ in range(3):
+        work = dist.all_reduce(torch.ones(2), async_op=True)  # its Work is dropped: gloo completes it all the same
+        del work
+    dist.barrier()

@@ -27,7 +27,7 @@ MODULES = (
     "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
     "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
     "exchanges",
-    "schedules", "threads", "shares", "states", "turns", "reports", "sides", "replicas", "onward", "members",
+    "schedules", "threads", "shares", "states", "turns", "reports", "sides", "replicas", "onward", "members", "payloads",
 )  # fmt: skip
 
 

@@ -9,21 +9,19 @@ from collections.abc import Iterator
 
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.alone import of_a_shift
-from pytest_nsa.diagnosis.rules.blame import blame, rings
+from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import half_of
 from pytest_nsa.diagnosis.rules.order import found_apart, of_an_earlier_call
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
-from pytest_nsa.evidence.collectives import first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
 _TELLS = re.compile(r"tells -?\d+(?:,-?\d+)*$")
 NOTE = 96  # bytes of a note on the board: a longer one is cut
-_EVEN = ("allreduce", "broadcast", "reduce")
 
 
 def aborted(evidence: Evidence) -> Finding | None:
@@ -188,21 +186,3 @@ def _wrong_splits(
             gives, takes = splits.get(giver, ([], []))[0], splits.get(taker, ([], []))[1]
             if len(gives) == len(takes) == n and gives[j] != takes[i]:
                 yield giver, taker, gives[j], takes[i]
-
-
-def wrong_numbers(evidence: Evidence) -> Finding | None:
-    """Find a test that passed though ranks reduced or broadcast different dtypes or shapes: what was sent were other numbers."""
-    entered = first_departure(rings(evidence))
-    if entered is None or len({c.op for c in entered.values()}) > 1 or next(iter(entered.values())).op not in _EVEN:
-        return None
-    culprits, _, _ = blame(evidence, entered)
-    shown = by_ranks({r: f"in {c.describe()}" for r, c in entered.items()}, evidence.job.world_size)
-    return Finding(
-        cause="collective_mismatch",
-        ranks=culprits,
-        where=entered[culprits[0]].site,
-        reason=f"the ranks exchanged numbers of different kinds, which no backend notices: {shown}",
-        certain=True,
-        confidence=0.9,
-        facts=all_facts(evidence.ranks),
-    )
