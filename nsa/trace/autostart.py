@@ -1,22 +1,105 @@
-"""An entry point that torch loads when it is imported: NSA_TRACE_DIR alone makes a rank leave evidence."""
+"""An entry point that torch loads when it is imported: NSA_TRACE_DIR alone makes a rank leave evidence.
+
+A process that a launcher has numbered (RANK) is a rank from its import of torch on. Any other is one once it calls
+``init_process_group``: a child of ``mp.spawn``, of a forkserver, of an engine.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from collections.abc import Callable
+from typing import Any
 
 VARIABLE = "NSA_TRACE_DIR"
 _DONE = "_NSA_TRACED"
 
+Begin = Callable[[int, int], None]  # with this process's rank and the world size
+
+_begin: Begin | None = None  # what to call in place of following NSA_TRACE_DIR
+_begun_in = 0  # the process that has begun
+
 
 def autostart() -> None:
-    """Follow this process where the environment requests it and it is a rank; else return at once.
-
-    A rank's own children (data loaders' workers, compilers) inherit both variables, and are not ranks.
-    """
-    folder, rank = os.environ.get(VARIABLE), os.environ.get("RANK")
-    if not folder or rank is None or os.environ.get(_DONE) == rank or "PYTEST_CURRENT_TEST" in os.environ:
+    """Follow this process where it is a rank and evidence is requested; else wait until it forms a process group."""
+    if not os.environ.get(VARIABLE) and _begin is None:
         return
-    os.environ[_DONE] = rank
+    rank = os.environ.get("RANK", "")
+    if _begin is None and rank.isdecimal() and not _is_done(rank):
+        _start(int(rank), int(os.environ.get("WORLD_SIZE") or 1))
+    _hook_groups()
+
+
+def begin_at_first_group(begin: Begin) -> None:
+    """Call ``begin`` before this process forms its first process group, whether torch has been imported or not."""
+    global _begin
+    _begin = begin
+    if "torch.distributed" in sys.modules:
+        _hook_groups()
+
+
+def mark_as_traced() -> None:
+    """This process has evidence already, or none of it is wanted: neither it nor its copies begin again."""
+    global _begun_in
+    _begun_in = os.getpid()
+    os.environ[_DONE] = _launch(os.environ.get("RANK", ""))
+
+
+def _launch(rank: str) -> str:
+    """Return what tells ranks of one launch from those of another, which has its own address or port."""
+    return f"{rank}@{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+
+
+def _is_done(rank: str) -> bool:
+    """Return whether this rank is followed already: its own children (loaders' workers, compilers) inherit its variables."""
+    return os.environ.get(_DONE) == _launch(rank)
+
+
+def _start(rank: int, world_size: int) -> None:
+    folder = os.environ[VARIABLE]
+    mark_as_traced()
     from nsa.trace.training import trace_training
 
-    trace_training(folder)
+    trace_training(folder, rank, world_size)
+
+
+def _hook_groups() -> None:
+    """Wrap ``init_process_group``, once a process."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.init_process_group, "_nsa_begins"):
+        return
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        _before_group(args, kwargs)
+        return original(*args, **kwargs)
+
+    init_process_group._nsa_begins = True  # type: ignore[attr-defined]
+    dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+
+
+def _before_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Begin, in a process that has not: with the numbers that its call gives, or its environment."""
+    global _begun_in
+    if _begun_in == os.getpid():
+        return
+    given = dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)) | kwargs
+    numbers = [_number(given.get("rank"), "RANK"), _number(given.get("world_size"), "WORLD_SIZE")]
+    if min(numbers) < 0:
+        return  # init_process_group will refuse it
+    if _begin is not None:
+        _begun_in = os.getpid()
+        _begin(*numbers)
+    elif os.environ.get(VARIABLE):
+        _start(*numbers)
+
+
+def _number(given: Any, variable: str) -> int:
+    if isinstance(given, int) and given >= 0:
+        return given
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else -1

@@ -98,6 +98,7 @@ RULES: tuple[Rule, ...] = (
 
 # Of ranks that stall, or are waited for, while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
+    exits.rank_gone,
     numbering.numbered_apart,
     order.departed,
     groups.groups_apart,

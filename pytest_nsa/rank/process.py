@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
+from nsa.trace.autostart import mark_as_traced
 from nsa.trace.board import PHASES
 from nsa.trace.debug_level import VARIABLE, lower_detail
 from nsa.trace.events import local_rank, machine, record, where_there_is_room
@@ -183,6 +184,7 @@ class RankProcess:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
             os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
+        mark_as_traced()  # its tracers are its test's; a job that the test starts is a launch of its own
         self.notes = []
         self._add_environment()
         os.environ.update(self.spec.environment)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from nsa.trace.autostart import mark_as_traced
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -38,6 +40,7 @@ def change_after_each(ports: Sequence[int]) -> None:
         ours = str(ports[(met - 1) % len(ports)])
         if met and os.environ.get(PORT) == ours:
             os.environ[PORT] = str(ports[met % len(ports)])
+            mark_as_traced()
         for found in meet(url, *args, **kwargs):
             met += 1  # the store has counted all ranks, so that they count alike
             yield found
