@@ -114,6 +114,7 @@ class CollectiveRecorder:
         wait = work_class.wait
 
         def recorded_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             entry = self._pending.get(id(work))
             if entry is None:
                 return wait(work, *args, **kwargs)
@@ -155,6 +156,7 @@ class CollectiveRecorder:
             return
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             first = args[0] if args else None
             group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not name its group
             label = op if op == NEW_GROUP else f"ddp:{label_of(group)}" if group is not None else "ddp"
@@ -185,6 +187,7 @@ class CollectiveRecorder:
             return
 
         def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             self._sequence[NEW_GROUP] += 1
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
             index = self._enter(NEW_GROUP, NEW_GROUP, size=world_size, note=note)
@@ -201,6 +204,7 @@ class CollectiveRecorder:
             return
 
         def recorded(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if torch.compiler.is_compiling() or getattr(self._inside, "depth", 0):
                 return original(tensor, *args, **kwargs)
             group = next((g for v in (*args, *kwargs.values()) if (g := group_of(v)) is not None), dist.group.WORLD)
@@ -227,6 +231,7 @@ class CollectiveRecorder:
         wait = functional.wait_tensor
 
         def recorded_wait(tensor: Any) -> Any:
+            __tracebackhide__ = True
             if torch.compiler.is_compiling() or not self._functional:
                 return wait(tensor)
             index = self._functional.pop(tensor, None)
@@ -286,6 +291,7 @@ class CollectiveRecorder:
         point_to_point = name in _POINT_TO_POINT
 
         def recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if getattr(self._inside, "depth", 0):  # one method may be built on another
                 return original(group, *args, **kwargs)
             # Of what goes from all to all, what this rank gives: what it takes comes first.

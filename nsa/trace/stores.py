@@ -73,6 +73,7 @@ class StoreRecorder:
             return
 
         def wait_for_a_key(store: Any, *args: Any, **kwargs: Any) -> Any:  # the name is evidence: it is in the stack
+            __tracebackhide__ = True
             if threading.current_thread() is not threading.main_thread():
                 return original(store, *args, **kwargs)
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
@@ -94,6 +95,7 @@ class StoreRecorder:
         original = getattr(kind, name)
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             if threading.current_thread() is threading.main_thread():
                 now = time.time()
                 if now - self._looked > LOOKS_AGAIN_S:
@@ -112,6 +114,7 @@ class StoreRecorder:
             return
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             site = call_site()
             if not site or (site not in self._latest and len(self._latest) == _MOST_SITES):
                 return original(store, *args, **kwargs)
