@@ -18,7 +18,6 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
-from pytest_nsa.session import outer_hooks
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
@@ -31,6 +30,7 @@ from pytest_nsa.session.items import (
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
+from pytest_nsa.session.outer_hooks import OuterHooks, follower_folder, outer_key
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
@@ -68,11 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
-    follows = resolved.outer is not None and resolved.outer.rank > 0
-    config.stash[signals_key].defers = follows
-    root = outer_hooks.become_follower(config, resolved.artifacts) if follows else resolved.artifacts
     config.stash[runner_key] = RankRunner(
-        config, resolved, RunFolder(root, worker.get("nsa_run"), resolved.folder_mode)
+        config, resolved, RunFolder(resolved.artifacts, worker.get("nsa_run"), resolved.folder_mode)
     )
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession
@@ -83,7 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(ColdSession(resolved.cold_job), "nsa-cold")
     elif resolved.outer is not None:
-        config.pluginmanager.register(outer_hooks.AttachedHooks(), "nsa-attached")
+        config.stash[outer_key] = OuterHooks(config, resolved, resolved.outer)
+        config.pluginmanager.register(config.stash[outer_key], "nsa-outer")
     elif config.pluginmanager.hasplugin("xdist"):
         from pytest_nsa.session.xdist import XdistHooks
 
@@ -119,9 +117,19 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
+    config, wants = session.config, _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
-    if hasattr(session.config, "workerinput") and _wants_ranks(session):
-        session.config.stash[runner_key].launcher.start(session, between_tests=True)
+    if hasattr(config, "workerinput") and wants:
+        config.stash[runner_key].launcher.start(session, between_tests=True)
+    outer = config.stash.get(outer_key, None)
+    if outer is None:
+        return
+    outer.begin(session, has_ranks=wants)
+    config.stash[signals_key].defers = outer.follows
+    config.stash[signals_key].take()
+    if outer.follows:
+        folder = config.stash[runner_key].folder
+        folder.root = follower_folder(config, folder.root)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
@@ -136,6 +144,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     config = session.config
+    outer = config.stash.get(outer_key, None)
     if _wants_ranks(session):
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
@@ -144,6 +153,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         runner.open_debugger()
         runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])
         config.stash[signals_key].take()
+    if outer is not None and not _only_lists(config):
+        outer.start_clock()
     return (yield)
 
 
@@ -201,15 +212,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     item.config.stash[runner_key].next_item = nextitem
     item.config.stash[signals_key].goes_on()
+    outer = item.config.stash.get(outer_key, None)
+    return True if outer is not None and outer.leaves(item) else None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """pytest-timeout's clock for tests on ranks is ours: it bounds the ranks, not the host that waits for them."""
     item.stash[timeout_key] = settings.timeout
+    outer = item.config.stash.get(outer_key, None)
+    if outer is not None:
+        outer.bound(item, settings.timeout)
     return True if isinstance(item, Ranked) else None
 
 

@@ -14,6 +14,7 @@ from pytest_nsa.wire.messages import FIXED_VARIABLES
 FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that do not exist: for testing the leases where there is no GPU
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each
 LAUNCHES = ("auto", "fork", "clean", "cold")
+UNMARKED = ("all", "leader")
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
 # or the job of a cold rank.
 ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
@@ -29,13 +30,16 @@ COVERAGE = "PYTEST_NSA_COVERAGE"  # what it is to measure, where pytest-cov does
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterLauncher:
-    """What torchrun or a SLURM job passes to this process. ``serves_store``: the launcher itself keeps the store."""
+    """What torchrun or a SLURM job passes to this process. ``serves_store``: the launcher itself keeps the store; ``attempt``: what
+    it calls this start of the ranks.
+    """
 
     rank: int
     world_size: int
     address: str
     port: int
     serves_store: bool
+    attempt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,7 @@ class Settings:
     cold_job: Path | None
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
+    unmarked: str = "all"
     outer: OuterLauncher | None = None
     bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --bisect-env tries
 
@@ -147,6 +152,11 @@ def add_options(parser: pytest.Parser) -> None:
         type="bool", default=False,
     )  # fmt: skip
     parser.addini(
+        "ranks_unmarked",
+        "Under torchrun or SLURM, which processes run the tests that run on no ranks: all, or the leader (rank 0's)",
+        default="all",
+    )
+    parser.addini(
         "ranks_hang_after",
         "End a test on a suspicion that has lasted for so many seconds (0: never)",
         default="0",
@@ -186,6 +196,7 @@ def resolve(config: pytest.Config) -> Settings:
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
         outer=_outer_launcher(config),
+        unmarked=_choice(config, "ranks_unmarked", UNMARKED),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
         raise pytest.UsageError(f"--artifacts {directory}: is a file; give a folder, or the name of one to be made")
@@ -221,6 +232,7 @@ def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
         address=env["MASTER_ADDR"],
         port=int(values[2] or 0),
         serves_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=f"{env.get('TORCHELASTIC_RUN_ID', '')} {env.get('TORCHELASTIC_RESTART_COUNT', '')}",
     )
 
 
@@ -243,6 +255,13 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
     if not found:
         raise pytest.UsageError(f"{source}: names no variable; give NAME=VALUE,...")
     return found
+
+
+def _choice(config: pytest.Config, name: str, allowed: tuple[str, ...]) -> str:
+    text = str(config.getini(name))
+    if text not in allowed:
+        raise pytest.UsageError(f"ini {name} = {text!r}: must be {' or '.join(allowed)}")
+    return text
 
 
 def _count(config: pytest.Config, name: str) -> int:

@@ -72,9 +72,9 @@ def _beside() -> list[str]:
     return [describe(frame) for frame in itertools.islice(frames, MAX_BESIDE)]
 
 
-def record_exception(folder: Path, error: BaseException, when: str) -> None:
+def record_exception(folder: Path, error: BaseException, when: str, **more: str) -> None:
     """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, and the lines that
-    other threads are in.
+    other threads are in; and ``more`` fields.
     """
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
@@ -102,6 +102,7 @@ def record_exception(folder: Path, error: BaseException, when: str) -> None:
         chain=chain,
         stack=[(f.filename, f.lineno or 0, f.name) for f in frames[-MAX_FRAMES:]],
         counters=counters_at(error),
+        **more,
         **({"beside": beside} if (beside := _beside()) else {}),
         **({"network": network} if (network := unusable_network(message)) else {}),
     )

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Heartbeat:
         self._lines: dict[str, None] = {}  # of the user's code, where the main thread was found in this stall
         self._modules = len(sys.modules)
         self._has_answered = False
+        self.on_stall: Callable[[], None] | None = None  # called at each beat of a stall
         self.rests = False  # while the monitor dumps the stacks
         self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
@@ -143,6 +145,8 @@ class Heartbeat:
             self._owes_line, self._changed = False, time.monotonic()
             self.record(at=board.phase_since)
         if self._look_at_standing(place):
+            if self.on_stall is not None:
+                self.on_stall()
             self._answer()
             if stacks:
                 self._write_standing(stacks)

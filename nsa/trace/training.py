@@ -49,8 +49,11 @@ class TracedTraining:
         self.end(error.with_traceback(traceback))
         hook(kind, error, traceback)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's."""
+    def end(self, error: BaseException | None = None, *, passed: bool = True) -> None:
+        """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's.
+
+        ``passed``: False where it has failed without an exception of its own.
+        """
         if self._ended or os.getpid() != self._pid:
             return
         if error is not None:  # before all else: a signal's handler may raise in here, and that is written as well
@@ -59,7 +62,7 @@ class TracedTraining:
         sys.excepthook = self._hook
         self.board.phase("done")
         self.session.end()
-        record(self.folder, event="done", passed=error is None)
+        record(self.folder, event="done", passed=passed and error is None)
 
 
 def trace_training(

@@ -26,7 +26,7 @@ from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
 # They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
-HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace")
+HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace", "nsa-outer")
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 

@@ -1,25 +1,36 @@
-"""The hooks of a run under torchrun or SLURM: rank 0's process reports; the others run their ranks and keep silent."""
+"""The hooks of a run under torchrun or SLURM, where each pytest process hosts one rank, or is one.
+
+Tests that run on no ranks of ours run in every process, as without the plugin. Tests on ranks are reported by rank 0's process; the
+others receive its verdict. What fails in another process is shown as it fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.junitxml import xml_key
 
 from pytest_nsa import marks
+from pytest_nsa.rank.launched import LaunchedRank
+from pytest_nsa.report import junit
+from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
+from pytest_nsa.session.launched import open_log
 from pytest_nsa.session.needs import needs_of
-from pytest_nsa.settings import settings_key
+from pytest_nsa.settings import OuterLauncher, Settings
 from pytest_nsa.system.room import private_folder
 
 
-def become_follower(config: pytest.Config, artifacts: Path) -> Path:
-    """Nothing of this process's is shown or kept. Returns the folder for its evidence, which the leader is sent."""
-    config.option.xmlpath = None
+def follower_folder(config: pytest.Config, artifacts: Path) -> Path:
+    """Make the folder for a follower's evidence, which the leader is sent; it goes with the session."""
     try:
         artifacts.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=artifacts))
@@ -35,40 +46,192 @@ def become_follower(config: pytest.Config, artifacts: Path) -> Path:
     return folder
 
 
-class AttachedHooks:
+class Screen:
+    """The terminal of a process that may become a follower: kept back until it is known whether it does."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._writer = getattr(config.pluginmanager.getplugin("terminalreporter"), "_tw", None)
+        self._file = getattr(self._writer, "_file", None)
+        self._kept = io.StringIO()
+
+    @property
+    def descriptor(self) -> int:
+        """Where the terminal writes to."""
+        try:
+            return self._file.fileno() if self._file is not None else 2
+        except (OSError, ValueError):  # no file of the system
+            return 2
+
+    def keep_back(self) -> None:
+        """Print nothing for now."""
+        if self._writer is not None:
+            self._writer._file = self._kept
+
+    def release(self) -> None:
+        """Print what was kept back, and go on as always."""
+        if self._writer is not None and self._writer._file is self._kept:
+            self._writer._file = self._file
+            self._write(self._kept.getvalue())
+
+    def drop(self) -> None:
+        """Print nothing of it: the leader reports the same."""
+        if self._writer is not None:
+            self._writer._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the session
+
+    def show(self, rank: int, text: str) -> None:
+        """Print lines behind the rank's number, whatever is dropped."""
+        self._write("".join(f"[rank {rank}] {visible(line)}\n" for line in text.splitlines()))
+
+    def _write(self, text: str) -> None:
+        if self._file is not None:
+            self._file.write(text)
+            self._file.flush()
+
+
+outer_key = pytest.StashKey["OuterHooks"]()
+
+
+class OuterHooks:
     """Registered only under an outer launcher."""
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """A follower's terminal goes nowhere."""
-        config = session.config
-        reporter = config.pluginmanager.getplugin("terminalreporter")
-        outer = config.stash[settings_key].outer
-        if outer is not None and outer.rank > 0 and reporter is not None:
-            silence = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            config.add_cleanup(silence.close)
-            reporter._tw._file = silence
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self, config: pytest.Config) -> None:
-        """Exit after all reports: torchrun ends all processes once one has failed."""
-        attachment = config.stash[runner_key].attachment
-        if attachment is not None:
-            attachment.close()
+    def __init__(self, config: pytest.Config, settings: Settings, outer: OuterLauncher) -> None:
+        self.config, self.settings, self.outer = config, settings, outer
+        self.screen = Screen(config)
+        self.log = open_log(config, outer)
+        self.rank = LaunchedRank(self.log.run, outer.rank, outer.world_size) if self.log.run is not None else None
+        self.follows = False
+        self._leader_s: set[str] = set()  # ids of tests that the leader reports
+        self._failed = False
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Tests that run on no ranks are the leader's alone."""
-        runner = item.config.stash[runner_key]
-        leads = runner.attachment is None or runner.attachment.leads
-        return None if leads or isinstance(item, Ranked) else True
+    def pytest_sessionstart(self) -> None:
+        """Where tests on ranks are collected, one process shows the session's head."""
+        self.screen = Screen(self.config)
+        if self.outer.rank > 0:
+            self.screen.keep_back()
+        xml = self.config.stash.get(xml_key, None)
+        if xml is not None and self.outer.world_size > 1:
+            self._junit = Path(xml.logfile)
+            xml.logfile = str(self._junit.with_name(f".{self._junit.name}.rank{self.outer.rank}.partial"))
+
+    def begin(self, session: pytest.Session, *, has_ranks: bool) -> None:
+        """The tests are known; with ``has_ranks`` some of them run on ranks, and this process may be a follower."""
+        self.follows = has_ranks and self.outer.rank > 0
+        if self.follows:
+            self._leader_s = {item.nodeid for item in session.items if self._is_the_leader_s(item)}
+            self._leave_out_of_junit()
+        if self.follows and not session.testsfailed:
+            self.screen.drop()
+        else:  # also where a module cannot be collected here
+            self.screen.release()
+
+    def _is_the_leader_s(self, item: pytest.Item) -> bool:
+        """Return whether rank 0's process alone reports a test."""
+        return isinstance(item, Ranked) or self._runs_in_the_leader(item)
+
+    def _runs_in_the_leader(self, item: pytest.Item) -> bool:
+        is_plain = not isinstance(item, Ranked)
+        return is_plain and (self.settings.unmarked == "leader" or "launch" in getattr(item, "fixturenames", ()))
+
+    def _leave_out_of_junit(self) -> None:
+        xml = self.config.stash.get(xml_key, None)
+        if xml is None:
+            return
+        take = xml.pytest_runtest_logreport
+
+        def take_own(report: pytest.TestReport) -> None:
+            if report.nodeid not in self._leader_s:
+                take(report)
+
+        self.config.pluginmanager.unregister(xml)
+        xml.pytest_runtest_logreport = take_own  # type: ignore[method-assign]
+        self.config.pluginmanager.register(xml)
+
+    def start_clock(self) -> None:
+        """Before the first test. The processes that begin here share their verdict and the JUnit file."""
+        if self.outer.world_size < 2:
+            return
+        xml = self.config.stash.get(xml_key, None)
+        given = None if xml is None else {
+            "path": str(self._junit), "prefix": xml.prefix, "suite": xml.suite_name, "logging": xml.logging,
+            "durations": xml.report_duration, "family": xml.family, "passing": xml.log_passing_tests,
+            "not_ours": sorted(self._leader_s),
+        }  # fmt: skip
+        self.log.start_clock(
+            self.screen.descriptor, junit=given, artifacts=str(self.settings.artifacts), gpus=self.settings.gpus,
+            mode=self.settings.folder_mode,
+        )  # fmt: skip
+        runner = self.config.stash[runner_key]
+        if runner.folder.is_made and not self.follows:
+            self.log.note("run", path=str(runner.folder.path))
+
+    def leaves(self, item: pytest.Item) -> bool:
+        """Return whether this process leaves a test to the leader."""
+        return self.follows and self._runs_in_the_leader(item)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Note which test runs."""
+        self.log.note("begin", nodeid=item.nodeid)
+        try:
+            return (yield)
+        finally:
+            self.log.note("end", nodeid=item.nodeid)
+
+    def bound(self, item: pytest.Item, seconds: float) -> None:
+        """A test may last for ``seconds`` from now on, as pytest-timeout is told."""
+        if not isinstance(item, Ranked):
+            self.log.note("limit", seconds=seconds)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        """Record what a test raised before its teardown can hang."""
+        report: Any = yield
+        if not isinstance(item, Ranked) and self.rank is not None:
+            self.rank.record(item.nodeid, call)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep each report, and show what fails in a process of which nothing else is shown."""
+        self.log.report(report)
+        if self.follows and report.failed and report.nodeid not in self._leader_s:
+            self._failed = True
+            printed = [f"--- {title} ---\n{text}" for title, text in report.sections]
+            self.screen.show(self.outer.rank, "\n".join([f"FAILED {report.nodeid}", report.longreprtext, *printed]))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_internalerror(self) -> None:
+        """What follows is shown."""
+        self.screen.release()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """A test for another number of ranks than the launcher has started."""
-        settings = item.config.stash[settings_key]
-        if settings.outer is None or not marks.is_ranked(item):
+        if not marks.is_ranked(item):
             return
-        wanted = needs_of(item, settings).world_size
-        if wanted != settings.outer.world_size:
-            pytest.skip(f"needs {wanted} ranks, and the launcher has started {settings.outer.world_size}")
+        wanted = needs_of(item, self.settings).world_size
+        if wanted != self.outer.world_size:
+            pytest.skip(f"needs {wanted} ranks, and the launcher has started {self.outer.world_size}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Behind pytest's own writer: this process's testsuite goes to the others'."""
+        self.screen.release()  # of a session that came to no test
+        if self.rank is not None:
+            self.rank.end(passed=not exitstatus)
+        xml = self.config.stash.get(xml_key, None)
+        if xml is not None and self.outer.world_size > 1:
+            junit.merge(self._junit, Path(xml.logfile), self.log.launch, self.outer.rank)
+            xml.logfile = str(self._junit)
+        if self.follows and self._failed:
+            self.screen.show(self.outer.rank, f"{session.testsfailed} failed here, of {session.testscollected}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """Exit after all reports: torchrun ends all processes once one has failed."""
+        self.screen.release()
+        self.log.close()
+        attachment = config.stash[runner_key].attachment
+        if attachment is not None:
+            attachment.close()

@@ -28,6 +28,7 @@ class OuterStore:
             outer.port,
             is_master=outer.rank == 0 and not outer.serves_store,
             wait_for_workers=False,
+            multi_tenant=True,  # a test that forms a group by env:// serves the same port of this process
             timeout=timedelta(seconds=MEET_S),
         )
         self._store = dist.PrefixStore("pytest-nsa", store)

@@ -1,0 +1,70 @@
+"""A job of ranks that this process did not start: follow its boards, record what its diagnosis needs, signal no process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from pytest_nsa.monitor.progress import ProgressWatch
+from pytest_nsa.monitor.second_look import ask_for_counters, sample_processes
+from pytest_nsa.monitor.supervise import GRACE_S
+from pytest_nsa.system.locks import file_locks
+from pytest_nsa.system.room import where_there_is_room
+from pytest_nsa.wire.files import append_line
+
+
+class ObservedJob:
+    """The ranks that leave evidence in ``folder`` (``rankR/board.bin``)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "host.jsonl"
+        self.watch = ProgressWatch({})
+
+    def look(self) -> None:
+        """Read all boards, those that have come since the last look too."""
+        for path in self.folder.glob("rank*/board.bin"):
+            if path.parent.name[4:].isdecimal():
+                self.watch.add(int(path.parent.name[4:]), path.parent)
+        self.watch.look()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """By rank, the processes here that have not ended their part."""
+        boards = {rank: board for rank, board in self.watch.boards.items() if board.phase != "done"}
+        pids = {rank: int(board.numbers["pid"]) for rank, board in boards.items()}
+        return {rank: pid for rank, pid in pids.items() if Path(f"/proc/{pid}").exists()}
+
+    def record_stop(self, reason: str, began: float) -> None:
+        """Record why and when the job is looked at for the last time, and what its processes do: as of ranks that are ended now.
+
+        ``began``: when it did, in seconds since the epoch.
+        """
+        watch = self.watch
+        with contextlib.suppress(FileNotFoundError):
+            self.log.unlink()  # of an earlier look, after which the job went on
+        self._note("started", time=began, pids=[])
+        self._note(
+            "stop", reason=reason, by="", stood_still_s=watch.stood_still, moved=watch.stood_still < GRACE_S,
+            moved_ranks=watch.moved_within(GRACE_S),
+        )  # fmt: skip
+        alive = self.pids
+        ask_for_counters(self.folder / f"rank{rank}" for rank in alive)
+        sample_processes(alive, self.log, file_locks(alive))
+        watch.look(worked=True)
+        self._note("sampled", beat_age_s=watch.beat_ages)
+        self._ended(alive)
+        self._note("ended", duration_s=time.time() - began)
+
+    def _ended(self, alive: Mapping[int, int]) -> None:
+        for rank, board in self.watch.boards.items():
+            if rank in alive:
+                self._note("exit", rank=rank, code=0, signal=9, by_us=True)
+            elif board.phase != "done":
+                self._note("gone", rank=rank)
+
+    def _note(self, event: str, **facts: object) -> None:
+        with where_there_is_room():
+            append_line(self.log, {"event": event, "time": time.time(), **facts})

@@ -1,0 +1,152 @@
+"""What the clock of a pytest process under an outer launcher reports for it: the verdict, the JUnit file, the failures so far."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.junitxml import LogXML
+
+from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.report import junit, runs
+from pytest_nsa.report import run as session_report
+from pytest_nsa.report.plain import visible
+from pytest_nsa.report.terminal import lines, short_path
+from pytest_nsa.session.conclude import Recorder, conclude
+from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.outer_clock import ENDED, Session
+from pytest_nsa.wire.files import parse, read_lines, read_text, write_atomically
+from pytest_nsa.wire.messages import Job
+
+KEPT = "evidence"  # of the last look at the launch, as the folder of a test
+_FILES = ("board.bin", "standing.json", "counters.json")
+_OF_A_TEST = ("exception", "skipped", "xfailed")
+
+
+def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: float) -> None:
+    """Copy what the ranks have left so far into a folder as that of the test ``nodeid``, in which a rank is past its limit.
+
+    What ranks raised in other tests does not belong to it.
+    """
+    kept = launch / KEPT
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir()
+    job = Job(
+        nodeid=nodeid, folder=str(kept), root=setup["root"], world_size=setup["world_size"], backend="", timeout=limit,
+        created=setup["created"],
+    )  # fmt: skip
+    write_atomically(kept / "job.json", json.dumps({"schema": 1, **asdict(job)}, indent=1) + "\n")
+    for path in (*launch.glob("heartbeat_rank*.jsonl"), launch / "host.jsonl"):
+        if path.is_file():
+            shutil.copy(path, kept)
+    for rank in launch.glob("rank*"):
+        own = kept / rank.name
+        own.mkdir()
+        for name in _FILES:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(rank / name, own)
+        events = [
+            e
+            for e in read_lines(rank / "events.jsonl")
+            if e.get("event") not in _OF_A_TEST or e.get("nodeid") == nodeid
+        ]
+        _write_lines(own / "events.jsonl", events)
+        reports = [e for e in read_lines(rank / "session.jsonl") if e.get("event") == "report"]
+        _write_lines(own / "reports.jsonl", [e for e in reports if e["report"].get("nodeid") == nodeid])
+
+
+def _write_lines(path: Path, entries: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+
+
+def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) -> None:
+    """Write the verdict on the test that runs, SUMMARY.md and report.html into the run's folder. Then the other clocks report."""
+    if not (launch / KEPT).is_dir():
+        keep_evidence(launch, setup, session.nodeid, session.limit)
+    made = Path(session.run) if session.run else None
+    run = RunFolder(made.parent if made else Path(setup["artifacts"]), made.name if made else None, setup["mode"])
+    folder = run.test_folder(safe_name(session.nodeid))
+    shutil.copytree(launch / KEPT, folder, dirs_exist_ok=True)
+    verdict, evidence = conclude(folder, keep=True)
+    Recorder(run).add(folder, verdict)
+    session_report.write_reports(run.path, setup["gpus"], decide, interrupted=True)
+    runs.finish(run.path, 1, interrupted=True)
+    told = {
+        "nodeid": session.nodeid, "lines": lines(verdict, evidence), "rank": setup["rank"],
+        "summary": short_path(run.path / "SUMMARY.md"),
+    }  # fmt: skip
+    write_atomically(launch / ENDED, json.dumps(told))
+
+
+def report_session(launch: Path, setup: Mapping[str, Any], session: Session, why: str) -> None:
+    """Print and keep what a session has come to that cannot report by itself: its failures, and the test that ran."""
+    ended = parse(read_text(launch / ENDED))
+    verdict = ended if isinstance(ended, dict) else {}
+    text = "\n".join([why, *verdict.get("lines", ())])
+    reports = [*_reports(session)]
+    if session.nodeid:
+        reports.append(_of_the_ended(session, text))
+    target = (setup["junit"] or {}).get("path")
+    if target is not None:
+        _write_junit(Path(target), reports, setup)
+    _print(setup["rank"], session, reports, why, verdict)
+
+
+def _reports(session: Session) -> Iterator[pytest.TestReport]:
+    for line in session.reports:
+        yield pytest.TestReport._from_json(dict(line["report"]))
+
+
+def _of_the_ended(session: Session, text: str) -> pytest.TestReport:
+    location = next((r["report"]["location"] for r in session.reports if r["report"]["nodeid"] == session.nodeid), None)
+    path, _, name = session.nodeid.partition("::")
+    return pytest.TestReport(
+        nodeid=session.nodeid, location=tuple(location or (path, 0, name)), keywords={}, outcome="failed", longrepr=text,
+        when="call", duration=time.time() - session.began, start=session.began, stop=time.time(),
+    )  # fmt: skip
+
+
+def _write_junit(target: Path, reports: list[pytest.TestReport], setup: Mapping[str, Any]) -> None:
+    """Write the testsuite of this process, by pytest's own writer, into the file that all processes of the launch share."""
+    given = setup["junit"]
+    own = target.with_name(f".{target.name}.rank{setup['rank']}.partial")
+    xml = LogXML(
+        str(own),
+        given["prefix"],
+        given["suite"],
+        given["logging"],
+        given["durations"],
+        given["family"],
+        given["passing"],
+    )
+    xml.pytest_sessionstart()
+    for report in reports:
+        if report.nodeid not in given["not_ours"]:
+            xml.pytest_runtest_logreport(report)
+    xml.pytest_sessionfinish()
+    junit.merge(target, own, setup["launch"], setup["rank"])
+
+
+def _print(rank: int, session: Session, reports: list[pytest.TestReport], why: str, verdict: Mapping[str, Any]) -> None:
+    """Print, each line behind the rank's number: pytest's own summary will not come."""
+    out = [""]
+    for line in session.reports:
+        if line["report"]["outcome"] == "failed":
+            out += [f"FAILED {line['report']['nodeid']}", *line["text"].splitlines(), ""]
+    if session.nodeid:
+        out.append(f"{'HANG' if verdict else 'CRASH'} {session.nodeid}: {why}")
+    if verdict.get("rank") == rank:
+        out += [*verdict["lines"], f"SUMMARY.md: {verdict['summary']}"]
+    passed = {r.nodeid for r in reports if r.when == "call" and r.passed}
+    failed = {r.nodeid for r in reports if r.failed}
+    out.append(f"{len(failed)} failed, {len(passed - failed)} passed; the session was ended")
+    sys.stdout.write("\n".join(f"[rank {rank}] {visible(line)}" if line else "" for line in out) + "\n")
+    sys.stdout.flush()

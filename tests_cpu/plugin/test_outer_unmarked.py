@@ -1,0 +1,241 @@
+"""Suites of an outer launcher whose tests run on no ranks of ours: each process runs them, nothing that fails is hidden, and a test
+past its limit ends though its main thread is in native code.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.testing import HEADER
+from tests_cpu.sockets import free_port
+
+# As Megatron-LM's suite: one group for a session, by env://, which ends behind a barrier.
+CONFTEST = """
+import pytest, torch, torch.distributed as dist
+
+@pytest.fixture(scope="session")
+def pg():
+    dist.init_process_group("gloo")
+    yield dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+RANK = 'RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID")))\n'
+
+
+def torchrun(folder: Path, *arguments: str, n: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={n}",
+        "--master_port",
+        str(free_port()),
+    ]
+    return subprocess.run(
+        [*command, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--junitxml=junit.xml", *arguments],
+        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False,
+    )  # fmt: skip
+
+
+def results(folder: Path) -> dict[str, dict[str, str]]:
+    """Return what became of each test, by testsuite."""
+    found: dict[str, dict[str, str]] = {}
+    for suite in ET.parse(folder / "junit.xml").getroot():
+        cases = {case.get("name", ""): "passed" for case in suite.iter("testcase")}
+        cases |= {
+            case.get("name", ""): part.tag
+            for case in suite.iter("testcase")
+            for part in case
+            if part.tag in ("failure", "error")
+        }
+        found[suite.get("name", "")] = cases
+    return found
+
+
+def write(pytester: pytest.Pytester, source: str) -> None:
+    (pytester.path / "conftest.py").write_text(CONFTEST)
+    (pytester.path / "test_example.py").write_text(HEADER + RANK + source)
+
+
+def test_what_fails_on_rank_1_alone_is_shown(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_shard(): assert RANK < 1, "wrong shard on this rank"
+
+def test_other(): pass
+""",
+    )
+    done = torchrun(pytester.path)
+    assert done.returncode == 1
+    assert "AssertionError: wrong shard on this rank" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+    assert results(pytester.path) == {
+        "pytest": {"test_shard": "passed", "test_other": "passed"},
+        "pytest rank 1": {"test_shard": "failure", "test_other": "passed"},
+    }
+    assert not (pytester.path / "artifacts").exists()
+
+
+MIXED = """
+def test_all_reduce(pg):
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == 2
+
+def test_shard():
+    print("a word of rank", RANK)
+    assert RANK < 1, "wrong shard on this rank"
+
+@world_size(2)
+def test_marked(group): dist.barrier()
+"""
+
+
+def test_beside_a_marked_test_the_others_run_in_every_process(pytester: pytest.Pytester) -> None:
+    write(pytester, MIXED)
+    done = torchrun(pytester.path, "--timeout=60")
+    assert done.returncode == 1
+    assert (
+        done.stdout.count("test session starts") == 1
+    )  # rank 0's process reports, and rank 1's what fails in it alone
+    assert "[rank 1] FAILED test_example.py::test_shard" in done.stdout
+    assert "[rank 1] E       AssertionError: wrong shard on this rank" in done.stdout
+    assert "[rank 1] a word of rank 1" in done.stdout
+    assert "[rank 1] 1 failed here, of 3" in done.stdout
+    assert "3 passed" in done.stdout
+    assert results(pytester.path) == {
+        "pytest": {"test_all_reduce": "passed", "test_shard": "passed", "test_marked": "passed"},
+        "pytest rank 1": {"test_all_reduce": "passed", "test_shard": "failure"},
+    }
+
+
+def test_a_test_past_its_limit_ends_with_rank_line_and_cause(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_first(pg): dist.barrier()
+
+def test_loss(pg):
+    loss = torch.tensor([1.0 + RANK])
+    assert loss.item() < 1.5, "loss differs"  # of rank 1; rank 0 waits in native code
+    dist.all_reduce(loss)
+
+def test_next(pg): dist.barrier()
+""",
+    )
+    done = torchrun(pytester.path, "--timeout=8")
+    assert done.returncode == 1
+    line = (HEADER + RANK).count("\n") + 6
+    assert f"[rank 0] FAIL: rank 1 of 2, rank_exception, at test_example.py:{line} in test_loss" in done.stdout
+    assert "[rank 0] HANG test_example.py::test_loss: ended at its time limit of 8 s" in done.stdout
+    assert "[rank 1] E       AssertionError: loss differs" in done.stdout
+    assert "exitcode  : 1" in done.stdout
+    assert results(pytester.path) == {
+        "pytest": {"test_first": "passed", "test_loss": "failure"},
+        "pytest rank 1": {"test_first": "passed", "test_loss": "failure", "test_next": "failure"},
+    }
+    run = pytester.path / "artifacts" / "latest"
+    assert "rank_exception" in (run / "SUMMARY.md").read_text()
+    assert (run / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_call_left_out_by_one_rank_is_named_though_it_is_in_another_test(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_reduces(pg):
+    for step in range(3):
+        if RANK == 0 or step < 2:
+            dist.all_reduce(torch.ones(1))
+
+def test_next(pg): dist.barrier()
+""",
+    )
+    done = torchrun(pytester.path, "--timeout=8")
+    assert done.returncode == 1
+    assert "HANG: rank 1 of 2, skipped_collective" in done.stdout
+    assert "test_example.py:" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_barrier_in_the_teardown_of_a_fixture_ends_too(pytester: pytest.Pytester) -> None:
+    write(pytester, "def test_it(pg): pass\n")
+    (pytester.path / "conftest.py").write_text(
+        CONFTEST.replace("    dist.barrier()", "    dist.recv(torch.ones(1), 0) if dist.get_rank() else dist.barrier()")
+    )
+    done = torchrun(pytester.path, "--timeout=8")
+    assert done.returncode == 1
+    assert "conftest.py:8 in pg" in done.stdout
+    assert results(pytester.path)["pytest"] == {"test_it": "failure"}
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_leaves_what_it_had_reported(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_first(): assert RANK == 1, "a failure before"
+
+def test_dies():
+    if RANK == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+""",
+    )
+    done = torchrun(pytester.path)
+    assert done.returncode == 1
+    assert "[rank 0] FAILED test_example.py::test_first" in done.stdout
+    assert "AssertionError: a failure before" in done.stdout
+    assert "[rank 0] CRASH test_example.py::test_dies: its process has ended" in done.stdout
+    assert results(pytester.path)["pytest"] == {"test_first": "failure", "test_dies": "failure"}
+
+
+@pytest.mark.slow
+def test_the_leader_alone_runs_unmarked_tests_where_that_is_set(pytester: pytest.Pytester) -> None:
+    write(
+        pytester,
+        """
+def test_plain(): open(f"ran_on_{RANK}", "w").close()
+
+@world_size(2)
+def test_marked(group): dist.barrier()
+""",
+    )
+    done = torchrun(pytester.path, "-o", "ranks_unmarked=leader")
+    assert done.returncode == 0
+    assert [path.name for path in pytester.path.glob("ran_on_*")] == ["ran_on_0"]
+    assert results(pytester.path) == {"pytest": {"test_plain": "passed", "test_marked": "passed"}, "pytest rank 1": {}}
+
+
+@pytest.mark.slow
+def test_a_group_by_env_shares_the_port_with_ours_where_no_launcher_keeps_a_store(pytester: pytest.Pytester) -> None:
+    """SLURM starts no store: rank 0's process serves both on MASTER_PORT."""
+    write(pytester, MIXED.replace("RANK < 1", "True"))
+    ranks = []
+    port = str(free_port())
+    for rank in range(2):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--timeout=60"]
+        ranks.append(
+            subprocess.Popen(
+                command, cwd=pytester.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], texts
+    assert "3 passed" in texts[0]
+
+
+def test_another_value_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_it(): pass")
+    done = pytester.runpytest_subprocess("-o", "ranks_unmarked=some")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*ini ranks_unmarked = 'some': must be all or leader"])
