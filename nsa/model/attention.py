@@ -22,6 +22,7 @@ from nsa.kernels.dispatch import (
     pack_ends,
     run_branches,
     spans,
+    zero_times,
 )
 from nsa.kernels.sizes import KV, Sizes
 from nsa.kernels.triton import support
@@ -107,11 +108,6 @@ class MLPCompression(nn.Module):
         else:
             windows = x.unfold(1, self.l, self.d).transpose(-1, -2)  # [B, Nc, G, l, D]
         return self.fc2(F.silu(self.fc1((windows + self.position).flatten(-2))))
-
-
-def _zero_times(*tensors: torch.Tensor) -> torch.Tensor:
-    """Return a zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
-    return torch.stack([(t * 0).sum() for t in tensors]).sum()
 
 
 def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
@@ -271,7 +267,7 @@ class NSAAttention(nn.Module):
         forced, listener = self.force_branch, self.selection_listener
         sizes = Sizes(self.l, self.d, self.l_sel, self.n_sel, self.w)
         scale = self.d_k**-0.5
-        if cache is not None and start:
+        if cache is not None and start and q.numel():
             if forced is None:
                 return decoding.attend_gated(
                     q, cmp, sel, win, gates, start, sizes, scale=scale, backend=self.backend, listener=listener
@@ -282,7 +278,7 @@ class NSAAttention(nn.Module):
             return out[forced]
         if forced:
             y = self._attend_forced(forced, q, cmp, sel, win, sizes, ends)
-            return y + _zero_times(*cmp, *sel, *win, gates)
+            return y + zero_times(*cmp, *sel, *win, gates)
         return attend(q, cmp, sel, win, gates, sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
 
     def _attend_forced(
@@ -291,7 +287,7 @@ class NSAAttention(nn.Module):
         """One branch alone, its gate 1; of a pack, one sequence after the other."""
         S, parts = q.shape[1], []
         whole = [(0, S, 0, cmp[0].shape[1])]
-        for a, b, c0, c1 in whole if ends is None else spans(ends, self.l, self.d):
+        for a, b, c0, c1 in whole if ends is None or S == 0 else spans(ends, self.l, self.d):
             out, chosen = run_branches(
                 q[:, a:b], cmp.between(c0, c1), sel.between(a, b), win.between(a, b), sizes, scale=self.d_k**-0.5,
                 backend=self.backend, branches=(forced,),
@@ -299,7 +295,7 @@ class NSAAttention(nn.Module):
             parts.append(out[forced])
             if chosen is not None and self.selection_listener is not None:
                 self.selection_listener(chosen)
-        return torch.cat(parts, dim=1) if parts else q.new_zeros(*q.shape[:3], self.d_v)
+        return torch.cat(parts, dim=1)
 
 
 def _tokens_of_blocks(ends: Sequence[int], l: int, d: int, device: torch.device) -> torch.Tensor:
@@ -340,7 +336,5 @@ class DenseAttention(nn.Module):
         parts = [
             attend_densely(q[:, a:b], k[:, a:b], v[:, a:b], q.shape[-1] ** -0.5, self.backend)
             for a, b in itertools.pairwise(ends)
-            if b > a and len(x)
         ]
-        y = torch.cat(parts, dim=1) if parts else q.new_zeros(*x.shape[:2], self.n_heads, v.shape[-1])
-        return self.out(y.flatten(-2))
+        return self.out(torch.cat(parts, dim=1).flatten(-2))
