@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from nsa import KVCache, NSAAttention, nsa_attention
@@ -20,6 +21,8 @@ from nsa.kernels.triton import decoding as on_gpu
 from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
 from nsa.model.attention import Rotary
+from tests_cpu.kernels.large_scores import SCALE
+from tests_cpu.kernels.large_scores import large_scores as half_inputs
 
 CHECKS: dict[str, Callable[[], None]] = {}
 Inputs = list[torch.Tensor]
@@ -354,6 +357,23 @@ def decoding() -> None:
                 found.append((layer(x[:, start:], cache), selections[-1]))
         torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=2e-5)
         assert torch.equal(found[1][1], found[0][1])
+
+
+@check
+def large_scores() -> None:
+    """Check float16 whose q k^T is beyond its range: a prompt, and new tokens against a cache."""
+    S, start = 40, 37
+    sizes, inputs, wanted = half_inputs(S, torch.float16)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    seen = slice(start - (sizes.w - 1), S)
+    window, new = (k_win[:, seen], v_win[:, seen]), slice(start, S)
+    with np.errstate(over="ignore"):  # the exponential of a later key's score, which is masked
+        found = nsa_attention(*inputs, **sizes._asdict(), scale=SCALE, backend="triton")
+        cached, _ = on_gpu.attend(
+            q[:, new], (k_cmp, v_cmp), (k_sel, v_sel), window, gates[:, new], start, *sizes, SCALE
+        )
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4e-3)
+    torch.testing.assert_close(cached.double(), wanted[:, new], rtol=0, atol=4e-3)
 
 
 @check
