@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa.config import Branch, ModelConfig
+from nsa.kernels.derivatives import has_tangent, is_transformed
 from nsa.kernels.dispatch import (
     attend,
     attend_densely,
@@ -54,8 +55,11 @@ class Rotary(nn.Module):
         return both, crossed
 
     def turn(self, x: torch.Tensor, table: Table) -> torch.Tensor:
-        """Rotate x [B, N, heads, d] by a `table`; same shape and dtype. One kernel on a GPU, unless a compiler joins them."""
-        if x.is_cuda and not torch.compiler.is_compiling() and not support.why_not(x.dtype, x.device, self.d, self.d):
+        """Rotate x [B, N, heads, d] by a `table`; same shape and dtype. One kernel on a GPU, unless a compiler joins them, or
+        other derivatives than a backward may be asked of it.
+        """
+        by_torch = not x.is_cuda or torch.compiler.is_compiling() or is_transformed(x)
+        if not by_torch and not support.why_not(x.dtype, x.device, self.d, self.d):
             return rotate(x, *table, False)
         return torch.addcmul(x * table[0], x.roll(x.shape[-1] // 2, -1), table[1])
 
@@ -211,8 +215,9 @@ class NSAAttention(nn.Module):
     ) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim].
 
-        With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled. With
-        ``cu_seqlens`` (int [n + 1], B = 1) x are packed sequences, of which none sees another; ValueError if they do not fit.
+        With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled, and for
+        tangents of forward mode. With ``cu_seqlens`` (int [n + 1], B = 1) x are packed sequences, of which none sees another;
+        ValueError if they do not fit.
         """
         B, S, _ = x.shape
         start = 0 if cache is None else cache.length
@@ -248,6 +253,10 @@ class NSAAttention(nn.Module):
         ends: list[int] | None,
     ) -> torch.Tensor:  # fmt: skip
         """Sequences whose first token has position ``start``; ``cmp`` [B, S, G, D] are not compressed yet. ``ends``: of a pack."""
+        if cache is not None and has_tangent(q, *cmp, *sel, *win, gates):
+            raise RuntimeError(
+                "a KVCache keeps no tangents: call the layer without a cache for forward-mode derivatives"
+            )
         S, tail = q.shape[1], cmp if cache is None else cache.tail(cmp)
         if ends is None:
             k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 
 from nsa import KVCache, NSAAttention, nsa_attention
@@ -334,6 +335,27 @@ def rotary() -> None:
 
 
 @check
+def functional() -> None:
+    """Check `torch.func.grad`, and that forward mode is refused."""
+    S, sizes = 36, {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 12}
+    n = blocks.num_compressed(S, sizes["l"], sizes["d"])
+    exact = [torch.randn(1, S, 2, 16), *(torch.randn(1, m, 1, 16) for m in (n, n, S, S, S, S)), torch.rand(1, S, 2, 3)]
+    exact = [x.double() for x in exact]
+    weight = torch.randn(1, S, 2, 16)
+
+    def loss(backend: str) -> Callable[..., torch.Tensor]:
+        return lambda *x: (nsa_attention(*x, **sizes, backend=backend) * weight).sum()
+
+    inputs = [x.float() for x in exact]
+    found = torch.func.grad(loss("triton"), argnums=tuple(range(8)))(*inputs)
+    wanted = torch.func.grad(loss("reference"), argnums=tuple(range(8)))(*exact)
+    for a, e in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=0, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="use backend='reference'"):
+        torch.func.jvp(loss("triton"), tuple(inputs), tuple(inputs))
+
+
+@check
 def decoding() -> None:
     """Check one new token and several, in the layer; several tiles per program; a cache shorter than a compressed block."""
     for programs, start, T, H, G, d_k, d_v in (
@@ -395,6 +417,7 @@ if __name__ == "__main__":
     # Memory that nothing wrote is NaN, so that a read of it shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", ".*deterministic")
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch's own, of its forward mode
     torch.manual_seed(int(sys.argv[1]))
     numbers.seed(int(sys.argv[1]))
     for name in sys.argv[2:]:
