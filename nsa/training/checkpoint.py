@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from nsa.config import Config, ConfigError, ModelConfig
 from nsa.data.packing import Position
+from nsa.trace.strict_json import to_json
 from nsa.training.safe_reader import SafePlanner, SafeReader
 from nsa.training.writing import write_whole
 
@@ -138,7 +139,7 @@ class Checkpointer:
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: _size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
-        write_whole(partial / DESCRIPTION, json.dumps({"schema": SCHEMA, **described}, indent=1) + "\n")
+        write_whole(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n")
         if target.exists():  # a run that went on from an earlier step comes here again
             _remove(target)
         partial.rename(target)
