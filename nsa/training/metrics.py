@@ -32,8 +32,9 @@ class Metrics:
         rate = result.tokens / max(result.seconds, 1e-9)
         mfu = None if self._peak is None else rate * self._flops / self._peak
         fields = {
-            "step": result.step, "loss": result.loss, "lr": result.lr, "tokens": result.tokens, "tokens_per_s": rate,
-            "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates, "time": time.time(),
+            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "skipped": result.skipped, "lr": result.lr,
+            "tokens": result.tokens, "tokens_per_s": rate, "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates,
+            "time": time.time(),
         }  # fmt: skip
         self._file.write(to_json(fields) + "\n")
         if self._board is not None:
