@@ -225,7 +225,7 @@ def describe(path: Path) -> Description:
 
 
 def is_finite(path: Path) -> bool:
-    """Return whether it is a checkpoint of a step whose loss and gradients were finite; its other files are not read."""
+    """Return whether it is a checkpoint of a step with finite loss and gradients; its other files are not read."""
     try:
         return describe(path).finite
     except ConfigError:
@@ -233,7 +233,7 @@ def is_finite(path: Path) -> bool:
 
 
 def newest_finite(folder: Path, before: int) -> Path | None:
-    """Return the newest checkpoint in ``folder`` of a step below ``before`` whose loss and gradients were finite, if any."""
+    """Return the newest checkpoint in ``folder`` of a step below ``before``, with finite loss and gradients, if any."""
     return next((path for path in reversed(_saved(folder)) if is_finite(path) and describe(path).step < before), None)
 
 
@@ -281,9 +281,7 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     saved = SafeReader(path).read_metadata().state_dict_metadata
     has_moments = any(name.startswith("optimizer.state.") for name in saved)
-    if (
-        not has_moments
-    ):  # every step before it was skipped: the optimizer begins anew, without what `get_state_dict` made
+    if not has_moments:  # no step before it made an update: drop the state that `get_state_dict` has made
         del state["optimizer"]
         optimizer.state.clear()
     random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}

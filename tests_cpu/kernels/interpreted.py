@@ -383,7 +383,7 @@ def decoding() -> None:
 
 @check
 def large_scores() -> None:
-    """Check float16 whose q k^T is beyond its range: a prompt, and new tokens against a cache."""
+    """Check float16 with q k^T beyond its range: a prompt, and new tokens against a cache."""
     S, start = 40, 37
     sizes, inputs, wanted = half_inputs(S, torch.float16)
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs

@@ -21,7 +21,7 @@ def make_layer(**options: Any) -> NSAAttention:
 
 
 def without_zeros(module: torch.nn.Module) -> list[str]:
-    """Return the parameters whose gradient is none, or not zero."""
+    """Return the parameters without a gradient, or with one that is not zero."""
     return [name for name, p in module.named_parameters() if p.grad is None or bool(p.grad.any())]
 
 

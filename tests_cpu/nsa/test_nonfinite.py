@@ -333,7 +333,7 @@ def test_all_ranks_of_a_run_stop_alike(tmp_path: Path, mode: str) -> None:
 
 
 def test_every_field_of_metrics_may_be_null(tmp_path: Path) -> None:
-    """And the curves of the report leave out the steps whose loss is."""
+    """The curves of the report pass over a loss that is null."""
     metrics = Metrics(tmp_path, load_config(TINY), RankInfo(), math.inf)
     for step in range(1, 15):
         value = math.nan if step == 5 else float(step)
