@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from nsa.trace.strict_json import to_json
 
 
 def environment() -> dict[str, Any]:
@@ -23,7 +24,7 @@ def environment() -> dict[str, Any]:
 
 def keep(figures: dict[str, Any], path: Path | None) -> None:
     """Print ``figures`` and the environment as JSON; write them to ``path``, if any."""
-    text = json.dumps({**figures, **environment()}, indent=1)
+    text = to_json({**figures, **environment()}, indent=1)
     print(text)
     if path is not None:
         path.write_text(text + "\n", encoding="utf-8")

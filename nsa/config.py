@@ -56,6 +56,8 @@ class TrainConfig:
     ``gc_keep_selection`` they keep which blocks they selected. Figures are read from the device, which waits for it, and
     written every ``log_every`` steps. ``compile`` by torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole
     model in one graph, the loss and, on a CPU, the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs.
+    ``nonfinite``: a loss or gradient that is NaN or infinite stops the run, or the step is skipped, at most ``max_skips`` in a row;
+    the optimizer makes no update from it either way.
     """
 
     steps: int = 100
@@ -67,6 +69,8 @@ class TrainConfig:
     warmup_steps: int = 20
     weight_decay: float = 0.1
     grad_clip: float = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: int = 20
     seed: int = 1234
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,7 +1,6 @@
 """``python -m nsa.train``: train a configuration, alone or under torchrun.
 
-Exit codes: 0 done, 2 a setting or file that cannot be used (one line names it), 75 stopped by SIGTERM with a checkpoint
-(start it again with --resume auto), 130 interrupted.
+`EXIT_CODES` has the exit codes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,14 @@ from nsa.config import (
 if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
 
-USAGE_ERROR = 2
-INTERRUPTED = 130
+USAGE_ERROR, NOT_FINITE, INTERRUPTED = 2, 3, 130
+EXIT_CODES = {
+    0: "done",
+    USAGE_ERROR: "a setting or file that cannot be used: one line names it",
+    NOT_FINITE: "a loss or gradient is NaN or infinite (train.nonfinite): one line names the step and a checkpoint before it",
+    75: "stopped by SIGTERM, with a checkpoint: start it again with --resume auto",
+    INTERRUPTED: "interrupted",
+}
 NEEDED = {
     "torch": "install torch>=2.6",
     "yaml": "install pyyaml",
@@ -67,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m nsa.train",
         description="Train a Native Sparse Attention transformer; alone, or one rank of several under torchrun.",
-        epilog=f"Environment variables (stronger than the YAML, weaker than options):\n{environment_help()}",
+        epilog=f"Environment variables (stronger than the YAML, weaker than options):\n{environment_help()}\n\n{_exit_codes()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="PATH", help="YAML file (default: the variable CONFIG)")
@@ -105,6 +110,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.ddp and arguments.parallel and (arguments.ddp == "1") != (arguments.parallel == "ddp"):
         parser.error(f"--ddp {arguments.ddp} and --parallel {arguments.parallel} contradict each other; give one")
     return arguments
+
+
+def _exit_codes() -> str:
+    return "\n".join(["Exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())])
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +155,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
     from nsa.data import Loader
     from nsa.training import checkpoint
     from nsa.training.parallel import RankInfo
-    from nsa.training.run import Run
+    from nsa.training.run import NotFiniteError, Run
 
     resumed = checkpoint.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
@@ -171,6 +180,10 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         _join("cpu:gloo,cuda:nccl" if is_both else backend, world_size)
     try:
         return Run(config, info, loader, _folder(arguments.out, info), resumed).steps()
+    except NotFiniteError as error:  # of all ranks: one speaks
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return NOT_FINITE
     finally:
         loader.close()
         if config.parallel.mode != "none":

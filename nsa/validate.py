@@ -64,6 +64,7 @@ def _check_limits(config: Config) -> None:
     limits = (
         ("train.threads", t.threads, 0), ("train.warmup_steps", t.warmup_steps, 0), ("train.steps", t.steps, 1),
         ("train.batch_size", t.batch_size, 1), ("train.accumulation", t.accumulation, 1), ("train.log_every", t.log_every, 1),
+        ("train.max_skips", t.max_skips, 1),
         ("data.prefetch", data.prefetch, 1), ("data.workers", data.workers, 0), ("data.max_bad_rows", data.max_bad_rows, 0),
         ("checkpoint.every", kept.every, 0), ("checkpoint.keep", kept.keep, 1),
     )  # fmt: skip

@@ -58,6 +58,20 @@ def _counted(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d
     return name
 
 
+def zero_times(*tensors: torch.Tensor) -> torch.Tensor:
+    """Return a zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
+    return torch.stack([(t * 0).sum() for t in tensors]).sum()
+
+
+def _is_empty(q: torch.Tensor) -> bool:
+    return q.shape[0] == 0 or q.shape[1] == 0
+
+
+def _nothing(q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return the output for an empty q, [B, S, H, Dv] with B or S zero, in the graph of all inputs. ``others`` end with v."""
+    return q.new_zeros(*q.shape[:3], others[-1].shape[-1]) + zero_times(q, *others)
+
+
 def run_branches(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, sizes: Sizes, *, scale: float, backend: str,
     branches: tuple[Branch, ...] = BRANCHES,
@@ -66,9 +80,8 @@ def run_branches(
 
     Shapes as in `nsa_attention`. A branch that is not requested is not computed and leaves no node in the autograd graph.
     """
-    if q.shape[0] == 0 or q.shape[1] == 0:  # nothing to attend; the inputs stay in the graph
-        empty = q.flatten(2).sum(-1)[..., None, None] + sel.v.new_zeros(1, 1, q.shape[2], sel.v.shape[-1])
-        return dict.fromkeys(branches, empty), None
+    if _is_empty(q):
+        return dict.fromkeys(branches, _nothing(q, *cmp, *win, *sel)), None
     kernels = choose(backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]).branches
     l, d, l_sel, n_sel, w = sizes
     out: dict[Branch, torch.Tensor] = {}
@@ -95,16 +108,17 @@ def attend(
     ``ends``: of a pack (B = 1), where its sequences begin and end, 0 first and S last. ``listener`` is given the selection of each
     sequence, bool [B, S, G, Ns].
     """
-    if q.shape[0] and q.shape[1]:
-        wanted = backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]
-        row = BACKENDS[_named(*wanted)]
-        if row.whole is not None and (ends is None or row.takes_packs):
-            _counted(*wanted)
-            return row.whole(q, cmp, sel, win, gates, sizes, scale, ends, listener)
+    if _is_empty(q):
+        return _nothing(q, *cmp, *win, gates, *sel)
+    wanted = backend, q.dtype, q.device, q.shape[-1], sel.v.shape[-1]
+    row = BACKENDS[_named(*wanted)]
+    if row.whole is not None and (ends is None or row.takes_packs):
+        _counted(*wanted)
+        return row.whole(q, cmp, sel, win, gates, sizes, scale, ends, listener)
     if ends is not None:
         one: dict[str, Any] = {"sizes": sizes, "scale": scale, "backend": backend, "listener": listener}
         parts = [attend(*_part(s, q, cmp, sel, win, gates), **one) for s in spans(ends, sizes.l, sizes.d)]
-        return torch.cat(parts, dim=1) if parts else q.new_zeros(q.shape[0], 0, q.shape[2], sel.v.shape[-1])
+        return torch.cat(parts, dim=1)
     out, found = run_branches(q, cmp, sel, win, sizes, scale=scale, backend=backend)
     if found is not None and listener is not None:
         listener(found)
@@ -122,6 +136,8 @@ def attend_densely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
 
     By the backend's window of all tokens; on a GPU by torch's fused attention, which is faster there than our window.
     """
+    if _is_empty(q):
+        return _nothing(q, k, v)
     row = choose(backend, q.dtype, q.device, q.shape[-1], v.shape[-1])
     if row.dense is not None:
         return row.dense(q, k, v, scale=scale)

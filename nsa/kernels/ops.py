@@ -1,7 +1,8 @@
 """The branches as operators of torch.library: opaque to torch.compile, and each one node in the autograd graph.
 
 An operator takes the name of its backend, so that a graph shows what it was traced with. Every operator has a fake kernel (shapes
-and dtypes alone) and a registered backward, which is an operator too. The log-sum-exp and the importance have no gradient.
+and dtypes alone) and a backward, which is an operator too (`derivatives` registers it). The log-sum-exp and the importance have no
+gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from nsa.kernels import blocks
+from nsa.kernels import blocks, derivatives
 from nsa.kernels.cpu import selected as cpu_selected
 from nsa.kernels.cpu import strided
 from nsa.kernels.cpu import whole as cpu_whole
@@ -118,7 +119,7 @@ def _compressed_backward(ctx: Any, grad: torch.Tensor) -> Any:
     return *grads, None, None, None, None, None
 
 
-compressed.register_autograd(_compressed_backward, setup_context=_compressed_setup)
+derivatives.register(compressed, _compressed_backward, _compressed_setup)
 
 
 # --- select -----------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def _selected_backward(ctx: Any, grad: torch.Tensor) -> Any:
     return *grads, None, None, None, None, None
 
 
-selected.register_autograd(_selected_backward, setup_context=_selected_setup)
+derivatives.register(selected, _selected_backward, _selected_setup)
 
 
 # --- sliding ----------------------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def _sliding_backward(ctx: Any, grad: torch.Tensor) -> Any:
     return *grads, None, None, None
 
 
-sliding.register_autograd(_sliding_backward, setup_context=_sliding_setup)
+derivatives.register(sliding, _sliding_backward, _sliding_setup)
 
 
 # --- the whole, on a CPU ----------------------------------------------------------------------------------------------
@@ -300,21 +301,16 @@ def _whole_backward(ctx: Any, grad: torch.Tensor) -> Any:
     return *whole_backward(grad, *ctx.saved_tensors, *ctx.sizes), *(None for _ in range(12))
 
 
-whole.register_autograd(_whole_backward, setup_context=_whole_setup)
+derivatives.register(whole, _whole_backward, _whole_setup)
 
 
 # --- every backward ---------------------------------------------------------------------------------------------------
 
 
-def refuse(*_: Any) -> Any:
-    """Return the backward of a backward: RuntimeError."""
-    raise RuntimeError("NSA's fast kernels have no second derivative: use backend='reference' or backend='sdpa' for it")
-
-
 for _backward in (compressed_backward, selected_backward, sliding_backward):
     _backward.register_fake(_backward_fake)
 for _backward in (compressed_backward, selected_backward, sliding_backward, whole_backward):
-    _backward.register_autograd(refuse)
+    derivatives.register(_backward, derivatives.refuse)
 
 
 def attend_on_cpu(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa.config import Branch, ModelConfig
+from nsa.kernels.derivatives import has_tangent, is_transformed
 from nsa.kernels.dispatch import (
     attend,
     attend_densely,
@@ -22,6 +23,7 @@ from nsa.kernels.dispatch import (
     pack_ends,
     run_branches,
     spans,
+    zero_times,
 )
 from nsa.kernels.sizes import KV, Sizes
 from nsa.kernels.triton import support
@@ -53,8 +55,11 @@ class Rotary(nn.Module):
         return both, crossed
 
     def turn(self, x: torch.Tensor, table: Table) -> torch.Tensor:
-        """Rotate x [B, N, heads, d] by a `table`; same shape and dtype. One kernel on a GPU, unless a compiler joins them."""
-        if x.is_cuda and not torch.compiler.is_compiling() and not support.why_not(x.dtype, x.device, self.d, self.d):
+        """Rotate x [B, N, heads, d] by a `table`; same shape and dtype. One kernel on a GPU, unless a compiler joins them, or
+        other derivatives than a backward may be asked of it.
+        """
+        by_torch = not x.is_cuda or torch.compiler.is_compiling() or is_transformed(x)
+        if not by_torch and not support.why_not(x.dtype, x.device, self.d, self.d):
             return rotate(x, *table, False)
         return torch.addcmul(x * table[0], x.roll(x.shape[-1] // 2, -1), table[1])
 
@@ -107,11 +112,6 @@ class MLPCompression(nn.Module):
         else:
             windows = x.unfold(1, self.l, self.d).transpose(-1, -2)  # [B, Nc, G, l, D]
         return self.fc2(F.silu(self.fc1((windows + self.position).flatten(-2))))
-
-
-def _zero_times(*tensors: torch.Tensor) -> torch.Tensor:
-    """Return a zero that depends on every tensor: each gets a zero gradient instead of none, so DDP reduces it."""
-    return torch.stack([(t * 0).sum() for t in tensors]).sum()
 
 
 def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
@@ -215,8 +215,9 @@ class NSAAttention(nn.Module):
     ) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim].
 
-        With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled. With
-        ``cu_seqlens`` (int [n + 1], B = 1) x are packed sequences, of which none sees another; ValueError if they do not fit.
+        With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled, and for
+        tangents of forward mode. With ``cu_seqlens`` (int [n + 1], B = 1) x are packed sequences, of which none sees another;
+        ValueError if they do not fit.
         """
         B, S, _ = x.shape
         start = 0 if cache is None else cache.length
@@ -252,6 +253,10 @@ class NSAAttention(nn.Module):
         ends: list[int] | None,
     ) -> torch.Tensor:  # fmt: skip
         """Sequences whose first token has position ``start``; ``cmp`` [B, S, G, D] are not compressed yet. ``ends``: of a pack."""
+        if cache is not None and has_tangent(q, *cmp, *sel, *win, gates):
+            raise RuntimeError(
+                "a KVCache keeps no tangents: call the layer without a cache for forward-mode derivatives"
+            )
         S, tail = q.shape[1], cmp if cache is None else cache.tail(cmp)
         if ends is None:
             k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
@@ -271,7 +276,7 @@ class NSAAttention(nn.Module):
         forced, listener = self.force_branch, self.selection_listener
         sizes = Sizes(self.l, self.d, self.l_sel, self.n_sel, self.w)
         scale = self.d_k**-0.5
-        if cache is not None and start:
+        if cache is not None and start and q.numel():
             if forced is None:
                 return decoding.attend_gated(
                     q, cmp, sel, win, gates, start, sizes, scale=scale, backend=self.backend, listener=listener
@@ -282,7 +287,7 @@ class NSAAttention(nn.Module):
             return out[forced]
         if forced:
             y = self._attend_forced(forced, q, cmp, sel, win, sizes, ends)
-            return y + _zero_times(*cmp, *sel, *win, gates)
+            return y + zero_times(*cmp, *sel, *win, gates)
         return attend(q, cmp, sel, win, gates, sizes, scale=scale, backend=self.backend, ends=ends, listener=listener)
 
     def _attend_forced(
@@ -291,7 +296,7 @@ class NSAAttention(nn.Module):
         """One branch alone, its gate 1; of a pack, one sequence after the other."""
         S, parts = q.shape[1], []
         whole = [(0, S, 0, cmp[0].shape[1])]
-        for a, b, c0, c1 in whole if ends is None else spans(ends, self.l, self.d):
+        for a, b, c0, c1 in whole if ends is None or S == 0 else spans(ends, self.l, self.d):
             out, chosen = run_branches(
                 q[:, a:b], cmp.between(c0, c1), sel.between(a, b), win.between(a, b), sizes, scale=self.d_k**-0.5,
                 backend=self.backend, branches=(forced,),
@@ -299,7 +304,7 @@ class NSAAttention(nn.Module):
             parts.append(out[forced])
             if chosen is not None and self.selection_listener is not None:
                 self.selection_listener(chosen)
-        return torch.cat(parts, dim=1) if parts else q.new_zeros(*q.shape[:3], self.d_v)
+        return torch.cat(parts, dim=1)
 
 
 def _tokens_of_blocks(ends: Sequence[int], l: int, d: int, device: torch.device) -> torch.Tensor:
@@ -340,7 +345,5 @@ class DenseAttention(nn.Module):
         parts = [
             attend_densely(q[:, a:b], k[:, a:b], v[:, a:b], q.shape[-1] ** -0.5, self.backend)
             for a, b in itertools.pairwise(ends)
-            if b > a and len(x)
         ]
-        y = torch.cat(parts, dim=1) if parts else q.new_zeros(*x.shape[:2], self.n_heads, v.shape[-1])
-        return self.out(y.flatten(-2))
+        return self.out(torch.cat(parts, dim=1).flatten(-2))

@@ -245,9 +245,12 @@ def _selected(
     n_sel: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return the chosen blocks' tokens, gathered a query: [B, T, H, Dv]. chosen bool [B, T, G, Ns]."""
+    """Attend to the chosen blocks' tokens, gathered per query: [B, T, H, Dv] in v's dtype. chosen bool [B, T, G, Ns].
+
+    In float32 for the half types, under autocast too: q k^T exceeds float16's range before it is scaled.
+    """
     B, _, H, _ = q.shape
-    G = k.shape[2]
+    G, wide = k.shape[2], blocks.wide(q.dtype)
     picked = chosen.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
     n = min(n_sel, chosen.shape[3])
     tokens = picked.indices[..., :n, None] * l_sel + torch.arange(l_sel, device=q.device)  # [B, T, G, n, l_sel]
@@ -255,6 +258,7 @@ def _selected(
     tokens, seen = tokens.clamp(max=k.shape[1] - 1).flatten(3), seen.flatten(3)
     b = torch.arange(B, device=q.device)[:, None, None, None]
     g = torch.arange(G, device=q.device)[None, None, :, None]
-    scores = torch.einsum("btghd,btgnd->btghn", q.unflatten(2, (G, H // G)), k[b, tokens, g]) * scale
-    p = scores.masked_fill(~seen[:, :, :, None], float("-inf")).softmax(-1)
-    return torch.einsum("btghn,btgnd->btghd", p, v[b, tokens, g]).flatten(2, 3)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("btghd,btgnd->btghn", q.unflatten(2, (G, H // G)).to(wide), k[b, tokens, g].to(wide))
+        p = (scores * scale).masked_fill(~seen[:, :, :, None], float("-inf")).softmax(-1)
+        return torch.einsum("btghn,btgnd->btghd", p, v[b, tokens, g].to(wide)).flatten(2, 3).to(v.dtype)

@@ -1,14 +1,14 @@
 """Checksums of what must be equal on all ranks: gradients after DDP has reduced them, parameters after an optimizer's step.
 
 A record is a line of JSON in ``checksums.jsonl``: kind, step, the ranks that DDP keeps equal, and the L2 norm of each tensor;
-the first one of a model has the names too. Compared is what DDP answers for: steps whose gradients it reduced, and those of a model
-that is called past its wrapper, so that DDP did not reduce them; and steps whose gradients the program has reduced by hand.
+the first one of a model has the names too. A number that is not finite is a text: 'nan', 'inf' or '-inf'. Compared is what DDP
+answers for: steps whose gradients it reduced, and those of a model that is called past its wrapper, so that DDP did not reduce
+them; and steps whose gradients the program has reduced by hand.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import weakref
@@ -31,6 +31,7 @@ from nsa.trace.events import where_there_is_room
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
 from nsa.trace.reduced_by_hand import HandReduction
+from nsa.trace.strict_json import to_json
 from nsa.trace.training_state import TrainingState, keep, made_equal
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
@@ -223,7 +224,7 @@ class Checksums:
             self._named.add(seen.model)
             record["names"] = seen.names
         with where_there_is_room():
-            self._size += os.write(self._file, json.dumps(record).encode() + b"\n")
+            self._size += os.write(self._file, to_json(record, as_text=True).encode() + b"\n")
 
     def close(self) -> None:
         """No more is written, but for the parameters of models that DDP has never reduced, nor the program averaged.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from nsa.trace.strict_json import to_json
 
 SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines beside them
 
@@ -32,7 +33,7 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     with where_there_is_room():
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            os.write(fd, (json.dumps(entry) + "\n").encode())
+            os.write(fd, (to_json(entry, as_text=True) + "\n").encode())
         finally:
             os.close(fd)
 

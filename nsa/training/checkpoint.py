@@ -23,10 +23,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
 from nsa.config import Config, ConfigError, ModelConfig
 from nsa.data.packing import Position
+from nsa.trace.strict_json import to_json
 from nsa.training.safe_reader import SafePlanner, SafeReader
 from nsa.training.writing import write_whole
 
@@ -37,7 +38,7 @@ _CHUNK = 1 << 24  # bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Description:
-    """The contents of ``checkpoint.json``. ``files`` has (bytes, CRC-32) by name."""
+    """The contents of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: loss and gradients of the step were."""
 
     step: int
     position: Position
@@ -47,6 +48,7 @@ class Description:
     data: dict[str, Any]
     torch: str
     files: dict[str, tuple[int, int]]
+    finite: bool = True
 
 
 class Checkpointer:
@@ -76,8 +78,10 @@ class Checkpointer:
             for left in (*folder.glob("step_*.partial"), *folder.glob("step_*.removed")):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
-        """Write the state after ``step``. A save that still runs is waited for first."""
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, finite: bool = True
+    ) -> None:
+        """Write the state after ``step``, of which ``finite`` is kept. A save that still runs is waited for first."""
         self.finish()
         partial = self.folder / f"step_{step:08d}.partial"
         weights, moments = get_state_dict(model, optimizer)
@@ -85,7 +89,7 @@ class Checkpointer:
         _be_quiet_about_one_process()
         description = Description(
             step, position, self.world_size, self.config.parallel.mode, dataclasses.asdict(self.config.model),
-            data_settings(self.config), torch.__version__, {},
+            data_settings(self.config), torch.__version__, {}, finite,
         )  # fmt: skip
         try:
             writer = dcp.FileSystemWriter(partial)  # makes the folder, and shares a failure with all ranks
@@ -138,16 +142,18 @@ class Checkpointer:
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: _size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
-        write_whole(partial / DESCRIPTION, json.dumps({"schema": SCHEMA, **described}, indent=1) + "\n")
+        write_whole(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n")
         if target.exists():  # a run that went on from an earlier step comes here again
             _remove(target)
         partial.rename(target)
         write_whole(self.folder / "latest", target.name + "\n")
         # Those of later steps are another run's, or will be written again.
-        before = [path for path in _saved(self.folder) if path < target]
-        for old in before[: max(0, len(before) + 1 - self.config.checkpoint.keep)]:
-            with contextlib.suppress(OSError):
-                _remove(old)
+        saved = [path for path in _saved(self.folder) if path <= target]
+        last_finite = next((path for path in reversed(saved) if is_finite(path)), None)
+        for old in saved[: -self.config.checkpoint.keep]:
+            if old != last_finite:
+                with contextlib.suppress(OSError):
+                    _remove(old)
 
 
 def _reason(error: BaseException) -> str:
@@ -218,6 +224,19 @@ def describe(path: Path) -> Description:
         ) from None
 
 
+def is_finite(path: Path) -> bool:
+    """Return whether it is a checkpoint of a step with finite loss and gradients; its other files are not read."""
+    try:
+        return describe(path).finite
+    except ConfigError:
+        return False
+
+
+def newest_finite(folder: Path, before: int) -> Path | None:
+    """Return the newest checkpoint in ``folder`` of a step below ``before``, with finite loss and gradients, if any."""
+    return next((path for path in reversed(_saved(folder)) if is_finite(path) and describe(path).step < before), None)
+
+
 def load_model(path: Path) -> tuple[nn.Module, Description]:
     """Return the model of a checkpoint (a step_* folder) on the CPU, and what else is in it. ConfigError for a damaged one."""
     from nsa.model.transformer import build_model
@@ -261,13 +280,20 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
     ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     saved = SafeReader(path).read_metadata().state_dict_metadata
+    has_moments = any(name.startswith("optimizer.state.") for name in saved)
+    if not has_moments:  # no step before it made an update: drop the state that `get_state_dict` has made
+        del state["optimizer"]
+        optimizer.state.clear()
     random = {name: value for name, value in _random_state(rank).items() if f"random.{name}" in saved}
     if random:  # ranks beyond those that saved have none
         state["random"] = random
     read(path, state)
-    for group, way in zip(state["optimizer"]["param_groups"], ways, strict=True):
-        group.update(way)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if has_moments:
+        for group, way in zip(state["optimizer"]["param_groups"], ways, strict=True):
+            group.update(way)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    else:
+        set_model_state_dict(model, state["model"])
     _restore_random_state(rank, state.get("random", {}))
 
 

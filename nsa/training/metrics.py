@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from nsa.config import Config, ConfigError
+from nsa.trace.strict_json import to_json
 from nsa.training.flops import peak_flops
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import StepResult
@@ -32,10 +32,11 @@ class Metrics:
         rate = result.tokens / max(result.seconds, 1e-9)
         mfu = None if self._peak is None else rate * self._flops / self._peak
         fields = {
-            "step": result.step, "loss": result.loss, "lr": result.lr, "tokens": result.tokens, "tokens_per_s": rate,
-            "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates, "time": time.time(),
+            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "skipped": result.skipped, "lr": result.lr,
+            "tokens": result.tokens, "tokens_per_s": rate, "mfu": mfu, "peak_mib": result.peak_mib, "gates": result.gates,
+            "time": time.time(),
         }  # fmt: skip
-        self._file.write(json.dumps(fields) + "\n")
+        self._file.write(to_json(fields) + "\n")
         if self._board is not None:
             named = {"loss": result.loss, "lr": result.lr, "tokens_per_s": rate, "peak_mib": result.peak_mib}
             for name, value in (*named.items(), *((f"gate/{b}", mean) for b, mean in result.gates.items())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -16,16 +17,20 @@ from nsa.data import Loader
 from nsa.trace.environment import write_environment
 from nsa.trace.training import trace_training
 from nsa.trace.watchdog import Watchdog
-from nsa.training.checkpoint import Checkpointer, describe, load
+from nsa.training.checkpoint import Checkpointer, describe, load, newest_finite
 from nsa.training.metrics import Metrics
 from nsa.training.pace import Pace, curve, progress_bar
 from nsa.training.parallel import RankInfo
-from nsa.training.trainer import Trainer
+from nsa.training.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 DONE, PREEMPTED = 0, 75  # EX_TEMPFAIL of sysexits.h: start it again, and it goes on
+
+
+class NotFiniteError(Exception):
+    """A loss or gradient that is NaN or infinite, over which the run stops: on all ranks after the same step. One line."""
 
 
 class Run:
@@ -49,6 +54,7 @@ class Run:
         )  # fmt: skip
         self.watchdog = Watchdog(folder, ranks.rank, config.train.watchdog_s, self.traces.board)
         self.bad_rows = 0
+        self._skips = 0  # steps in a row that were skipped, up to the last one
         self._asked_to_stop = False
 
     def say(self, line: str) -> None:
@@ -61,7 +67,10 @@ class Run:
             print(f"[train] {line}", flush=True)
 
     def steps(self) -> int:
-        """Run all of them. Return DONE, or PREEMPTED where SIGTERM came: then a checkpoint is written first."""
+        """Run all of them. Return DONE, or PREEMPTED where SIGTERM came: then a checkpoint is written first.
+
+        Raises NotFiniteError.
+        """
         before = signal.signal(signal.SIGTERM, self._terminated)
         try:
             return self._steps()
@@ -102,7 +111,8 @@ class Run:
             reads = due or step % train.log_every == 0 or step == train.steps
             stop, written = self._report() if reads else (0, 0)
             if due or stop:
-                self.checkpoints.save(step, self.trainer.model, self.trainer.optimizer, batches[-1].position)
+                state = self.trainer.model, self.trainer.optimizer, batches[-1].position
+                self.checkpoints.save(step, *state, finite=self._skips == 0)
             if stop or written == self.ranks.world_size:
                 self.checkpoints.finish()
             if due:
@@ -118,7 +128,10 @@ class Run:
         return DONE
 
     def _report(self) -> tuple[int, int]:
-        """Read and report the figures of the last steps; returns how many ranks want to stop, and have written their checkpoint."""
+        """Read and report the figures of the last steps; returns how many ranks want to stop, and have written their checkpoint.
+
+        Raises NotFiniteError where they end the run.
+        """
         results = self.trainer.read()
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{results[-1].loss:.3f}", refresh=False)
@@ -127,8 +140,34 @@ class Run:
                 line = self.metrics.add(result)
                 if self._pace.says(result.step, result.loss):
                     self.say(f"{line}{self._pace.left(result.step)}")
+        for result in results:
+            self._skips = self._skips + 1 if result.skipped else 0
+            if result.skipped:
+                self._note_skip(result)
         stop, written = results[-1].votes
         return max(stop, *(result.votes[0] for result in results)), written
+
+    def _note_skip(self, result: StepResult) -> None:
+        """Report a step of which no update was made, or raise NotFiniteError."""
+        train, what = self.config.train, f"the loss is {result.loss}"
+        if math.isfinite(result.loss):
+            what = f"the loss is {result.loss:.4f}, but the norm of its gradients is {result.grad_norm}"
+        if train.nonfinite == "skip" and self._skips <= train.max_skips:
+            self.say(
+                f"warning: step {result.step}: {what}; the step is skipped ({self._skips} in a row of {train.max_skips} allowed)"
+            )
+            return
+        self.checkpoints.finish()
+        saved = newest_finite(self.checkpoints.folder, result.step)
+        again = f"go on from {saved} (--resume)" if saved else "no checkpoint is before it: start again"
+        if train.nonfinite == "stop":
+            raise NotFiniteError(
+                f"step {result.step}: {what}; {again} with a lower train.lr or other data, or set train.nonfinite: skip"
+            )
+        raise NotFiniteError(
+            f"step {result.step}: {what}; it is skip {self._skips} in a row, and train.max_skips={train.max_skips}: {again} with a "
+            "lower train.lr or other data"
+        )
 
     def _note_bad_rows(self, count: int) -> None:
         if count > self.bad_rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from nsa.model.attention import NSAAttention
 from nsa.model.gate import Gate
 from nsa.trace import logger
 from nsa.trace.names import plain_name
+from nsa.trace.strict_json import to_json
 
 # A branch whose mean gate lies below this in every layer has died out.
 COLLAPSED = 0.02
@@ -74,7 +74,7 @@ class GateStatistics:
             logger.warning("[gates] step %d: the gate of branch %s has died out in %s", step, branch, name)
         self._died |= died
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "means": means, "collapsed": collapsed, "layers": layers}) + "\n")
+            file.write(to_json({"step": step, "means": means, "collapsed": collapsed, "layers": layers}) + "\n")
 
 
 def _flat(gates: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import Config, ConfigError
@@ -33,8 +34,9 @@ from nsa.training.statistics import GateStatistics, SelectionStatistics, write_d
 class StepResult:
     """What a step did. ``loss`` is the mean over ranks, in nats a token; ``tokens`` counts all ranks.
 
-    ``votes``: how many ranks voted for what `Trainer.step` was given. ``seconds`` are a mean where several steps were read at
-    once, and count the wait for data.
+    ``grad_norm``: L2 norm of the averaged gradients before they are clipped. ``skipped``: loss or norm is NaN or infinite, and
+    the optimizer made no update. ``votes``: how many ranks voted for what `Trainer.step` was given. ``seconds`` are a mean where
+    several steps were read at once, and count the wait for data.
     """
 
     step: int
@@ -43,6 +45,8 @@ class StepResult:
     tokens: int
     seconds: float
     peak_mib: float
+    grad_norm: float = math.nan
+    skipped: bool = False
     gates: dict[str, float] = field(default_factory=dict)
     votes: tuple[int, ...] = ()
 
@@ -52,7 +56,7 @@ class _Unread:
     """A step whose figures are still on the device."""
 
     step: int
-    figures: torch.Tensor  # float32: loss, votes
+    figures: torch.Tensor  # float32: loss and square of the gradients' norm, both summed over ranks, and votes
     lr: float
     tokens: int
 
@@ -99,6 +103,7 @@ class Trainer:
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95), fused=on_gpu or None)
         self._cross_entropy, self._update = _cross_entropy, self.optimizer.step
+        self._updates_on_device = on_gpu
         self._update_is_compiled = config.train.compile == "step" and not on_gpu
         if config.train.compile == "step":
             self._compile()
@@ -121,7 +126,8 @@ class Trainer:
         """Train on ``batches``, one a micro-step; gradients are averaged over all. What it came to: `read`.
 
         Nothing waits for the device, but in steps whose statistics are written. ``votes`` are this rank's: all ranks read how
-        many there were, and so decide alike.
+        many there were, and so decide alike. Where the loss or the gradients' norm is not finite on any rank, no rank makes an
+        update.
         """
         number = self.steps_done + 1
         wants_statistics = number == 1 or number % max(1, self.config.trace.stats_every) == 0
@@ -134,7 +140,7 @@ class Trainer:
             self.gradients.reset()
         lr = self.learning_rate(number)
         self.optimizer.zero_grad(set_to_none=True)
-        figures = torch.tensor([0.0, *map(float, votes)], device="cpu")
+        figures = torch.tensor([0.0, 0.0, *map(float, votes)], device="cpu")
         if self.ranks.device.type == "cuda":  # from pinned memory, so that nothing waits
             figures = figures.pin_memory().to(self.ranks.device, non_blocking=True)
         # A step that gathers statistics runs as it is written: what they need would be compiled once more.
@@ -148,10 +154,9 @@ class Trainer:
                     (loss / len(batches)).backward()
                 figures[0] += loss.detach() / len(batches)
         self._after_backward(number)
-        if self.config.train.grad_clip > 0:
-            self._clip(self.config.train.grad_clip)
-        self._optimize(lr)
+        figures[1] = self._clip()
         self.sum_over_ranks(figures)
+        self._optimize(lr, figures[:2].isfinite().all())
         self.steps_done = number
         self._write_statistics(number, wants_statistics)
         tokens = sum(b.tokens.shape[0] * (b.tokens.shape[1] - 1) for b in batches) * self.ranks.world_size
@@ -165,9 +170,10 @@ class Trainer:
         results = [
             StepResult(
                 step=unread.step, loss=loss / n, lr=unread.lr, tokens=unread.tokens, seconds=seconds, peak_mib=peak,
-                gates=gates, votes=tuple(map(round, votes)),
+                grad_norm=math.sqrt(square), skipped=not (math.isfinite(loss) and math.isfinite(square)), gates=gates,
+                votes=tuple(map(round, votes)),
             )
-            for unread, (loss, *votes) in zip(self._unread, found, strict=True)
+            for unread, (loss, square, *votes) in zip(self._unread, found, strict=True)
         ]  # fmt: skip
         self._unread = []
         self.start_clock()
@@ -220,19 +226,32 @@ class Trainer:
         if self._update_is_compiled:
             self._update = torch.compile(self.optimizer.step)
 
-    def _optimize(self, lr: float) -> None:
+    def _optimize(self, lr: float, is_finite: torch.Tensor) -> None:
         # A compiled update takes the rate as a tensor: it would be compiled again for each other number.
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr.fill_(lr) if self._update_is_compiled else lr
-        self._update()
+        if (
+            self._updates_on_device
+        ):  # torch's fused kernels read this, as GradScaler sets it: nothing waits for the device
+            self.optimizer.found_inf = is_finite.logical_not().float()
+            self._update()
+        elif is_finite:
+            self._update()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
-    def _clip(self, limit: float) -> None:
-        if isinstance(self.model, FullyShardedDataParallel):  # a rank has a share of each gradient, and of the norm
-            self.model.clip_grad_norm_(limit)
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients; return this rank's part of the square of their norm before. The parts of all ranks add up to it."""
+        limit = self.config.train.grad_clip or math.inf  # which multiplies them by 1
+        if isinstance(self.model, FullyShardedDataParallel):
+            norm = self.model.clip_grad_norm_(limit)
         else:
-            nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+            norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        is_of_share = False
+        if isinstance(norm, DTensor):  # FSDP2; whether reduced over the ranks or not, by the version of torch
+            is_of_share = norm.placements[0].is_partial()
+            norm = norm.to_local()
+        return norm.square() if is_of_share else norm.square() / self.ranks.world_size
 
     def _after_backward(self, step: int) -> None:
         if self.gradients:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from pytest_nsa.session.outer_launcher import Attachment
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings, mask_secrets
-from pytest_nsa.wire.files import append_line, read_lines, write_atomically
+from pytest_nsa.wire.files import append_line, read_lines, to_json, write_atomically
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
@@ -167,7 +166,7 @@ class RankRunner:
             hang_after=self.settings.hang_after,
         )
         folder = Path(job.folder)
-        write_atomically(folder / "job.json", json.dumps(job.to_json(), indent=1) + "\n")
+        write_atomically(folder / "job.json", to_json(job.to_json(), indent=1) + "\n")
         try:
             launcher = self.launcher.ready(session)
             launcher.expect(self._ranks_ahead(job))

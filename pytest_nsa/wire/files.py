@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -18,12 +19,37 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     partial.replace(path)
 
 
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Return ``value`` as JSON; NaN and infinities, which are not JSON, as the texts 'nan', 'inf' and '-inf' (`with_numbers`)."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:  # one of them is in it
+        return json.dumps(_with_texts(value), indent=indent, allow_nan=False)
+
+
+def _with_texts(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _with_texts(one) for key, one in value.items()}
+    return [_with_texts(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def with_numbers(value: Any) -> Any:
+    """Return what was parsed with the numbers in place of the texts that `to_json`, or `nsa.trace`, wrote for them."""
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else value
+    if isinstance(value, dict):
+        return {key: with_numbers(one) for key, one in value.items()}
+    return [with_numbers(one) for one in value] if isinstance(value, list) else value
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a JSON line in one write: a killed writer loses at most the line in hand."""
     # What is no file, or a link, may be a stranger's: not waited for, not written to.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        os.write(fd, (json.dumps(record) + "\n").encode())
+        os.write(fd, (to_json(record) + "\n").encode())
     finally:
         os.close(fd)
 

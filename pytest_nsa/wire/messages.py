@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import select
 import signal
 import socket
@@ -39,6 +40,7 @@ def check_kinds(of: Any, data: Any) -> None:
         value, kind = data[name], str(field_.type)
         wanted, member = _KINDS[kind], _MEMBERS.get(kind, object)
         is_odd = not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)
+        is_odd = is_odd or (isinstance(value, float) and not math.isfinite(value))
         if is_odd or (member is not object and not all(isinstance(v, member) for v in value)):
             raise ValueError(f"{name} is {str(value)[:80]!r}")
 

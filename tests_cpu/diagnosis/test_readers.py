@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import string
 import tempfile
 from pathlib import Path
@@ -17,13 +18,13 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Fact, Verdict
 from pytest_nsa.evidence.board import BoardReader, read_numbers
 from pytest_nsa.evidence.stacks import Frame, parse_children, parse_dump
-from pytest_nsa.wire.files import append_line, parse, read_lines
+from pytest_nsa.wire.files import append_line, parse, read_lines, with_numbers
 from pytest_nsa.wire.messages import Job
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 NAME = st.text(string.ascii_letters + string.digits + "_./", min_size=1, max_size=40)
 VALUE = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | TEXT,
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=12,
 )
@@ -42,6 +43,20 @@ def test_lines_are_read_back_and_a_torn_one_costs_itself_alone(written: list[dic
         found = list(read_lines(path))
     assert found[: len(written)] == written
     assert len(found) <= len(written) + 1
+
+
+def test_numbers_that_json_has_not_are_texts_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    written = {"norms": [1.5, math.inf, None], "of": {"loss": -math.inf}, "text": "nano"}
+    append_line(path, written)
+    append_line(path, {"norms": [math.nan], "pair": (1, math.nan)})
+    texts = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert texts == [
+        {"norms": [1.5, "inf", None], "of": {"loss": "-inf"}, "text": "nano"},
+        {"norms": ["nan"], "pair": [1, "nan"]},
+    ]
+    assert with_numbers(texts[0]) == written
+    assert math.isnan(with_numbers(texts[1])["norms"][0])
 
 
 @given(st.binary(max_size=400) | TEXT.map(str.encode))

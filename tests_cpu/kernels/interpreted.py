@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
+import pytest
 import torch
 
 from nsa import KVCache, NSAAttention, nsa_attention
@@ -20,6 +22,8 @@ from nsa.kernels.triton import decoding as on_gpu
 from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
 from nsa.model.attention import Rotary
+from tests_cpu.kernels.large_scores import SCALE
+from tests_cpu.kernels.large_scores import large_scores as half_inputs
 
 CHECKS: dict[str, Callable[[], None]] = {}
 Inputs = list[torch.Tensor]
@@ -331,6 +335,27 @@ def rotary() -> None:
 
 
 @check
+def functional() -> None:
+    """Check `torch.func.grad`, and that forward mode is refused."""
+    S, sizes = 36, {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 12}
+    n = blocks.num_compressed(S, sizes["l"], sizes["d"])
+    exact = [torch.randn(1, S, 2, 16), *(torch.randn(1, m, 1, 16) for m in (n, n, S, S, S, S)), torch.rand(1, S, 2, 3)]
+    exact = [x.double() for x in exact]
+    weight = torch.randn(1, S, 2, 16)
+
+    def loss(backend: str) -> Callable[..., torch.Tensor]:
+        return lambda *x: (nsa_attention(*x, **sizes, backend=backend) * weight).sum()
+
+    inputs = [x.float() for x in exact]
+    found = torch.func.grad(loss("triton"), argnums=tuple(range(8)))(*inputs)
+    wanted = torch.func.grad(loss("reference"), argnums=tuple(range(8)))(*exact)
+    for a, e in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=0, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="use backend='reference'"):
+        torch.func.jvp(loss("triton"), tuple(inputs), tuple(inputs))
+
+
+@check
 def decoding() -> None:
     """Check one new token and several, in the layer; several tiles per program; a cache shorter than a compressed block."""
     for programs, start, T, H, G, d_k, d_v in (
@@ -357,6 +382,23 @@ def decoding() -> None:
 
 
 @check
+def large_scores() -> None:
+    """Check float16 with q k^T beyond its range: a prompt, and new tokens against a cache."""
+    S, start = 40, 37
+    sizes, inputs, wanted = half_inputs(S, torch.float16)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    seen = slice(start - (sizes.w - 1), S)
+    window, new = (k_win[:, seen], v_win[:, seen]), slice(start, S)
+    with np.errstate(over="ignore"):  # the exponential of a later key's score, which is masked
+        found = nsa_attention(*inputs, **sizes._asdict(), scale=SCALE, backend="triton")
+        cached, _ = on_gpu.attend(
+            q[:, new], (k_cmp, v_cmp), (k_sel, v_sel), window, gates[:, new], start, *sizes, SCALE
+        )
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4e-3)
+    torch.testing.assert_close(cached.double(), wanted[:, new], rtol=0, atol=4e-3)
+
+
+@check
 def any_shape() -> None:
     """Check sizes that each run draws at random."""
     d, G = numbers.choice((1, 2, 4, 8)), numbers.choice((1, 2, 3))
@@ -375,6 +417,7 @@ if __name__ == "__main__":
     # Memory that nothing wrote is NaN, so that a read of it shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", ".*deterministic")
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch's own, of its forward mode
     torch.manual_seed(int(sys.argv[1]))
     numbers.seed(int(sys.argv[1]))
     for name in sys.argv[2:]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa import KVCache, NSAAttention, build_model, load_config
+from nsa import KVCache, NSAAttention, build_model, load_config, nsa_attention
+from nsa.kernels.backends import BACKENDS
+from nsa.kernels.sizes import KV
+from nsa.model import decoding
+from tests_cpu.kernels.large_scores import SCALE, large_scores
 
 SIZES = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 24}
+SERVING = [n for n, row in BACKENDS.items() if not row.why_not(torch.float16, torch.device("cpu"), 32, 16)]
 
 
 @pytest.mark.parametrize("compression", ["mean", "mlp"])
@@ -82,3 +87,29 @@ def test_prefill_in_inference_mode_and_decode_under_no_grad() -> None:
     with torch.no_grad():
         found = torch.cat([first, *(module(part, cache) for part in x[:, 50:].split(1, 1))], 1)
         torch.testing.assert_close(found, module(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", SERVING)
+def test_a_prompt_s_scores_beyond_float16(backend: str) -> None:
+    sizes, inputs, wanted = large_scores(90, torch.float16)
+    found = nsa_attention(*inputs, **sizes._asdict(), scale=SCALE, backend=backend)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("tokens", [1, decoding.FEW, decoding.FEW + 1, decoding.QUERIES + 5])
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_new_tokens_scores_beyond_float16(
+    tokens: int, dtype: torch.dtype, tolerance: float, under_autocast: bool
+) -> None:
+    """One by one, and under masks in one part and in two: q k^T is larger than float16's largest number before it is scaled."""
+    S = 50 + tokens
+    sizes, inputs, wanted = large_scores(S, dtype)
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
+    win = KV(k_win, v_win).between(50 - (sizes.w - 1), S)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=under_autocast):
+        found = decoding.attend_gated(
+            q[:, 50:], KV(k_cmp, v_cmp), KV(k_sel, v_sel), win, gates[:, 50:], 50, sizes, scale=SCALE, backend="auto"
+        )
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted[:, 50:], rtol=0, atol=tolerance)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 # The checks of one process. Some change, for the rest of their process, how work is cut.
-QUICK = (("whole", "decoding"),)
+QUICK = (("whole", "decoding", "large_scores", "functional"),)
 SLOW = (
     ("union",),
     ("rotary",),

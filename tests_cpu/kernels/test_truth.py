@@ -222,12 +222,13 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "cpu"])
 @pytest.mark.parametrize(("B", "S"), [(1, 0), (0, 40)])
-def test_nothing_to_attend_is_no_crash(backend: str, B: int, S: int) -> None:
+def test_nothing_to_attend_gives_gradients_of_zeros(backend: str, B: int, S: int) -> None:
     n = blocks.num_compressed(S, 8, 4)
     inputs, _ = leaves(torch.float32, (B, S, 4, 16), *((B, m, 2, D) for m in (n, S, S) for D in (16, 8)), (B, S, 4, 3))
     out = nsa_attention(*inputs, l=8, d=4, l_sel=16, n_sel=4, w=24, backend=backend)
     assert out.shape == (B, S, 4, 8)
     out.sum().backward()
+    assert [x.grad is not None and not x.grad.any() for x in inputs] == [True] * 8
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "cpu"])

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
 TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,), "number": (int, float), "number?": (int, float, type(None)), "string": (str,), "object": (dict,),
-    "array": (list,),
+    "array": (list,), "boolean": (bool,),
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def schemas() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for part in (ROOT / "docs" / "artifacts.md").read_text().split("\n## ")[1:]:
         name, _, text = part.partition("\n")
-        rows = re.findall(r"^\| (\w+) \| (integer|number\??|string|object|array) \|", text, re.MULTILINE)
+        rows = re.findall(r"^\| (\w+) \| (integer|number\??|string|object|array|boolean) \|", text, re.MULTILINE)
         if rows:
             found[name] = dict(rows)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import stat
 from pathlib import Path
@@ -48,6 +49,41 @@ def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "latest" / "mine.txt").touch()
     assert RunFolder(tmp_path).path.is_dir()
     assert (tmp_path / "latest" / "mine.txt").exists()
+
+
+def test_every_line_of_a_run_is_json_whatever_the_numbers(pytester: pytest.Pytester) -> None:
+    """A host fixture, a recorded property and the norms of parameters are NaN or infinite; the verdict still names the NaN."""
+    source = """
+import math
+from pytest_nsa import check_divergence, host_fixture
+
+@host_fixture(scope="session")
+def limit():
+    return math.inf
+
+@check_divergence
+@world_size(2)
+def test_a(ddp, limit, record_property):
+    assert limit == math.inf
+    record_property("loss", math.nan)
+    model = ddp.wrap(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=math.inf)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+"""
+    result = run_example(pytester, source, "--junitxml=report.xml")
+    assert result.verdicts["test_a"].cause == "nan_loss"
+    run = (pytester.path / "artifacts" / "latest").resolve()
+    read: set[str] = set()
+    for path in run.rglob("*.json*"):
+        parts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        for part in parts:
+            json.loads(part, parse_constant=lambda name, path=path: pytest.fail(f"{path.name} has {name}"))
+        read.add(path.name)
+    assert read >= {"job.json", "verdict.json", "reports.jsonl", "checksums.jsonl", "events.jsonl", "verdicts.jsonl"}
+    assert '"inf"' in next(run.rglob("rank0/checksums.jsonl")).read_text()
+    assert '<property name="loss" value="nan"' in (pytester.path / "report.xml").read_text()
 
 
 def test_a_run_leaves_what_the_plan_names(pytester: pytest.Pytester) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nsa.kernels import blocks
-from nsa.kernels.ops import Pair, alone_has_a_gradient, of_the_first, plainly, positive_scale, refuse
+from nsa.kernels import blocks, derivatives
+from nsa.kernels.ops import Pair, alone_has_a_gradient, of_the_first, plainly, positive_scale
 
 KEPT = 7  # outputs behind the first, which have no gradient
 
@@ -90,8 +90,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
     return *found, *(None for _ in range(7))
 
 
-attention.register_autograd(_backward, setup_context=_setup)
-attention_backward.register_autograd(refuse)
+derivatives.register(attention, _backward, _setup)
+derivatives.register(attention_backward, derivatives.refuse)
 
 
 @torch.library.custom_op("nsa::selection_mask", mutates_args=())
@@ -129,7 +129,7 @@ def _turn_back(ctx: Any, grad: torch.Tensor) -> Any:
     return rotate(grad, *ctx.saved_tensors, not ctx.is_backward), None, None, None
 
 
-rotate.register_autograd(_turn_back, setup_context=_keep_table)
+derivatives.register(rotate, _turn_back, _keep_table)
 
 
 def attend_on_gpu(

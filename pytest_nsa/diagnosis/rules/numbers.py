@@ -14,7 +14,7 @@ from pytest_nsa.diagnosis.rules.source import where_its_loss_is_computed
 from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
-from pytest_nsa.wire.files import read_lines
+from pytest_nsa.wire.files import read_lines, with_numbers
 
 _FINITE = re.compile(r"isfinite|isnan|isinf")
 _NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
@@ -186,7 +186,7 @@ def _by_model(rank: RankEvidence, world_size: int) -> dict[Model, list[dict[str,
     """Return a rank's checksums by the ranks that DDP keeps equal, by the joins before, and which of the models of these it is."""
     found: dict[Model, list[dict[str, Any]]] = {}
     numbers: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for record in read_lines(rank.checksums) if rank.checksums.is_file() else ():
+    for record in map(with_numbers, read_lines(rank.checksums) if rank.checksums.is_file() else ()):
         key = tuple(record.get("ranks", range(world_size))), record.get("joins", 0)
         models = numbers.setdefault(key, [])
         if record.get("model", 0) not in models:
