@@ -28,6 +28,7 @@ from pytest_nsa.diagnosis.rules import (
     speed,
     stalls,
     threads,
+    ties,
     unwinding,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
@@ -137,6 +138,8 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         try:
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
+            if finding is not None:
+                finding = ties.weakened(evidence, finding)
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
                 finding = threads.raised_beside(evidence, unwinding.in_cleanup(evidence, finding))
         except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact

@@ -72,7 +72,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     parted = where_they_part(evidence.sources, evidence.ranks[culprits[0]], mine, evidence.ranks[another], other)
     calls = _made_by_both(evidence, culprits[0], mine, another, other)
     ahead = lead(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[another])
-    together = are_in_one_round(evidence.ranks[culprits[0]], evidence.ranks[another])
+    together = are_in_one_round(evidence.sources, evidence.ranks[culprits[0]], evidence.ranks[another])
     before = of_group_before(evidence, culprits[0], mine)
     cause, why = kind_of(before, calls, mine, other, parted, ahead, in_one_round=together)
     if cause == "skipped_collective" and _tries_again(evidence, culprits[0], mine, other):

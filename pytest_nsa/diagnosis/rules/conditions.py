@@ -14,6 +14,11 @@ _ITS_RANK = re.compile(r"_?(\w+_)?rank")
 _MAIN = re.compile(r"_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coordinator)(_process|_rank|_worker)?")
 
 
+def names_the_rank(test: ast.expr) -> bool:
+    """Return whether a condition is one on the rank, of whatever form."""
+    return bool(_RANK.search(ast.unparse(test)) or _MAIN.fullmatch(_last_name(test)))
+
+
 def follows_in_its_block(sources: Sources, place: str, other: str) -> bool:
     """Return whether one line comes after another in a block, of a loop, and neither is under a condition of its own there: who
     comes to it in a round has come past the other one.

@@ -54,15 +54,30 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
     return None if calls_package or other_calls_package else 0
 
 
-def are_in_one_round(one: RankEvidence, other: RankEvidence) -> bool:
+def are_in_one_round(sources: Sources, one: RankEvidence, other: RankEvidence) -> bool:
     """Return whether the counters of the outer loops that both ranks are in, as far as they are at the same lines, are equal, and
     there are some: neither rank is in a round that the other has not come to.
     """
     shared = list(
         itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], zip(one.counters, other.counters, strict=False))
     )
-    outer = shared[:-1]  # the last line has called two functions: its own loop may have gone on
-    return any(mine for (_, mine), _ in outer) and all(mine == theirs for (_, mine), (_, theirs) in outer)
+    # The last line has called two functions: its own loop may have gone on.
+    outer = [(counted(sources, *mine), counted(sources, *theirs)) for mine, theirs in shared[:-1]]
+    return any(mine for mine, _ in outer) and all(mine == theirs for mine, theirs in outer)
+
+
+def counted(sources: Sources, place: str, values: Mapping[str, int]) -> Mapping[str, int]:
+    """Return those of a frame's ``values`` that count rounds of the loops around a line: of a range, an enumerate, or by hand. The
+    variable of `for size in sizes` is data.
+    """
+    around, names = sources.around(place), set[str]()
+    for loop in loops_of(sources, place):
+        if isinstance(loop, ast.For):
+            names.add(_counter(loop.target, loop.iter)[0])
+        added = (n.target for s in loop.body for n in ast.walk(s) if isinstance(n, ast.AugAssign))
+        by_hand = {target.id for target in added if isinstance(target, ast.Name)}
+        names |= {name for name in by_hand if _begins_with_a_number(name, around[0])}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Collective]) -> bool:

@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_fo
 from pytest_nsa.diagnosis.rules.dropped import dropped_halves
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
+from pytest_nsa.diagnosis.rules.locations import recomputes
 from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.rules.source import are_of_one_function
@@ -51,6 +52,9 @@ def unpaired(evidence: Evidence) -> Finding | None:
     dropped = dropped_halves(evidence, halves)
     if dropped is not None:
         return dropped
+    again = _made_again(evidence, halves)
+    if again is not None:
+        return again
     if _all_do_the_same(evidence, halves):
         return _in_a_ring(evidence, halves)
     apart = out_of_their_round(evidence, waits)
@@ -119,6 +123,23 @@ def _where_it_is_waited_for(evidence: Evidence, site: str, victims: dict[int, Co
         if frame is not None and are_of_one_function(evidence.sources, frame.describe(), site):
             return frame.describe()
     return site
+
+
+def _made_again(evidence: Evidence, halves: dict[int, Collective]) -> Finding | None:
+    """Find a send or receive of a recomputation, which its rank has made in its forward already: its partner, which does not
+    recompute, owes nothing.
+    """
+    again = {rank: c for rank, c in halves.items() if recomputes(evidence.ranks[rank])}
+    again = {rank: c for rank, c in again.items() if 0 <= c.peer < len(evidence.ranks) and c.peer not in again}
+    if not again:
+        return None
+    call = again[min(again)]
+    shown = by_ranks({rank: f"makes {c.describe()}" for rank, c in again.items()}, evidence.job.world_size)
+    return Finding(
+        cause="p2p_unmatched", ranks=tuple(sorted(again)), where=call.site, called_from=next(iter(call.way[1:]), ""),
+        reason=f"{shown}, a second time, during the recomputation of a checkpointed forward: {_in_words(evidence, halves)}",
+        certain=True, confidence=0.9, facts=all_facts(evidence.ranks),
+    )  # fmt: skip
 
 
 def _all_do_the_same(evidence: Evidence, halves: dict[int, Collective]) -> bool:
