@@ -29,8 +29,8 @@ from pytest_nsa.session.items import (
     verdict_key,
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch
+from pytest_nsa.session.launched import outer_key
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
-from pytest_nsa.session.outer_hooks import OuterHooks, follower_folder, outer_key
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
@@ -80,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(ColdSession(resolved.cold_job), "nsa-cold")
     elif resolved.outer is not None:
+        from pytest_nsa.session.outer_hooks import OuterHooks
+
         config.stash[outer_key] = OuterHooks(config, resolved, resolved.outer)
         config.pluginmanager.register(config.stash[outer_key], "nsa-outer")
     elif config.pluginmanager.hasplugin("xdist"):
@@ -127,9 +129,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     outer.begin(session, has_ranks=wants)
     config.stash[signals_key].defers = outer.follows
     config.stash[signals_key].take()
-    if outer.follows:
-        folder = config.stash[runner_key].folder
-        folder.root = follower_folder(config, folder.root)
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:

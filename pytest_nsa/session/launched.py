@@ -20,6 +20,7 @@ from pytest_nsa.system.procfs import stat_of
 from pytest_nsa.system.room import private_folder, where_there_is_room
 from pytest_nsa.wire.files import append_line, write_atomically
 
+outer_key = pytest.StashKey[Any]()  # the hooks of an outer launcher, where there is one
 LOG, SETUP = "session.jsonl", "session.json"
 _PREFIX = "launch-"
 _START_TIME = 19  # of the fields of /proc/PID/stat

@@ -88,9 +88,6 @@ class Screen:
             self._file.flush()
 
 
-outer_key = pytest.StashKey["OuterHooks"]()
-
-
 class OuterHooks:
     """Registered only under an outer launcher."""
 
@@ -120,6 +117,8 @@ class OuterHooks:
         if self.follows:
             self._leader_s = {item.nodeid for item in session.items if self._is_the_leader_s(item)}
             self._leave_out_of_junit()
+            folder = self.config.stash[runner_key].folder
+            folder.root = follower_folder(self.config, folder.root)
         if self.follows and not session.testsfailed:
             self.screen.drop()
         else:  # also where a module cannot be collected here
