@@ -13,6 +13,7 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
+from pytest_nsa.rank.host_plugins import WithoutReports, acting_on_host
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -59,6 +60,14 @@ def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     settings.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    outer = settings.outer_launcher(config)
+    follows = outer is not None and outer.rank > 0
+    if follows or settings.is_child_process():
+        config.pluginmanager.register(WithoutReports(config, runs_tests=follows), "nsa-without-reports")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -124,13 +133,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.stash[runner_key].launcher.start(session, between_tests=True)
 
 
-def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str] | None:
     ranked = [item for item in items if _needs_ranks(item)]
     if not ranked or _only_lists(config) or _is_child(config):
         return None
     runner = config.stash[runner_key]
     where = short_path(runner.folder.path)
-    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.launcher.plan.description}; {where}/"
+    line = f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.launcher.plan.description}; {where}/"
+    acting = acting_on_host(config) if config.option.verbose > 0 else []
+    return [line, f"nsa: on the host only: {', '.join(acting)}"] if acting else [line]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -21,12 +21,14 @@ from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext
 from pytest_nsa.rank.handles import by_name
+from pytest_nsa.rank.host_plugins import remove_hooks
+from pytest_nsa.rank.plugin_calls import cut_off
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
-# They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
-HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace")
+# Those of pytest's own plugins that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
+PYTEST_S_OWN = ("terminalreporter", "terminalprogress-plugin", "faulthandler", "pdbinvoke", "pdbtrace")
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 
@@ -94,7 +96,7 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
 
 
 def make_ranks_config(config: pytest.Config) -> None:
-    """Once, best before ranks are forked: no capture by pytest, no plugins that are the host's, and our recorder."""
+    """Once, best before ranks are forked: no capture by pytest, no hooks that are the host's, and our recorder."""
     if config.pluginmanager.hasplugin(_RECORDER):
         return
     capture = config.pluginmanager.getplugin("capturemanager")
@@ -109,9 +111,11 @@ def make_ranks_config(config: pytest.Config) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     debugger.install()
+    cut_off(config)
     config.option.runxfail = True  # the host applies xfail to the test as a whole
-    for name in HOST_PLUGINS:
+    for name in PYTEST_S_OWN:
         config.pluginmanager.unregister(name=name)
+    remove_hooks(config)
     config.pluginmanager.register(SilentTerminal(), "terminalreporter")
     config.pluginmanager.register(RankRecorder(config), _RECORDER)
 

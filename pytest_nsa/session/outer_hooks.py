@@ -18,8 +18,7 @@ from pytest_nsa.system.room import private_folder
 
 
 def become_follower(config: pytest.Config, artifacts: Path) -> Path:
-    """Nothing of this process's is shown or kept. Returns the folder for its evidence, which the leader is sent."""
-    config.option.xmlpath = None
+    """Nothing of this process's is kept. Returns the folder for its evidence, which the leader is sent."""
     try:
         artifacts.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".follower-", dir=artifacts))
