@@ -20,6 +20,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import outer_hooks
+from pytest_nsa.session.boxed import keep_from_forking
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
@@ -83,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[runner_key] = RankRunner(
         config, resolved, RunFolder(root, worker.get("nsa_run"), resolved.folder_mode)
     )
+    keep_from_forking(config, _is_for_ranks)
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession
 

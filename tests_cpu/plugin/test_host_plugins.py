@@ -370,6 +370,37 @@ def test_allure_has_one_result_for_a_test(pytester: pytest.Pytester, mode: str) 
     assert not list(folder.glob("*-attachment*"))
 
 
+BOXED = """
+def test_plain():
+    with open("plain", "a") as file:
+        print(os.getpid(), file=file)
+
+@pytest.mark.forked
+@world_size(2)
+def test_ranked(group, artifacts): dist.barrier()
+
+def body(group): dist.barrier()
+
+def test_launches(launch): assert launch(body).verdict.outcome == "PASS"
+
+def test_the_host(request):
+    with open("plain", "a") as file:
+        print(os.getppid(), file=file)
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), pytest.param(("-p", "xdist", "-n1"), marks=pytest.mark.slow)])
+def test_forked_forks_plain_tests_and_no_ranked_one(pytester: pytest.Pytester, arguments: tuple[str, ...]) -> None:
+    pytest.importorskip("pytest_forked", reason="the extra 'test' has it")
+    result = run_example(pytester, BOXED, "-p", "pytest_forked", "--forked", *arguments)
+    # Versions of pytest-forked report a plain test's own success as a crash (1.7 under pytest 9); that it forks is what counts.
+    assert "test_ranked" not in result.stdout.partition("short test summary info")[2]
+    assert "test_launches" not in result.stdout.partition("short test summary info")[2]
+    assert result.outcomes.get("passed", 0) >= 2
+    forked, host = (pytester.path / "plain").read_text().split()
+    assert forked != host
+
+
 @pytest.mark.slow
 def test_under_an_outer_launcher_the_first_process_alone_reports(pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + RANKED_AND_PLAIN)
