@@ -141,6 +141,11 @@ def _torch_s_skip(error: BaseException) -> str:
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]
 
 
+def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
+    path, line, _ = item.reportinfo()
+    return traceback.FrameSummary(str(path), (line or 0) + 1, item.name, lookup_line=False)
+
+
 class SilentTerminal:
     """In the terminal reporter's place: pytest before 9 explains comparisons by its writer."""
 
@@ -181,7 +186,9 @@ class RankRecorder:
             elif isinstance(error, pytest.xfail.Exception):
                 record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
-                record_exception(self.ctx.folder, error, call.when)
+                # What a plugin fails a test for is at the test, not in pytest.
+                is_verdict = isinstance(error, pytest.fail.Exception)
+                record_exception(self.ctx.folder, error, call.when, _frame_of(item) if is_verdict else None)
         return report
 
     @pytest.hookimpl(tryfirst=True)
