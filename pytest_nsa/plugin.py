@@ -19,7 +19,7 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
-from pytest_nsa.session import outer_hooks
+from pytest_nsa.session import outer_hooks, snapshots
 from pytest_nsa.session.boxed import keep_from_forking
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
@@ -35,6 +35,7 @@ from pytest_nsa.session.launch import artifacts, failed_key, launch
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.unreached import UnreachedSnapshots
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
@@ -77,6 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
     resolved = settings.resolve(config)
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
+    config.pluginmanager.register(UnreachedSnapshots(), "nsa-unreached-snapshots")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     follows = resolved.outer is not None and resolved.outer.rank > 0
     config.stash[signals_key].defers = follows
@@ -123,8 +125,8 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     extensions = session.config.stash[runner_key].extensions
     extensions.take()
     for item in items:
-        foreign = () if isinstance(item, Ranked) else marks.of_another_plugin(item)
-        wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *foreign)
+        other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.of_another_plugin(item)
+        wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *other)
         item.stash[problem_key] = "\n".join(wrong)
 
 

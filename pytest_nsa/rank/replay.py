@@ -23,6 +23,7 @@ from pytest_nsa.rank.context import RankContext
 from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.plugin_calls import cut_off
+from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
@@ -71,6 +72,9 @@ def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
     wanted = inspect.signature(function).parameters
     try:
         function(**{name: available[name] for name in wanted if name in available})
+        problem = unwritten_inline_snapshots()
+        if problem:
+            pytest.fail(problem, pytrace=False)
     except pytest.skip.Exception as skip:
         record(ctx.folder, event="skipped", reason=str(skip))
     except (Exception, pytest.fail.Exception) as error:
@@ -111,6 +115,7 @@ def make_ranks_config(config: pytest.Config) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     debugger.install()
+    carry_snapshots(config)
     cut_off(config)
     config.option.runxfail = True  # the host applies xfail to the test as a whole
     for name in PYTEST_S_OWN:
@@ -170,6 +175,16 @@ class RankRecorder:
     def passed(self) -> bool:
         """Whether the test was run, and nothing of it failed."""
         return bool(self._outcomes) and "failed" not in self._outcomes
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        try:
+            result = yield
+        finally:
+            problem = unwritten_inline_snapshots()
+        if problem:
+            pytest.fail(problem, pytrace=False)
+        return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
