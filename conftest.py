@@ -95,12 +95,13 @@ def warm() -> Iterator[WarmPython]:
 
 @pytest.fixture(autouse=True)
 def _examples_in_order(request: pytest.FixtureRequest) -> None:
-    """Run examples in the warm process, with their tests in order: pytest-randomly is on only where a test turns it on."""
+    """Run examples in the warm process, without the plugins that our own suite runs without: a test turns one on by -p."""
     if "pytester" not in request.fixturenames:
         return
     pytester = request.getfixturevalue("pytester")  # it clears the variable
     monkeypatch = request.getfixturevalue("monkeypatch")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:randomly")
+    off = [option for option in request.config.getini("addopts") if option.startswith("no:")]
+    monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p {option}" for option in off))
     if request.node.get_closest_marker("own_python") is None:
         monkeypatch.setattr(pytester, "runpytest_subprocess", _warm_runs(pytester.path))
 

@@ -13,11 +13,14 @@ from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
+from pytest_nsa.rank.host_plugins import WithoutReports, acting_on_host
 from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.session import snapshots
+from pytest_nsa.session.boxed import keep_from_forking
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
@@ -33,6 +36,7 @@ from pytest_nsa.session.launched import outer_key
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.unreached import UnreachedSnapshots
 from pytest_nsa.settings import settings_key
 
 # Fixtures are found by name in a plugin's module.
@@ -61,16 +65,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     settings.add_options(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if settings.is_child_process():
+        config.pluginmanager.register(WithoutReports(config), "nsa-without-reports")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for rule in marks.RULES.values():
         config.addinivalue_line("markers", rule.describe())
     resolved = settings.resolve(config)
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
+    config.pluginmanager.register(UnreachedSnapshots(), "nsa-unreached-snapshots")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     config.stash[runner_key] = RankRunner(
         config, resolved, RunFolder(resolved.artifacts, worker.get("nsa_run"), resolved.folder_mode)
     )
+    keep_from_forking(config, _is_for_ranks)
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession
 
@@ -112,8 +124,8 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
     extensions = session.config.stash[runner_key].extensions
     extensions.take()
     for item in items:
-        foreign = () if isinstance(item, Ranked) else marks.of_another_plugin(item)
-        wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *foreign)
+        other = snapshots.not_carried(item) if isinstance(item, Ranked) else marks.of_another_plugin(item)
+        wrong = (*marks.wrong_marks(item), *extensions.wrong_scenario(item), *marks.not_for_ranks(item), *other)
         item.stash[problem_key] = "\n".join(wrong)
 
 
@@ -131,13 +143,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config.stash[signals_key].take()
 
 
-def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str | None:
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str] | None:
     ranked = [item for item in items if _needs_ranks(item)]
     if not ranked or _only_lists(config) or _is_child(config):
         return None
     runner = config.stash[runner_key]
     where = short_path(runner.folder.path)
-    return f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.launcher.plan.description}; {where}/"
+    line = f"nsa: {len(ranked)} of {len(items)} tests on ranks; ranks are {runner.launcher.plan.description}; {where}/"
+    acting = acting_on_host(config) if config.option.verbose > 0 else []
+    return [line, f"nsa: on the host only: {', '.join(acting)}"] if acting else [line]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -157,6 +157,11 @@ def add_options(parser: pytest.Parser) -> None:
         default="all",
     )
     parser.addini(
+        "ranks_host_plugins",
+        "Plugins that run on the host only: a name a line; !name for one that ranks need although it implements hooks of reports",
+        type="linelist", default=[],
+    )  # fmt: skip
+    parser.addini(
         "ranks_hang_after",
         "End a test on a suspicion that has lasted for so many seconds (0: never)",
         default="0",
@@ -172,6 +177,7 @@ def resolve(config: pytest.Config) -> Settings:
     level = os.environ.get("NSA_TRACE_LEVEL") or "full"
     if level not in ("full", "light"):
         raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
+    named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
     settings = Settings(
         artifacts=config.rootpath / directory,
         launch=config.getoption("--ranks-launch"),
@@ -195,7 +201,7 @@ def resolve(config: pytest.Config) -> Settings:
         cold_job=Path(os.environ[COLD_JOB]) if os.environ.get(COLD_JOB) else None,
         gpu_ids=find_gpus(),
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
-        outer=_outer_launcher(config),
+        outer=outer_launcher(config),
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
@@ -208,7 +214,7 @@ def resolve(config: pytest.Config) -> Settings:
     return settings
 
 
-def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
+def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
     """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, or when a launch is requested.
 
     Raises UsageError where a variable is wrong, or xdist is on.
@@ -216,8 +222,13 @@ def _outer_launcher(config: pytest.Config) -> OuterLauncher | None:
     env = os.environ
     names = [("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")]
     numbers = [next((env[name] for name in pair if env.get(name)), None) for pair in names]
-    is_child = env.get(ZYGOTE_FD) or env.get(COLD_JOB) or hasattr(config, "workerinput")
-    if is_child or None in numbers or not env.get("MASTER_ADDR") or config.getoption("--ranks-launch") != "auto":
+    if (
+        is_child_process()
+        or hasattr(config, "workerinput")
+        or None in numbers
+        or not env.get("MASTER_ADDR")
+        or config.getoption("--ranks-launch") != "auto"
+    ):
         return None
     values = [*numbers, env.get("MASTER_PORT", "29500")]
     if not all(value is not None and value.isdecimal() for value in values):
@@ -262,6 +273,23 @@ def _choice(config: pytest.Config, name: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
         raise pytest.UsageError(f"ini {name} = {text!r}: must be {' or '.join(allowed)}")
     return text
+
+
+def named_plugins(config: pytest.Config) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that ini ``ranks_host_plugins`` adds to the host's plugins, and those that it removes. Raises UsageError."""
+    on_host: set[str] = set()
+    in_ranks: set[str] = set()
+    for line in config.getini("ranks_host_plugins"):
+        name = line.strip().removeprefix("!").strip()
+        if not name:
+            raise pytest.UsageError(
+                f"ini ranks_host_plugins: {line.strip()!r}: must be the name of a plugin, as in allure_pytest, or !name"
+            )
+        (in_ranks if line.strip().startswith("!") else on_host).add(name)
+    if on_host & in_ranks:
+        name = min(on_host & in_ranks)
+        raise pytest.UsageError(f"ini ranks_host_plugins: has both {name} and !{name}; remove one of them")
+    return frozenset(on_host), frozenset(in_ranks)
 
 
 def _count(config: pytest.Config, name: str) -> int:
@@ -315,6 +343,11 @@ def find_gpus() -> tuple[str, ...]:
         return tuple(str(i) for i in range(found))
     named = [v.strip() for v in visible.split(",") if v.strip() and v.strip() != "-1"]
     return tuple(named[:found])
+
+
+def is_child_process() -> bool:
+    """Return whether this process is a child pytest of ours: a zygote, or a cold rank."""
+    return bool(os.environ.get(ZYGOTE_FD) or os.environ.get(COLD_JOB))
 
 
 def child_environment(**extra: str) -> dict[str, str]:

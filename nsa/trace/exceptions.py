@@ -72,9 +72,11 @@ def _beside() -> list[str]:
     return [describe(frame) for frame in itertools.islice(frames, MAX_BESIDE)]
 
 
-def record_exception(folder: Path, error: BaseException, when: str, **more: str) -> None:
+def record_exception(
+    folder: Path, error: BaseException, when: str, test: traceback.FrameSummary | None = None, **more: str
+) -> None:
     """Append an exception with the innermost line of the user's code, its stack with the counters of its loops, and the lines that
-    other threads are in; and ``more`` fields.
+    other threads are in; and ``more`` fields. ``test`` is the location where no line of the user's is on its stack.
     """
     frames, message = traceback.extract_tb(error.__traceback__), message_of(error)
     chain: list[tuple[str, str, str]] = []
@@ -83,7 +85,7 @@ def record_exception(folder: Path, error: BaseException, when: str, **more: str)
         inner = traceback.extract_tb(cause.__traceback__)
         chain.append((message_of(cause), inner[-1].filename if inner else "", type(cause).__name__))
         cause = cause.__cause__ or cause.__context__
-    place = _user_line(frames, recursion=isinstance(error, RecursionError)) or (frames[-1] if frames else None)
+    place = _user_line(frames, recursion=isinstance(error, RecursionError)) or test or (frames[-1] if frames else None)
     record(
         folder,
         event="exception",

@@ -413,6 +413,7 @@ _REGISTRY = (
         rules=(
             "exits.rank_raised",
             "items.foreseen",
+            "snapshots.differing",
         ),
         outcome="FAIL",
         of_the_rank=True,

@@ -25,6 +25,7 @@ from pytest_nsa.diagnosis.rules import (
     order,
     pairs,
     payloads,
+    snapshots,
     speed,
     stalls,
     threads,
@@ -119,6 +120,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
     agreement.wrong_numbers,
     numbers.silent_divergence,
     numbers.trained_away,
+    snapshots.differing,
 )
 
 
@@ -241,7 +243,7 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
         certain=finding.certain,
         reason=finding.reason,
         confidence=finding.confidence,
-        advice=CAUSES[finding.cause].advice,
+        advice=finding.advice or CAUSES[finding.cause].advice,
         retry=CAUSES[finding.cause].retry,
         rule=finding.rule,
         **fields,

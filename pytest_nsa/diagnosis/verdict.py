@@ -37,6 +37,7 @@ class Finding:
     facts: tuple[Fact, ...] = ()
     rule: str = ""  # that found it, as the registry of causes names rules
     called_from: str = ""  # where a rule knows it; else the stacks tell
+    advice: str = ""  # in place of the cause's own
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:

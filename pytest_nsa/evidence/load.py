@@ -14,6 +14,7 @@ from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
+from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse_dump
 from pytest_nsa.evidence.values import EventLoop, Evidence, Handled, RaisedException, RankEvidence, ThreadError, Told
@@ -187,6 +188,7 @@ def _read_rank(
         handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
         thread_errors=_thread_errors(events),
+        snapshots=tuple(read_snapshots(folder / FILE)),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
 

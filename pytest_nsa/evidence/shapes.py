@@ -33,7 +33,8 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _flag(value: Any) -> bool:
+def is_flag(value: Any) -> bool:
+    """True or False."""
     return isinstance(value, bool)
 
 
@@ -74,7 +75,7 @@ def is_counted(value: Any) -> bool:
 
 
 _STANDING: dict[str, Check] = {
-    "stood_still_s?": is_number, "moved?": _flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
+    "stood_still_s?": is_number, "moved?": is_flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
     "by?": is_text,
     "beat_age_s?": _numbers_by_name,
 }  # fmt: skip
@@ -82,7 +83,7 @@ _STANDING: dict[str, Check] = {
 EVENTS: dict[str, dict[str, Check]] = {
     "refused": {"reason": is_text},
     "ended": {"duration_s": is_number},
-    "exit": {"rank": _int, "code?": _int, "signal?": _int, "by_us?": _flag},
+    "exit": {"rank": _int, "code?": _int, "signal?": _int, "by_us?": is_flag},
     "stop": _STANDING,
     "standing": _STANDING,
     "sampled": {"beat_age_s?": _numbers_by_name},
@@ -95,17 +96,17 @@ EVENTS: dict[str, dict[str, Check]] = {
         "rank": _int, "state": is_text, "rss_mib?": is_number,
         "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
         "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,
-        "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": _flag, "held_by?": _list_of(_int),
+        "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": is_flag, "held_by?": _list_of(_int),
         "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text,
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text},
-    "done": {"passed": _flag, "peak_mib?": is_number, "peak_gpu_mib?": is_number},
+    "done": {"passed": is_flag, "peak_mib?": is_number, "peak_gpu_mib?": is_number},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
     "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
     "exception": {
         "when": is_text, "type": is_text, "message": is_text, "file": is_text, "line": _int, "function": is_text,
         "module?": is_text,
-        "raised_in?": is_text, "chain?": _tuples, "in_loader?": _flag, "network?": is_text, "beside?": _list_of(is_text),
+        "raised_in?": is_text, "chain?": _tuples, "in_loader?": is_flag, "network?": is_text, "beside?": _list_of(is_text),
         "stack?": _places, "counters?": _list_of(is_counted),
     },
     "thread_exception": {

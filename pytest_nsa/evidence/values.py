@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import BoardSnapshot, Collective
+from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, telling_thread
 from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
@@ -166,6 +167,7 @@ class RankEvidence:
     keys_set: tuple[tuple[str, str], ...] = ()  # the first and the last key of a store that each line set, and the line
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()  # of syrupy's, that its test compared with
 
     @property
     def rounds(self) -> dict[str, str]:

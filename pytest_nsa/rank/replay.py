@@ -21,12 +21,15 @@ from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext
 from pytest_nsa.rank.handles import by_name
+from pytest_nsa.rank.host_plugins import remove_hooks
+from pytest_nsa.rank.plugin_calls import cut_off
+from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 
-# They speak to the terminal, dump on their own, or run a test again: the host's business, done there.
-HOST_PLUGINS = ("terminalreporter", "faulthandler", "rerunfailures", "pdbinvoke", "pdbtrace", "nsa-outer")
+# Those of pytest's own plugins that use the terminal, or would take faulthandler from the rank; others are in `host_plugins`.
+PYTEST_S_OWN = ("terminalreporter", "terminalprogress-plugin", "faulthandler", "pdbinvoke", "pdbtrace")
 _RECORDER = "nsa-rank-recorder"
 _kept_alive: list[object] = []
 
@@ -69,6 +72,9 @@ def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:
     wanted = inspect.signature(function).parameters
     try:
         function(**{name: available[name] for name in wanted if name in available})
+        problem = unwritten_inline_snapshots()
+        if problem:
+            pytest.fail(problem, pytrace=False)
     except pytest.skip.Exception as skip:
         record(ctx.folder, event="skipped", reason=str(skip))
     except (Exception, pytest.fail.Exception) as error:
@@ -94,7 +100,7 @@ def _run_item(ctx: RankContext, item: pytest.Item) -> bool:
 
 
 def make_ranks_config(config: pytest.Config) -> None:
-    """Once, best before ranks are forked: no capture by pytest, no plugins that are the host's, and our recorder."""
+    """Once, best before ranks are forked: no capture by pytest, no hooks that are the host's, and our recorder."""
     if config.pluginmanager.hasplugin(_RECORDER):
         return
     capture = config.pluginmanager.getplugin("capturemanager")
@@ -109,9 +115,12 @@ def make_ranks_config(config: pytest.Config) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     debugger.install()
+    carry_snapshots(config)
+    cut_off(config)
     config.option.runxfail = True  # the host applies xfail to the test as a whole
-    for name in HOST_PLUGINS:
+    for name in PYTEST_S_OWN:
         config.pluginmanager.unregister(name=name)
+    remove_hooks(config)
     config.pluginmanager.register(SilentTerminal(), "terminalreporter")
     config.pluginmanager.register(RankRecorder(config), _RECORDER)
 
@@ -135,6 +144,11 @@ def _torch_s_skip(error: BaseException) -> str:
     module = sys.modules.get("torch.testing._internal.common_distributed")
     skips = getattr(module, "TEST_SKIPS", {}) if isinstance(error, SystemExit) else {}
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]
+
+
+def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
+    path, line, _ = item.reportinfo()
+    return traceback.FrameSummary(str(path), (line or 0) + 1, item.name, lookup_line=False)
 
 
 class SilentTerminal:
@@ -163,6 +177,16 @@ class RankRecorder:
         return bool(self._outcomes) and "failed" not in self._outcomes
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        try:
+            result = yield
+        finally:
+            problem = unwritten_inline_snapshots()
+        if problem:
+            pytest.fail(problem, pytrace=False)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
         report = yield  # in which pytest takes over what a TestCase has caught
         if call.excinfo is not None and lockstep.own_error(call):
@@ -177,7 +201,9 @@ class RankRecorder:
             elif isinstance(error, pytest.xfail.Exception):
                 record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
-                record_exception(self.ctx.folder, error, call.when)
+                # What a plugin fails a test for is at the test, not in pytest.
+                is_verdict = isinstance(error, pytest.fail.Exception)
+                record_exception(self.ctx.folder, error, call.when, _frame_of(item) if is_verdict else None)
         return report
 
     @pytest.hookimpl(tryfirst=True)

@@ -127,8 +127,7 @@ def _child_arguments(config: pytest.Config, log: Path) -> list[str]:
     """Return this run's command line for a child that collects the same tests and runs them otherwise."""
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     arguments = [str(a) for a in worker.get("nsa_arguments", config.invocation_params.args)]
-    # The child must not touch this run's cache (it would select other tests under --lf) nor its reports.
-    arguments += ["--junitxml="]
+    # The child must not touch this run's cache: it would select other tests under --lf.
     if config.pluginmanager.hasplugin("cacheprovider"):
         arguments += ["-o", f"cache_dir={log.parent / '.child_cache'}"]
     if config.pluginmanager.hasplugin("xdist"):

@@ -20,6 +20,7 @@ from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
+from pytest_nsa.session import snapshots
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()
@@ -80,6 +81,8 @@ class Ranked(pytest.Function):
         self.stash[verdict_key] = verdict
         self.stash[folder_key] = evidence.folder
         self._take_over(evidence)
+        if runner.attachment is None or runner.attachment.leads:
+            snapshots.take_over(self, evidence, passed=not verdict.failed)
         warn_again(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")

@@ -19,6 +19,7 @@ import pytest
 from _pytest.junitxml import xml_key
 
 from pytest_nsa import marks
+from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.launched import LaunchedRank
 from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
@@ -117,6 +118,7 @@ class OuterHooks:
         if self.follows:
             self._leader_s = {item.nodeid for item in session.items if self._is_the_leader_s(item)}
             self._leave_out_of_junit()
+            remove_hooks(self.config, of_reports_alone=True)  # other reporters' files are the leader's
             folder = self.config.stash[runner_key].folder
             folder.root = follower_folder(self.config, folder.root)
         if self.follows and not session.testsfailed:

@@ -34,7 +34,16 @@ EVIDENCE_S = 15.0
 BYE_S = 5.0
 MAX_FILE = 4 << 20
 NEVER_S = 1e9
-_FILES = ("events.jsonl", "reports.jsonl", "output.log", "traces.log", "stacks.txt", "fatal.txt", "board.bin")
+_FILES = (
+    "events.jsonl",
+    "reports.jsonl",
+    "snapshots.jsonl",
+    "output.log",
+    "traces.log",
+    "stacks.txt",
+    "fatal.txt",
+    "board.bin",
+)
 
 
 class Attachment:

@@ -25,7 +25,7 @@ from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
-from pytest_nsa.session.masking import mask_files
+from pytest_nsa.session.masking import mask_files, mask_snapshots
 from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer_launcher import Attachment
 from pytest_nsa.session.resources import Resources
@@ -192,7 +192,10 @@ class RankRunner:
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
             mask_files(folder, mask_secrets)
-        return conclude(folder, keep=keep, rules=self.extensions.rules)
+        concluded = conclude(folder, keep=keep, rules=self.extensions.rules)
+        if self.settings.mask_output:
+            mask_snapshots(folder, mask_secrets)
+        return concluded
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
         if self.attachment is not None:

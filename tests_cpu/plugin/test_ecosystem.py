@@ -222,6 +222,18 @@ def test_pytest_s_own_facilities(pytester: pytest.Pytester) -> None:
     assert "because" in result.verdicts["test_fail"].reason
 
 
+def test_what_pytest_itself_fails_a_test_for_is_at_the_test(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+async def test_it(group): pass
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"failed": 1}
+    verdict = result.verdicts["test_it"]
+    assert verdict.reason.startswith("Failed: async def functions are not natively supported")
+    assert verdict.where == "test_example.py:6 in test_it"
+
+
 @pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="subtests came with pytest 9")
 def test_subtests(pytester: pytest.Pytester) -> None:
     source = """

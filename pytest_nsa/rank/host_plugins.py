@@ -1,0 +1,167 @@
+"""Which plugins run on the host only, and which of their hooks are therefore removed in ranks.
+
+The host reports a test once, and runs it again with fresh ranks. A plugin that reports, retries or remembers outcomes would do so
+once more in each rank. What a rank needs of such a plugin are its fixtures, so hooks are removed, and never a plugin.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from _pytest.fixtures import FixtureFunctionDefinition
+
+from pytest_nsa.settings import named_plugins
+
+_REPORTS = frozenset({"pytest_runtest_logreport", "pytest_runtest_logstart", "pytest_runtest_logfinish"})
+_PROTOCOL = "pytest_runtest_protocol"
+# The summary in the terminal shows what the first has made.
+_END = frozenset({"pytest_sessionfinish", "pytest_terminal_summary"})
+# The hooks around a test. Not pytest_pyfunc_call, which runs a body, nor pytest_assertrepr_compare, which explains its asserts.
+_AROUND = (
+    "pytest_runtest_", "pytest_fixture_", "pytest_session", "pytest_collectreport", "pytest_exception_interact",
+    "pytest_warning_recorded", "pytest_terminal_summary",
+)  # fmt: skip
+_OURS = frozenset({"_pytest", "pytest_nsa", "nsa"})
+# They skip a test by the outcomes of others, which ranks do not know, and implement no hook that shows it.
+_BY_OUTCOMES = frozenset({"pytest_dependency", "pytest_depends"})
+# pytest-timeout wraps the protocol, and sets no timer in ranks; pyfakefs wraps reports, so that they reach the real file system.
+_OF_RANKS = frozenset({"pytest_timeout", "pyfakefs"})
+# Options by which a plugin opens, or empties, a file or folder as it is configured; and the plugin.
+_WRITING_OPTIONS = {"xmlpath": "_pytest", "report_log": "pytest_reportlog", "allure_report_dir": "allure_pytest"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlugin:
+    """A plugin of which hooks run on the host only. ``origin``: its package, its module if it is the repository's own, or its path
+    if it is a conftest.py; ``acts``: not for the end of the session alone.
+    """
+
+    plugin: object
+    origin: str
+    hooks: tuple[str, ...]
+    acts: bool
+
+
+def remove_hooks(config: pytest.Config, *, of_reports_alone: bool = False) -> None:
+    """Remove the hooks that are the host's from this process. With ``of_reports_alone`` those that run a test stay:
+    in a follower of an outer launcher, where retries are made as in the leader.
+    """
+    for found in host_plugins(config):
+        for name in found.hooks:
+            if not of_reports_alone or name in _REPORTS or name in _END:
+                remove_hook(config, name, found.plugin)
+
+
+def remove_hook(config: pytest.Config, name: str, plugin: object) -> None:
+    """Remove a plugin's implementation of one hook. pluggy has this for whole plugins only, which would take their fixtures too."""
+    getattr(config.hook, name)._remove_plugin(plugin)
+
+
+def host_plugins(config: pytest.Config) -> list[HostPlugin]:
+    """Return the plugins of which hooks run on the host only: by name, and by the hooks that they implement."""
+    on_host, in_ranks = named_plugins(config)
+    manager = config.pluginmanager
+    loaded = [(name, plugin) for name, plugin in manager.list_name_plugin() if plugin is not None]
+    origins = {id(plugin): _origin(config, plugin) for _, plugin in loaded}
+    names: dict[str, set[str]] = {}
+    with_fixtures = set()
+    for name, plugin in loaded:
+        origin = origins[id(plugin)]
+        names.setdefault(origin, {origin}).add(name)
+        if _is_conftest(plugin) or _has_fixtures(plugin):
+            with_fixtures.add(origin)
+    found = []
+    for _, plugin in loaded:
+        origin = origins[id(plugin)]
+        if origin in _OURS or names[origin] & in_ranks:
+            continue
+        hooks = dict(_implemented(config, plugin))
+        is_named = bool(names[origin] & on_host) or origin in _BY_OUTCOMES
+        if not is_named and origin in _OF_RANKS:
+            continue
+        acts = is_named or any(name in _REPORTS or name == _PROTOCOL for name in hooks)
+        if acts and (is_named or origin not in with_fixtures):
+            theirs = [name for name in hooks if name.startswith(_AROUND)]
+        elif acts:
+            # Its fixtures may need what its wrappers prepare. A protocol that is no wrapper runs the test itself.
+            theirs = [name for name, wraps in hooks.items() if name in _REPORTS or (name == _PROTOCOL and not wraps)]
+            theirs += [name for name in hooks if theirs and name in _END]
+        else:  # in a child that runs no test, nothing is true that an installed plugin could write at the end
+            theirs = [name for name in hooks if name in _END and _is_installed(config, plugin)]
+        if theirs:
+            found.append(HostPlugin(plugin=plugin, origin=origin, hooks=tuple(sorted(theirs)), acts=acts))
+    return found
+
+
+def acting_on_host(config: pytest.Config) -> list[str]:
+    """Return where the plugins come from that act on outcomes, and so on the host only."""
+    return sorted({found.origin for found in host_plugins(config) if found.acts})
+
+
+class WithoutReports:
+    """Registered in a child pytest of ours, which reports nothing. Made before plugins are configured."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        _, in_ranks = named_plugins(config)
+        for option, plugin in _WRITING_OPTIONS.items():
+            if plugin not in in_ranks and hasattr(config.option, option):
+                setattr(config.option, option, None)
+
+    @pytest.hookimpl(trylast=True)  # plugins register others as they are configured
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Before the session starts."""
+        remove_hooks(config)
+
+
+def _implemented(config: pytest.Config, plugin: object) -> Iterator[tuple[str, bool]]:
+    """Yield the hooks that a plugin implements, and whether it wraps others' implementations."""
+    for caller in config.pluginmanager.get_hookcallers(plugin) or ():
+        for implementation in caller.get_hookimpls():
+            if implementation.plugin is plugin:
+                yield caller.name, bool(implementation.wrapper or implementation.hookwrapper)
+
+
+def _module_of(plugin: object) -> str:
+    """Return the name of the module that a plugin is, or that defines it."""
+    return (
+        plugin.__name__
+        if isinstance(plugin, ModuleType)
+        else (plugin if isinstance(plugin, type) else type(plugin)).__module__
+    )
+
+
+def _file_of(plugin: object) -> Path | None:
+    module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(_module_of(plugin))
+    file = getattr(module, "__file__", None)
+    return Path(file) if file else None
+
+
+def _is_conftest(plugin: object) -> bool:
+    file = _file_of(plugin)
+    return file is not None and file.name == "conftest.py"
+
+
+def _is_installed(config: pytest.Config, plugin: object) -> bool:
+    """Return whether a plugin is installed, and not part of the repository under test."""
+    file = _file_of(plugin)
+    return file is not None and ("site-packages" in file.parts or not file.is_relative_to(config.rootpath))
+
+
+def _origin(config: pytest.Config, plugin: object) -> str:
+    """Return what all plugins have in common that come from one place."""
+    file = _file_of(plugin)
+    if file is not None and _is_conftest(plugin):
+        return file.relative_to(config.rootpath).as_posix() if file.is_relative_to(config.rootpath) else str(file)
+    module = _module_of(plugin)
+    return module.partition(".")[0] if _is_installed(config, plugin) or module.startswith("_pytest.") else module
+
+
+def _has_fixtures(plugin: Any) -> bool:
+    members = {**vars(type(plugin)), **getattr(plugin, "__dict__", {})}
+    return any(isinstance(member, FixtureFunctionDefinition) for member in members.values())
