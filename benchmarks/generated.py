@@ -59,11 +59,20 @@ def run(programs: list[Program], head: str, folder: Path, workers: int, *, count
                 "ranks": is_ranks,
                 "cause and ranks": is_cause and is_ranks,
                 "line": bool(told & marked),
+                "wrong and certain": verdict["certain"] and not (is_cause and is_ranks),
             }
         )
         by_kind[f"{p.kind} -> {verdict['cause']}"] += 1
         if not (is_cause and is_ranks):
-            wrong.append({"kind": p.kind, "ranks": p.ranks, "test": p.text, "told": verdict["reason"]})
+            wrong.append(
+                {
+                    "kind": p.kind,
+                    "ranks": p.ranks,
+                    "certain": verdict["certain"],
+                    "test": p.text,
+                    "told": verdict["reason"],
+                }
+            )
     return {
         "programs": len(programs), "with_a_fault": len(counted), "right": dict(right), "by_kind": dict(sorted(by_kind.items())),
         "wrong": wrong,

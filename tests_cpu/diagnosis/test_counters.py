@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from pytest_nsa.diagnosis.rules.counters import _round
+from pytest_nsa.diagnosis.rules.counters import counter_of
 
 
 def round_of(source: str, line: int, **counts: int) -> int | None:
@@ -17,7 +17,7 @@ def round_of(source: str, line: int, **counts: int) -> int | None:
     assert isinstance(scope, ast.FunctionDef)
     loop = scope.body[-1]
     assert isinstance(loop, ast.For | ast.While)
-    return _round(loop, line, counts, scope)
+    return counter_of(loop, line, counts, scope)
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def save(state, rank):
         dist.barrier()  # HERE
 
 
-@planted("extra_collective", [0], n=2, marked=True, reason="leaves to this rank alone")
+@planted("extra_collective", [0], n=2, marked=True, reason="leaves the call to rank 0 alone")
 def test_a_barrier_in_the_first_rank_s_branch(group):
     """The other one is in the next step's backward meanwhile."""
     model = DDP(small(), broadcast_buffers=False)

@@ -250,7 +250,7 @@ class Save:
         dist.barrier()
 
 
-@planted("skipped_collective", [0], marked=True, reason="came first whenever")
+@planted("skipped_collective", [0], marked=True, reason="a round before had the call")
 def test_a_callback_leaves_its_vote_out(group):
     callbacks = [EarlyStop(1 if group.rank == 0 else None), Save()]
     step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+from pytest_nsa.diagnosis.explain.choose import Edit, explain_sides, sides_of
 from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.counters import are_in_one_round, lead
 from pytest_nsa.diagnosis.rules.departures import LEFT_BEHIND, Departure, expected_next, is_new_call, kind_of
@@ -45,11 +46,17 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     if not rest or most > rest[0][1]:  # a majority, on three ranks and more
         culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
     else:
+        by_program = _by_program(evidence, entered)
+        if by_program is not None:
+            return by_program
         early = _left_the_loop_early(evidence, entered)
         if early is not None:
             return early
         culprits = (
-            _came_sooner(evidence, entered) or _departs_from_pattern(evidence, entered) or went_ahead(evidence, entered)
+            _ahead_by_program(evidence, entered)
+            or _came_sooner(evidence, entered)
+            or _departs_from_pattern(evidence, entered)
+            or went_ahead(evidence, entered)
         )
         culprits = _past_a_known_call(evidence, entered, culprits) or culprits
         visited = _visits_otherwise(evidence, entered) if not culprits else None
@@ -108,6 +115,30 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
         return culprits, cause, f"{who} entered {mine.describe()}, {why or 'which no round before had'}, {where_others}"
     told = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former"
     return culprits, cause, f"{told} ({why})"
+
+
+def _by_program(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+    """Return the finding of two sides, as many ranks in each, where the program tells which of them is ahead."""
+    sides = sides_of(entered)
+    found = explain_sides(evidence, sides, entered) if sides is not None else None
+    if found is None or found.is_assumed:
+        return None
+    n = evidence.job.world_size
+    others = tuple(r for r in sorted(entered) if r not in found.ranks)
+    who, mine, theirs = describe_ranks(found.ranks, n), entered[found.ranks[0]], entered[others[0]]
+    if found.edit is Edit.EXTRA:
+        told = f"{who} entered {mine.describe()}, where {describe_ranks(others, n)} entered {theirs.describe()}"
+    else:
+        wait = f"{describe_ranks(others, n)} wait{'' if len(others) > 1 else 's'} in the former (call skipped)"
+        told = f"{who} went on without {theirs.describe()} and entered {mine.describe()}; {wait}"
+    return found.ranks, found.edit.value, f"{told}: {'; '.join(found.terms)}"
+
+
+def _ahead_by_program(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that have come round a loop past the others' call, or have gone on in it once more: which is not known."""
+    sides = sides_of(entered)
+    found = explain_sides(evidence, sides, entered) if sides is not None else None
+    return found.ranks if found is not None and found.is_assumed else ()
 
 
 def _of_its_role(evidence: Evidence, rank: int, others: list[int], entered: dict[int, Collective]) -> int | None:

@@ -41,7 +41,7 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
             return None
         scope, others = sources.around(a.describe())[0], loops_of(sources, b.describe())
         for loop in (loop for loop in loops_of(sources, a.describe()) if loop in others):
-            here, there = _round(loop, a.line, counts, scope), _round(loop, b.line, other_counts, scope)
+            here, there = counter_of(loop, a.line, counts, scope), counter_of(loop, b.line, other_counts, scope)
             if here is None or there is None:
                 return None
             if here != there:
@@ -123,7 +123,7 @@ def _counted(rank: RankEvidence) -> tuple[list[_Counted], bool]:
     return found, False
 
 
-def _round(
+def counter_of(
     loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None = None
 ) -> int | None:
     """Return the number of the round that a line of a loop is in; larger ones are later. None where no counter shows it, or one
@@ -133,7 +133,15 @@ def _round(
         return None
     if isinstance(loop, ast.For):
         name, sign = _counter(loop.target, loop.iter)
-        return sign * counts[name] if name in counts and not _is_taken(name, loop) else None
+        if name in counts and not _is_taken(name, loop):
+            return sign * counts[name]
+    return _counted_by_hand(loop, line, counts, scope)
+
+
+def _counted_by_hand(
+    loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None
+) -> int | None:
+    """Return the number of the round by a variable that each round adds to (``n += 1``); None without one."""
     for statement in loop.body:
         if any(isinstance(node, ast.Continue) for node in ast.walk(statement)):
             return None  # what is added to below it counts some of the rounds
@@ -144,6 +152,22 @@ def _round(
         if by is not None and by > 0 and name in counts and _begins_with_a_number(name, scope):
             return counts[name] - by * (line > statement.lineno)
     return None
+
+
+def is_first_round(
+    loop: ast.For | ast.While, counts: Mapping[str, int], scope: ast.stmt | None = None, line: int = 0
+) -> bool | None:
+    """Return whether the counter of a loop has its first value: of a range, an enumerate, or one by hand; None without one."""
+    if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call):
+        name, sign = _counter(loop.target, loop.iter)
+        called = getattr(loop.iter.func, "id", "")
+        numbers = [_number(argument) for argument in loop.iter.args]
+        if name in counts and sign == 1 and called in ("range", "trange", "enumerate") and not _is_taken(name, loop):
+            begin = numbers[0] if called != "enumerate" and len(numbers) > 1 else 0
+            return counts[name] == begin if begin is not None else None
+    number = _counted_by_hand(loop, line, counts, scope) if scope is not None else None
+    begins = {_number(n.value) for n in ast.walk(scope) if isinstance(n, ast.Assign)} if scope is not None else set()
+    return None if number is None else number in begins
 
 
 def _is_taken(name: str, loop: ast.For) -> bool:

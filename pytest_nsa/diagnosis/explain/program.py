@@ -1,0 +1,270 @@
+"""Where ranks are in their program, and which of two is ahead: by the lines of their stacks, the loops around them, their counters.
+
+`compare` is the one question. It walks both paths from the outermost frame to the first function in which the ranks part. There the
+loops around both lines decide first, by their counters (of a range, an enumerate, or a hand-written one; never of data), then the
+order of the statements. Where a loop has no counter, the latest call that both ranks have made decides: from its line on, the
+program goes down, and round the loop once.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.rules.counters import counter_of, is_first_round
+from pytest_nsa.diagnosis.rules.locations import line_in, parts_of, user_frames
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import Sources, file_name
+from pytest_nsa.evidence.values import RankEvidence
+
+Loop = ast.For | ast.While
+
+
+class Order(enum.Enum):
+    """Where a rank is, seen from another one."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    SAME = "same"
+    EXCLUSIVE = "exclusive"  # in two branches: neither comes to the other's line in this round
+    UNKNOWN = "unknown"
+
+    @property
+    def turned(self) -> Order:
+        """Seen from the other rank."""
+        return {Order.BEFORE: Order.AFTER, Order.AFTER: Order.BEFORE}.get(self, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of a function that a rank is in, with the values of the function's counters."""
+
+    place: str  # 'file:line in function'
+    counters: Mapping[str, int]
+
+    @property
+    def function(self) -> tuple[str, str]:
+        """The file's name and the function's: the lines that led to a call have no more."""
+        file, _, name = parts_of(self.place)
+        return file_name(file), name
+
+    @property
+    def line(self) -> int:
+        return parts_of(self.place)[1]
+
+
+Position = tuple[Frame, ...]  # outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How two positions lie, and where they part: the frames of the function in which their lines differ, () without one.
+
+    ``left``: the rank that is ahead has left a loop that the other is in.
+    """
+
+    order: Order
+    parted: tuple[Frame, ...] = ()
+    left: bool = False
+    is_counted: bool = False  # by counters of all shared loops, or in no loop
+    is_assumed: bool = False  # it may be that one is in a further round of a loop that nothing counts
+
+
+def position_of(rank: RankEvidence, call: Collective) -> Position:
+    """Return where a rank is: by its stack, with the counters that it wrote; else by the lines that led to its call."""
+    counted = [(place, dict(values)) for place, values in rank.counters]
+    found = []
+    for frame in user_frames(rank):
+        place = frame.describe()
+        at = next((i for i, (known, _) in enumerate(counted) if known == place), None)
+        values = counted[at][1] if at is not None else {}
+        if at is not None:
+            del counted[: at + 1]
+        found.append(Frame(place, values))
+    return tuple(found) or tuple(Frame(place, {}) for place in reversed(call.way))
+
+
+# What calls the user's code at the line that it is called from, once.
+_PLAIN_CALLERS = (
+    "torch/nn/modules/module.py",
+    "/contextlib.py",
+    "/functools.py",
+    "torch/utils/_contextlib.py",
+    "torch/autograd/function.py",
+)
+
+
+def is_called_back(rank: RankEvidence) -> bool:
+    """Return whether a library has called the function that a rank is in, or the interpreter has: a hook, a signal's handler, a
+    finalizer. The line around it does not tell then where in the program it lies.
+    """
+    stack = rank.last_stack
+    frames = [f for f in (stack.frames if stack is not None else ()) if not f.is_ours]
+    last = max((i for i, frame in enumerate(frames) if frame.is_user), default=-1)
+    first = next((i for i, frame in enumerate(frames) if frame.is_user), 0)
+    between = [f for f in frames[first:last] if not f.is_user]
+    if any(not any(part in f.file for part in _PLAIN_CALLERS) for f in between):
+        return True
+    return any(
+        inner.is_user and outer.is_user and inner.function.isidentifier() and not inner.function.startswith("__")
+        and not _may_call(rank.sources, outer.describe(), inner.function)
+        for inner, outer in itertools.pairwise(frames[first : last + 1])
+    )  # fmt: skip
+
+
+def _may_call(sources: Sources, place: str, function: str) -> bool:
+    """Return whether the statement of a line makes any call, or its source is not kept."""
+    found = sources.around(place)
+    if not found:
+        return True
+    own = [
+        n
+        for n in ast.walk(found[-1])
+        if isinstance(n, ast.Call | ast.With | ast.For | ast.Attribute | ast.Subscript | ast.BinOp)
+    ]
+    return bool(own) or function in ast.unparse(found[-1])
+
+
+def compare(
+    sources: Sources, one: Position, other: Position, latest: Collective | None,
+    go_on: tuple[bool, bool] = (False, False),
+) -> Compared:  # fmt: skip
+    """Return where ``one`` lies from ``other``. ``latest`` is the last call that both ranks have made; ``go_on``: whether the
+    rounds of each rank show that its visit to the statement of its call had not come to its usual end.
+    """
+    one, other = _aligned(one, other)
+    for depth, (a, b) in enumerate(itertools.zip_longest(one, other)):
+        if a is None or b is None:
+            return Compared(Order.SAME)
+        if a.function != b.function:
+            return Compared(Order.UNKNOWN, (a, b))
+        loops, more, more_there = _loops(sources, a, b)
+        decided, is_counted = _by_counters(sources, loops, a, b)
+        if decided is not None:
+            return Compared(decided, (a, b), is_counted=is_counted)
+        if a.line == b.line:
+            continue
+        if not sources.around(a.place) or not sources.around(b.place):
+            return Compared(Order.UNKNOWN, (a, b))
+        if _are_exclusive(sources.around(a.place), sources.around(b.place)):
+            return Compared(Order.EXCLUSIVE, (a, b))
+        below: Sequence[bool | None] = (
+            _first_round_below(sources, more, one[depth:]),
+            _first_round_below(sources, more_there, other[depth:]),
+        )
+        below = tuple(
+            False if first is None and goes_on else first for first, goes_on in zip(below, go_on, strict=True)
+        )
+        return _in_one_function(a, b, [] if is_counted else loops, (bool(more), bool(more_there)), below, latest)
+    return Compared(Order.SAME)
+
+
+def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
+    """Return both from the outermost function that both have: a dump of a deep stack is cut off at its outer end."""
+    if one and other and one[0].function != other[0].function:
+        for i, frame in enumerate(other):
+            if frame.function == one[0].function:
+                return one, other[i:]
+        for i, frame in enumerate(one):
+            if frame.function == other[0].function:
+                return one[i:], other
+    return one, other
+
+
+def _loops(sources: Sources, a: Frame, b: Frame) -> tuple[list[Loop], list[Loop], list[Loop]]:
+    """Return the loops around both lines, outermost first, and those around the one and around the other alone."""
+    mine = [s for s in sources.around(a.place) if isinstance(s, Loop)]
+    others = [s for s in sources.around(b.place) if isinstance(s, Loop)]
+    shared = [loop for loop in mine if loop in others]
+    return shared, [s for s in mine if s not in shared], [s for s in others if s not in shared]
+
+
+def _by_counters(sources: Sources, loops: Sequence[Loop], a: Frame, b: Frame) -> tuple[Order | None, bool]:
+    """Return what the counters of shared loops decide, and whether all of them count."""
+    scope = next(iter(sources.around(a.place)), None)
+    is_counted = True
+    for loop in loops:
+        here, there = (counter_of(loop, f.line, f.counters, scope) for f in (a, b))
+        if here is None or there is None:
+            is_counted = False
+        elif here != there:
+            return (Order.AFTER if here > there else Order.BEFORE) if is_counted else None, is_counted
+    return None, is_counted
+
+
+def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position) -> bool | None:
+    """Return whether the outermost loop that a rank is in, of those in its statement and below it, is in its first round.
+
+    None where there is none, or it has no counter.
+    """
+    for i, frame in enumerate(frames):
+        for loop in loops if not i else [s for s in sources.around(frame.place) if isinstance(s, Loop)]:
+            return is_first_round(loop, frame.counters)
+    return None
+
+
+def _in_one_function(
+    a: Frame, b: Frame, open_loops: Sequence[Loop], in_more: tuple[bool, bool], first_below: Sequence[bool | None],
+    latest: Collective | None,
+) -> Compared:  # fmt: skip
+    """Compare two lines of one function. ``open_loops`` are around both, and count nothing; ``in_more``: whether each is in a loop
+    that the other is not in; ``first_below``: `_first_round_below` of each.
+    """
+    parted, is_first = (a, b), a.line < b.line
+    order, left = Order.BEFORE if is_first else Order.AFTER, in_more[0] if is_first else in_more[1]
+    if not open_loops:
+        return Compared(order, parted, left, is_counted=True)
+    at = line_in(latest, a.place) if latest is not None else 0
+    loop = open_loops[-1]
+    if not at or not loop.lineno <= at <= (loop.end_lineno or 0):
+        return Compared(order, parted, left)  # the loop has just begun
+    # In its own statement, a rank whose loop there is in its first round has come to it again.
+    gone_round = [
+        frame.line < at if frame.line != at else first for frame, first in zip(parted, first_below, strict=True)
+    ]
+    # The other one has left the statement: of two that is the one which has gone on in it, or come to it again.
+    keys = [(gone is not False, frame.line) for gone, frame in zip(gone_round, parted, strict=True)]
+    order = Order.BEFORE if keys[0] < keys[1] else Order.AFTER
+    return Compared(order, parted, left and keys[0][0] == keys[1][0], is_assumed=None in gone_round)
+
+
+def is_in_first_round(sources: Sources, frame: Frame) -> bool | None:
+    """Return whether the innermost loop around a line is in its first round, or there is none; None where it is not counted."""
+    loops = [s for s in sources.around(frame.place) if isinstance(s, Loop)]
+    return is_first_round(loops[-1], frame.counters, sources.around(frame.place)[0], frame.line) if loops else True
+
+
+def _are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
+    """Return whether two lines are in two branches of one statement, or the one in a branch that ends before the other line."""
+    shared = [s for s in mine if s in others]
+    if not shared:
+        return False
+    parent, here, there = shared[-1], *(next((s for s in way if s not in shared), None) for way in (mine, others))
+    if here is None or there is None:
+        return False
+    blocks = [block for block in _blocks(parent) if here in block or there in block]
+    if len(blocks) == 2:
+        return isinstance(parent, ast.If | ast.Match) or _is_a_handler(parent, blocks)
+    if len(blocks) != 1:
+        return False
+    first, inner = (here, mine) if blocks[0].index(here) < blocks[0].index(there) else (there, others)
+    return isinstance(first, ast.If) and _ends_in(first, inner)
+
+
+def _is_a_handler(parent: ast.stmt, blocks: list[list[ast.stmt]]) -> bool:
+    return isinstance(parent, ast.Try | ast.TryStar) and parent.finalbody not in blocks
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    found = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    found += [handler.body for handler in getattr(statement, "handlers", [])]
+    return found + [case.body for case in getattr(statement, "cases", [])]
+
+
+def _ends_in(statement: ast.If, way: Sequence[ast.stmt]) -> bool:
+    """Return whether the branch of an ``if`` that a way leads through ends in a jump: it does not come to what follows."""
+    branch = next((block for block in (statement.body, statement.orelse) if any(s in way for s in block)), [])
+    return bool(branch) and isinstance(branch[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)

@@ -1,0 +1,104 @@
+"""Which of two ranks is ahead in the program, by lines, loops and counters; which ranks a condition lets through."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from pytest_nsa.diagnosis.explain.conditions import Path, path_to
+from pytest_nsa.diagnosis.explain.program import Frame, Order, compare
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import Snippet, Sources
+
+FUNCTION = """
+def train(n, data, sizes):
+    for epoch in range(n):
+        start(epoch)
+        for batch in data:
+            step()
+        for size in sizes:
+            part(size)
+        if epoch % 2:
+            save()
+        else:
+            report()
+        end()
+    total = 0
+    while total < n:
+        total += 1
+        more()
+    last()
+"""
+LINES = {line.strip().split("(")[0]: number for number, line in enumerate(FUNCTION.strip().splitlines(), start=1)}
+
+
+def sources(text: str = FUNCTION) -> Sources:
+    return Sources([Snippet("/tests/a.py", 1, textwrap.dedent(text).strip())])
+
+
+def at(call: str, **counters: int) -> tuple[Frame, ...]:
+    return (Frame(f"/tests/a.py:{LINES[call]} in train", counters),)
+
+
+def latest(call: str) -> Collective:
+    site = f"/tests/a.py:{LINES[call]} in train"
+    return Collective(
+        index=0, op="allreduce", group="0", sequence=1, dtype="", count=0, site=site, step=0, phase="body", peer=-1, size=2,
+        entered=1.0, left=2.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "order"),
+    [
+        (at("start", epoch=2), at("end", epoch=1), Order.AFTER),  # a round later, on an earlier line
+        (at("start", epoch=1), at("end", epoch=1), Order.BEFORE),
+        (at("save", epoch=1), at("report", epoch=1), Order.EXCLUSIVE),
+        (at("save", epoch=1), at("report", epoch=2), Order.BEFORE),
+        (at("part", epoch=1, size=6), at("part", epoch=1, size=4), Order.SAME),  # a size counts no rounds
+        (at("more", total=3), at("more", total=2), Order.AFTER),
+        (at("last"), at("more", total=2), Order.AFTER),
+        (at("step", epoch=0), at("last"), Order.BEFORE),
+    ],
+    ids=lambda value: value.value if isinstance(value, Order) else value[0].place.partition(" ")[0].rpartition("/")[2],
+)
+def test_order(one: tuple[Frame, ...], other: tuple[Frame, ...], order: Order) -> None:
+    assert compare(sources(), one, other, None).order is order
+    assert compare(sources(), other, one, None).order is order.turned
+
+
+def test_a_loop_that_nothing_counts_is_gone_round_from_the_latest_common_call() -> None:
+    text = FUNCTION.replace("epoch in range(n)", "epoch in names")
+    assert compare(sources(text), at("start"), at("end"), latest("step")).order is Order.AFTER
+    assert compare(sources(text), at("part"), at("end"), latest("start")).order is Order.BEFORE
+    # At the line of the latest common call it is assumed, and said.
+    found = compare(sources(text), at("start"), at("end"), latest("start"))
+    assert (found.order, found.is_assumed) == (Order.AFTER, True)
+
+
+def test_without_its_source_a_place_is_not_known() -> None:
+    assert compare(Sources([]), at("start"), at("end"), None).order is Order.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("test", "ranks", "path"),
+    [
+        ("group.rank < 2", (0, 1), Path.SELECTS),
+        ("dist.get_rank() in (1, 3)", (1, 3), Path.SELECTS),
+        ("rank % 2 == 0", (0, 2), Path.SELECTS),
+        ("rank == 0 and step == 3", (0,), Path.SELECTS),
+        ("rank != 1", (0, 2, 3), Path.EXCLUDES),
+        ("not (rank == 1 and step == 3)", (0, 2, 3), Path.EXCLUDES),
+        ("loss > limit", (0,), Path.DATA),
+        ("not done", (0,), Path.NOT_DATA),
+    ],
+)
+def test_what_leads_to_a_call(test: str, ranks: tuple[int, ...], path: Path) -> None:
+    text = f"def save(rank, group, step):\n    if {test}:\n        barrier()\n"
+    frame = Frame("/tests/a.py:3 in save", {})
+    assert path_to(sources(text), [frame], ranks, 4) is path
+
+
+def test_no_condition() -> None:
+    assert path_to(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})], (0,), 2) is Path.PLAIN
