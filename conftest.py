@@ -101,6 +101,8 @@ def _examples_in_order(request: pytest.FixtureRequest) -> None:
     pytester = request.getfixturevalue("pytester")  # it clears the variable
     monkeypatch = request.getfixturevalue("monkeypatch")
     off = [option for option in request.config.getini("addopts") if option.startswith("no:")]
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:  # an example is no worker of ours
+        monkeypatch.delenv(name)
     monkeypatch.setenv("PYTEST_ADDOPTS", " ".join(f"-p {option}" for option in off))
     if request.node.get_closest_marker("own_python") is None:
         monkeypatch.setattr(pytester, "runpytest_subprocess", _warm_runs(pytester.path))

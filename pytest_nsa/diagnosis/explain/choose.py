@@ -63,13 +63,13 @@ def sides_of(entered: Mapping[int, Collective]) -> Sides | None:
 def explain_sides(evidence: Evidence, sides: Sides, entered: Mapping[int, Collective]) -> Explanation | None:
     """Return the edit that explains two sides in different calls of one group; None where it is not known who is ahead."""
     one, other = (side[0] for side in sides)
-    if any(is_called_back(evidence.ranks[r]) for r in (one, other)):
-        return None
     positions = {r: position_of(evidence.ranks[r], entered[r]) for r in (one, other)}
     latest = _latest_common(evidence, one, other, entered)
     go_on = (_goes_on(evidence, one, other, entered), _goes_on(evidence, other, one, entered))
     compared = compare(evidence.sources, positions[one], positions[other], latest, go_on)
     if compared.left or compared.order not in (Order.BEFORE, Order.AFTER):
+        return None
+    if any(is_called_back(evidence.ranks[r], at.place) for r, at in zip((one, other), compared.parted, strict=True)):
         return None
     ahead, behind = sides if compared.order is Order.AFTER else sides[::-1]
     call = entered[behind[0]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import enum
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,13 +98,13 @@ _PLAIN_CALLERS = (
 )
 
 
-def is_called_back(rank: RankEvidence) -> bool:
-    """Return whether a library has called the function that a rank is in, or the interpreter has: a hook, a signal's handler, a
-    finalizer. The line around it does not tell then where in the program it lies.
+def is_called_back(rank: RankEvidence, place: str) -> bool:
+    """Return whether a library has called the function that a rank is in, below the line ``place``, or the interpreter has: a hook,
+    a signal's handler, a finalizer. The line around it does not tell then where in the program it lies.
     """
     stack = rank.last_stack
     frames = [f for f in (stack.frames if stack is not None else ()) if not f.is_ours]
-    last = max((i for i, frame in enumerate(frames) if frame.is_user), default=-1)
+    last = next((i for i, frame in enumerate(frames) if frame.describe() == place), -1)
     first = next((i for i, frame in enumerate(frames) if frame.is_user), 0)
     between = [f for f in frames[first:last] if not f.is_user]
     if any(not any(part in f.file for part in _PLAIN_CALLERS) for f in between):
@@ -115,9 +116,18 @@ def is_called_back(rank: RankEvidence) -> bool:
     )  # fmt: skip
 
 
+# Where a program gives a function to what calls it at any line.
+_REGISTERS = r"(signal\.signal|add_signal_handler|atexit\.register|weakref\.finalize)\([^\n]*\b{name}\b"
+
+
 def _may_call(sources: Sources, place: str, function: str) -> bool:
-    """Return whether the statement of a line makes any call, or its source is not kept."""
+    """Return whether the statement of a line may call a function: it makes a call, and the program does not give the function to
+    what calls it at any line. True where the source is not kept.
+    """
     found = sources.around(place)
+    registers = re.compile(_REGISTERS.format(name=re.escape(function)))
+    if any(registers.search(snippet.text) for snippet in sources.snippets):
+        return function in ast.unparse(found[-1]) if found else False
     if not found:
         return True
     own = [
