@@ -22,6 +22,7 @@ from pytest_nsa.diagnosis.explain.program import (
 )
 from pytest_nsa.diagnosis.rules.visits import counts_of_rounds
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence
 
 
@@ -55,7 +56,7 @@ def sides_of(entered: Mapping[int, Collective]) -> Sides | None:
     """Return the ranks of two sides that are in two different calls, as many in each; None for any other picture."""
     sides: dict[object, list[int]] = {}
     for rank, call in sorted(entered.items()):
-        sides.setdefault(call.shape, []).append(rank)
+        sides.setdefault((call.place, call.shape), []).append(rank)
     found = [tuple(side) for side in sides.values()]
     return (found[0], found[1]) if len(found) == 2 and len(found[0]) == len(found[1]) else None
 
@@ -125,10 +126,15 @@ def _goes_on(evidence: Evidence, rank: int, other: int, entered: Mapping[int, Co
 
 
 def _latest_common(evidence: Evidence, one: int, other: int, entered: Mapping[int, Collective]) -> Collective | None:
-    """Return the last call before those in ``entered`` that both ranks have made, from the same lines."""
-    theirs = {c.place: c.way for c in calls_before(evidence, other, entered[other]) if c.peer == -1}
+    """Return the last call before those in ``entered`` that both ranks have made, from the same lines, or one by a wrapper."""
+    theirs = {c.place: c for c in calls_before(evidence, other, entered[other]) if c.peer == -1}
     mine = (c for c in reversed(calls_before(evidence, one, entered[one])) if c.peer == -1)
-    return next((c for c in mine if theirs.get(c.place) == c.way), None)
+    return next((c for c in mine if c.place in theirs and _are_one(c.way, theirs[c.place].way)), None)
+
+
+def _are_one(way: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    depth = min(len(way), len(other))  # of a caller's file the name alone is known
+    return [*map(file_name, way[-depth:])] == [*map(file_name, other[-depth:])]
 
 
 def _below(position: Position, compared: Compared) -> Position:

@@ -48,12 +48,14 @@ def path_to(sources: Sources, frames: Sequence[Frame], ranks: Collection[int], w
             if not inside:
                 continue
             is_else = inside[0] is statement.orelse
-            if not names_the_rank(statement.test):
-                found = Path.NOT_DATA if _is_negative(statement.test) != is_else else Path.DATA
-                continue
             lets = _lets(statement.test, world_size)
             if lets is not None and is_else:
                 lets = set(range(world_size)) - lets
+            if lets == set(range(world_size)):
+                continue  # as of `if world_size > 1`
+            if not names_the_rank(statement.test):
+                found = Path.NOT_DATA if _is_negative(statement.test) != is_else else Path.DATA
+                continue
             if lets is None or lets >= set(ranks):
                 return Path.EXCLUDES if _is_negative(statement.test) != is_else else Path.SELECTS
     return found

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.rules.counters import counter_of, is_first_round
+from pytest_nsa.diagnosis.rules.counters import counter_of, has_made_round, is_first_round
 from pytest_nsa.diagnosis.rules.locations import line_in, parts_of, user_frames
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources, file_name
@@ -146,6 +146,7 @@ def compare(
     rounds of each rank show that its visit to the statement of its call had not come to its usual end.
     """
     one, other = _aligned(one, other)
+    around = False  # of a loop that nothing counts, around the functions in which the ranks are
     for depth, (a, b) in enumerate(itertools.zip_longest(one, other)):
         if a is None or b is None:
             return Compared(Order.SAME)
@@ -156,6 +157,7 @@ def compare(
         if decided is not None:
             return Compared(decided, (a, b), is_counted=is_counted)
         if a.line == b.line:
+            around = around or not is_counted
             continue
         if not sources.around(a.place) or not sources.around(b.place):
             return Compared(Order.UNKNOWN, (a, b))
@@ -168,7 +170,11 @@ def compare(
         below = tuple(
             False if first is None and goes_on else first for first, goes_on in zip(below, go_on, strict=True)
         )
-        return _in_one_function(a, b, [] if is_counted else loops, (bool(more), bool(more_there)), below, latest)
+        # A loop that the other rank has left, after the round that this one is in, hides nothing.
+        is_in = bool(more) and not has_made_round(more[0], a.counters, b.counters)
+        is_in_there = bool(more_there) and not has_made_round(more_there[0], b.counters, a.counters)
+        open_loops = (*([None] if around else ()), *([] if is_counted else loops))
+        return _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
     return Compared(Order.SAME)
 
 
@@ -217,11 +223,13 @@ def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position
 
 
 def _in_one_function(
-    a: Frame, b: Frame, open_loops: Sequence[Loop], in_more: tuple[bool, bool], first_below: Sequence[bool | None],
+    a: Frame, b: Frame, open_loops: Sequence[Loop | None], in_more: tuple[bool, bool], first_below: Sequence[bool | None],
     latest: Collective | None,
 ) -> Compared:  # fmt: skip
-    """Compare two lines of one function. ``open_loops`` are around both, and count nothing; ``in_more``: whether each is in a loop
-    that the other is not in; ``first_below``: `_first_round_below` of each.
+    """Compare two lines of one function.
+
+    ``open_loops`` are around both, and count nothing; None stands for one around the function. ``in_more``: whether each is in a
+    loop that the other is not in; ``first_below``: `_first_round_below` of each.
     """
     parted, is_first = (a, b), a.line < b.line
     order, left = Order.BEFORE if is_first else Order.AFTER, in_more[0] if is_first else in_more[1]
@@ -229,7 +237,7 @@ def _in_one_function(
         return Compared(order, parted, left, is_counted=True)
     at = line_in(latest, a.place) if latest is not None else 0
     loop = open_loops[-1]
-    if not at or not loop.lineno <= at <= (loop.end_lineno or 0):
+    if not at or (loop is not None and not loop.lineno <= at <= (loop.end_lineno or 0)):
         return Compared(order, parted, left)  # the loop has just begun
     # In its own statement, a rank whose loop there is in its first round has come to it again.
     gone_round = [

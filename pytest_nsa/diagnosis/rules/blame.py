@@ -46,14 +46,14 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     if not rest or most > rest[0][1]:  # a majority, on three ranks and more
         culprits = tuple(r for r, c in sorted(entered.items()) if c.shape != winner)
     else:
-        by_program = _by_program(evidence, entered)
-        if by_program is not None:
-            return by_program
+        found = by_program(evidence, entered)
+        if found is not None:
+            return found
         early = _left_the_loop_early(evidence, entered)
         if early is not None:
             return early
         culprits = (
-            _ahead_by_program(evidence, entered)
+            _goes_on_or_came_round(evidence, entered)
             or _came_sooner(evidence, entered)
             or _departs_from_pattern(evidence, entered)
             or went_ahead(evidence, entered)
@@ -117,7 +117,7 @@ def blame(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int
     return culprits, cause, f"{told} ({why})"
 
 
-def _by_program(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
+def by_program(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tuple[int, ...], str, str] | None:
     """Return the finding of two sides, as many ranks in each, where the program tells which of them is ahead."""
     sides = sides_of(entered)
     found = explain_sides(evidence, sides, entered) if sides is not None else None
@@ -134,7 +134,7 @@ def _by_program(evidence: Evidence, entered: dict[int, Collective]) -> tuple[tup
     return found.ranks, found.edit.value, f"{told}: {'; '.join(found.terms)}"
 
 
-def _ahead_by_program(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
+def _goes_on_or_came_round(evidence: Evidence, entered: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that have come round a loop past the others' call, or have gone on in it once more: which is not known."""
     sides = sides_of(entered)
     found = explain_sides(evidence, sides, entered) if sides is not None else None

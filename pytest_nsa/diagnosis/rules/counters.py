@@ -154,6 +154,12 @@ def _counted_by_hand(
     return None
 
 
+def has_made_round(loop: ast.For | ast.While, inside: Mapping[str, int], left: Mapping[str, int]) -> bool:
+    """Return whether a rank that has left a loop had made the round that another one is in, by the counter's last value."""
+    name, sign = _counter(loop.target, loop.iter) if isinstance(loop, ast.For) else ("", 0)
+    return name in inside and name in left and sign * left[name] >= sign * inside[name]
+
+
 def is_first_round(
     loop: ast.For | ast.While, counts: Mapping[str, int], scope: ast.stmt | None = None, line: int = 0
 ) -> bool | None:

@@ -8,7 +8,7 @@ from collections import Counter
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules import conditions, source
 from pytest_nsa.diagnosis.rules.alone import extra, of_a_shift, of_rounds, skipped
-from pytest_nsa.diagnosis.rules.blame import blame, calls_before, has_left_loop, rings, went_ahead
+from pytest_nsa.diagnosis.rules.blame import blame, by_program, calls_before, has_left_loop, rings, went_ahead
 from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
 from pytest_nsa.diagnosis.rules.departures import ENDS_A_JOIN, expected_next
@@ -179,6 +179,14 @@ def found_apart(evidence: Evidence, found: dict[int, Collective]) -> Finding | N
     shift = of_a_shift(evidence)
     if shift is not None:
         return shift
+    # The reducer does not name its group: 'ddp' may be any.
+    is_one_group = len({c.process_group for c in found.values()} - {"ddp"}) == 1
+    found_by_program = by_program(evidence, found) if is_one_group else None
+    if found_by_program is not None:
+        ranks, cause, why = found_by_program
+        made = extra if cause == "extra_collective" else skipped
+        missed = found[ranks[0]] if cause == "extra_collective" else next(c for r, c in found.items() if r not in ranks)
+        return made(evidence, ranks, missed, f"{why}: {shown}")
     # What DDP does by itself is counted apart, so that it does not depart from what the others call.
     by_itself = len({c.group for c in found.values()}) > 1
     behind_all = _of_the_last(evidence, found, shown) if by_itself else None
