@@ -146,15 +146,18 @@ def _is_called_first(sources: Sources, mine: list[Frame], others: list[Frame], c
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
-    """Return the outermost first. One that leaves a ``with`` is past its body, whatever line Python names for it.
+    """Return those of the test, the outermost first: what called pytest is not part of it.
 
-    Those of a thread that the main one has joined, or waits for a result of, follow the main one's.
+    One that leaves a ``with`` is past its body, whatever line Python names for it. Those of a thread that the main one has joined,
+    or waits for a result of, follow the main one's.
     """
     found, inner = [], ""
     joining = main_thread_that_joins(rank)
     outer = joining.frames if joining is not None else ()
     stack = rank.last_stack
     for frame in (*(stack.frames if stack is not None else ()), *outer):
+        if "/_pytest/" in frame.file:
+            break
         if frame.is_user:
             leaves = inner in ("__exit__", "__aexit__")
             found.append(
