@@ -1,7 +1,8 @@
 """An entry point that torch loads when it is imported: NSA_TRACE_DIR alone makes a rank leave evidence.
 
 A process that a launcher has numbered (RANK) is a rank from its import of torch on. Any other is one once it calls
-``init_process_group``: a child of ``mp.spawn``, of a forkserver, of an engine.
+``init_process_group``: a child of ``mp.spawn``, of a forkserver, of an engine. Below a test that starts its ranks by itself, the
+plugin sets NSA_TRACE_JOBS, and each job has a folder (`jobs`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from nsa.trace import jobs
 
 VARIABLE = "NSA_TRACE_DIR"
 _DONE = "_NSA_TRACED"
@@ -23,11 +26,11 @@ _begun_in = 0  # the process that has begun
 
 def autostart() -> None:
     """Follow this process where it is a rank and evidence is requested; else wait until it forms a process group."""
-    if not os.environ.get(VARIABLE) and _begin is None:
+    if not (os.environ.get(VARIABLE) or os.environ.get(jobs.FOLDER)) and _begin is None:
         return
     rank = os.environ.get("RANK", "")
     if _begin is None and rank.isdecimal() and not _is_done(rank):
-        _start(int(rank), int(os.environ.get("WORLD_SIZE") or 1))
+        _start(int(rank), int(os.environ.get("WORLD_SIZE") or 1), {})
     _hook_groups()
 
 
@@ -56,12 +59,17 @@ def _is_done(rank: str) -> bool:
     return os.environ.get(_DONE) == _launch(rank)
 
 
-def _start(rank: int, world_size: int) -> None:
-    folder = os.environ[VARIABLE]
-    mark_as_traced()
-    from nsa.trace.training import trace_training
+def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """Follow this process into the folder that the environment names, if it names one for it."""
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        mark_as_traced()
+        from nsa.trace.training import trace_training
 
-    trace_training(folder, rank, world_size)
+        trace_training(folder, rank, world_size)
+    elif jobs.is_requested():
+        mark_as_traced()
+        jobs.begin(rank, world_size, given)
 
 
 def _hook_groups() -> None:
@@ -87,15 +95,15 @@ def _before_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     global _begun_in
     if _begun_in == os.getpid():
         return
-    given = dict(zip(("backend", "init_method", "timeout", "world_size", "rank"), args, strict=False)) | kwargs
+    given = dict(zip(("backend", "init_method", "timeout", "world_size", "rank", "store"), args, strict=False)) | kwargs
     numbers = [_number(given.get("rank"), "RANK"), _number(given.get("world_size"), "WORLD_SIZE")]
     if min(numbers) < 0:
         return  # init_process_group will refuse it
     if _begin is not None:
         _begun_in = os.getpid()
         _begin(*numbers)
-    elif os.environ.get(VARIABLE):
-        _start(*numbers)
+    else:
+        _start(numbers[0], numbers[1], given)
 
 
 def _number(given: Any, variable: str) -> int:

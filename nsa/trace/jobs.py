@@ -1,0 +1,58 @@
+"""Where the ranks of a job leave evidence that a test has started by itself: a folder for each job, below one for the session."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # of all jobs of a session; the process that runs its tests
+
+
+def is_requested() -> bool:
+    """Return whether this process leaves evidence in a job's folder: not the one that runs the test."""
+    return bool(os.environ.get(FOLDER)) and os.environ.get(HOST) != str(os.getpid())
+
+
+def begin(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """Leave evidence of this rank from now on; ``given`` is what its ``init_process_group`` was called with.
+
+    Level light, unless NSA_TRACE_LEVEL is set: collectives, stacks and exceptions.
+    """
+    os.environ.setdefault("NSA_TRACE_LEVEL", "light")
+    from nsa.trace.training import trace_training
+
+    folder = _folder(rank, world_size, given)
+    traced = trace_training(folder, rank, world_size)
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and process.parent_process() is not None:
+        from multiprocessing import util  # its children call no handler of atexit, and their exceptions reach no hook
+
+        def ended() -> None:
+            error = sys.exc_info()[1]
+            if isinstance(error, SystemExit):
+                error = error.__context__ if error.code not in (0, None) else None
+            traced.end(error)
+
+        util.Finalize(None, ended, exitpriority=-1000)
+
+
+def _folder(rank: int, world_size: int, given: dict[str, Any]) -> Path:
+    """Return the folder of this rank's job: by what its ranks have in common; another one where the rank is there already."""
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    method = str(given.get("init_method") or "env://")
+    place = address if method.startswith("env") else method
+    if given.get("store") is not None:
+        place = "store"
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    key = hashlib.sha256(f"{os.getppid()} {place} {world_size} {attempt}".encode()).hexdigest()[:8]
+    base, number = Path(os.environ[FOLDER]) / f"job-{key}", 0
+    while True:
+        folder = base if not number else base.with_name(f"{base.name}.{number}")
+        try:
+            (folder / f"rank{rank}").mkdir(mode=0o700, parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
