@@ -100,6 +100,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_nsa.session.xdist import XdistHooks
 
         config.pluginmanager.register(XdistHooks(), "nsa-xdist")
+    if resolved.descendants != "off" and not _is_child(config) and resolved.outer is None:
+        from pytest_nsa.session.descendants import StartedRanks
+
+        config.pluginmanager.register(StartedRanks(config, resolved, config.stash[runner_key]), "nsa-descendants")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,6 +15,7 @@ FAKE_GPUS = "NSA_FAKE_GPUS"  # so many GPUs are leased that do not exist: for te
 FAKE_GPU_MEMORY = 16 << 30  # bytes of each
 LAUNCHES = ("auto", "fork", "clean", "cold")
 UNMARKED = ("all", "leader")
+DESCENDANTS = ("off", "report", "end")
 # Set for a child pytest of ours: the descriptors on which it serves as zygote (its host's; where further hosts connect),
 # or the job of a cold rank.
 ZYGOTE_FD = "PYTEST_NSA_ZYGOTE_FD"
@@ -68,6 +69,8 @@ class Settings:
     gpu_ids: tuple[str, ...]
     fake_gpus: bool
     unmarked: str = "all"
+    descendants: str = "off"
+    left_fails: bool = False
     outer: OuterLauncher | None = None
     bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --bisect-env tries
 
@@ -100,6 +103,11 @@ def add_options(parser: pytest.Parser) -> None:
         default="failed",
         help="Whose folders to keep (default: failed)",
     )
+    group.addoption(
+        "--ranks-descendants", choices=DESCENDANTS,
+        help="Diagnose ranks that tests on no ranks start by themselves: report at the test's time limit, at an interrupt and at "
+        "the end of the session; end: also end what a test leaves running (default: ini ranks_descendants)",
+    )  # fmt: skip
     group.addoption(
         "--bisect-gc", action="store_true",
         help="Run a failed test that takes the fixture gc_range again on halves of its layers, and name the layer",
@@ -149,6 +157,16 @@ def add_options(parser: pytest.Parser) -> None:
     parser.addini(
         "ranks_check_divergence",
         "Fail a test whose ranks end with different gradients or parameters though DDP keeps them equal",
+        type="bool", default=False,
+    )  # fmt: skip
+    parser.addini(
+        "ranks_descendants",
+        "Diagnose ranks that tests on no ranks start by themselves: off, report or end (as --ranks-descendants)",
+        default="off",
+    )
+    parser.addini(
+        "ranks_left_fails",
+        "Fail a session that processes of its tests would have kept from ending (exit code 1)",
         type="bool", default=False,
     )  # fmt: skip
     parser.addini(
@@ -203,6 +221,8 @@ def resolve(config: pytest.Config) -> Settings:
         fake_gpus=bool(os.environ.get(FAKE_GPUS)),
         outer=outer_launcher(config),
         unmarked=_choice(config, "ranks_unmarked", UNMARKED),
+        descendants=config.getoption("--ranks-descendants") or _choice(config, "ranks_descendants", DESCENDANTS),
+        left_fails=config.getini("ranks_left_fails"),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
         raise pytest.UsageError(f"--artifacts {directory}: is a file; give a folder, or the name of one to be made")
@@ -271,7 +291,7 @@ def _bisect_env(config: pytest.Config) -> dict[str, str]:
 def _choice(config: pytest.Config, name: str, allowed: tuple[str, ...]) -> str:
     text = str(config.getini(name))
     if text not in allowed:
-        raise pytest.UsageError(f"ini {name} = {text!r}: must be {' or '.join(allowed)}")
+        raise pytest.UsageError(f"ini {name} = {text!r}: must be {', '.join(allowed[:-1])} or {allowed[-1]}")
     return text
 
 

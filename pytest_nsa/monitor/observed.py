@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,10 +38,10 @@ class ObservedJob:
         pids = {rank: int(board.numbers["pid"]) for rank, board in boards.items()}
         return {rank: pid for rank, pid in pids.items() if Path(f"/proc/{pid}").exists()}
 
-    def record_stop(self, reason: str, began: float) -> None:
+    def record_stop(self, reason: str, began: float, statuses: Mapping[int, int] | None = None) -> None:
         """Record why and when the job is looked at for the last time, and what its processes do: as of ranks that are ended now.
 
-        ``began``: when it did, in seconds since the epoch.
+        ``began``: when it did, in seconds since the epoch. ``statuses``: by pid, the wait status of processes that ended and were not reaped.
         """
         watch = self.watch
         with contextlib.suppress(FileNotFoundError):
@@ -55,12 +56,24 @@ class ObservedJob:
         sample_processes(alive, self.log, file_locks(alive))
         watch.look(worked=True)
         self._note("sampled", beat_age_s=watch.beat_ages)
-        self._ended(alive)
+        self._ended(alive, statuses or {})
         self._note("ended", duration_s=time.time() - began)
 
-    def _ended(self, alive: Mapping[int, int]) -> None:
+    def record_end(self, began: float) -> None:
+        """Record that the job was looked at when its test had failed by itself."""
+        with contextlib.suppress(FileNotFoundError):
+            self.log.unlink()
+        self._note("started", time=began, pids=[])
+        self._ended({}, {})
+        self._note("ended", duration_s=time.time() - began)
+
+    def _ended(self, alive: Mapping[int, int], statuses: Mapping[int, int]) -> None:
         for rank, board in self.watch.boards.items():
-            if rank in alive:
+            status = statuses.get(int(board.numbers["pid"]))
+            if status is not None and board.phase != "done":
+                code = os.waitstatus_to_exitcode(status)
+                self._note("exit", rank=rank, code=max(code, 0), signal=max(-code, 0), by_us=False)
+            elif rank in alive:
                 self._note("exit", rank=rank, code=0, signal=9, by_us=True)
             elif board.phase != "done":
                 self._note("gone", rank=rank)

@@ -1,0 +1,394 @@
+"""Tests on no ranks that start ranks by themselves: diagnosed at the time limit, at an interrupt, and when the session cannot end.
+
+Children inherit a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.jobs`).
+A test that starts no process costs two entries of the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprTraceback
+
+from pytest_nsa.diagnosis.decision import decide
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.report import run as session_report
+from pytest_nsa.report import runs
+from pytest_nsa.report.plain import visible
+from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.session.items import Ranked
+from pytest_nsa.session.process_starts import on_start
+from pytest_nsa.session.runner import RankRunner
+from pytest_nsa.session.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
+from pytest_nsa.settings import Settings
+from pytest_nsa.system.descendants import TICKS, Process, Started, end, now_in_ticks
+
+FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.jobs reads them
+LEFT_S = 0.3  # for a test's last processes to end
+IDLE_S = 10.0  # of processes that keep a session from ending: then they are ended
+BUSY = 0.2  # of a core, that a process uses which is at work
+COMMAND, NAMED = 100, 6  # characters of a command; processes that a report names
+
+shown_key = pytest.StashKey[tuple[list[str], Verdict | None, Path | None]]()
+
+
+class StartedRanks:
+    """The hooks of `ranks_descendants`; ``runner`` has the run's folder."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, runner: RankRunner) -> None:
+        self.config, self.settings, self.runner = config, settings, runner
+        outer = os.environ.get(FOLDER)  # of a pytest that runs this one as a test: it reads what is in its folder
+        if outer:
+            Path(outer).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
+        self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
+        self.started = Started(f"{HOST}={os.getpid()}")
+        self.pid = os.getpid()
+        self.item: pytest.Item | None = None
+        self.owner = ""
+        self.began = (0.0, 0)  # the test: seconds since the epoch; ticks since boot
+        self.has_children = self._is_concluding = False
+        self.interrupted: list[str] = []
+        self._undo_signal: Callable[[], None] | None = None
+        self._undo_starts = on_start(self._before_child, self.environment)
+
+    # -- children
+
+    def _before_child(self) -> bool:
+        """Take note that a test starts a process; false where no test does."""
+        if self.item is None or os.getpid() != self.pid:
+            return False
+        if not self.has_children:
+            self.has_children = True
+            # Where torch was imported before the variables were set, a child by fork has no other time to be hooked.
+            if "torch" in sys.modules:
+                importlib.import_module("nsa.trace.autostart").autostart()
+            if threading.current_thread() is threading.main_thread():
+                self._take_interrupt()
+        return True
+
+    def _take_interrupt(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        if not callable(before):
+            return
+
+        def interrupted(number: int, frame: FrameType | None) -> None:
+            if self.item is not None and os.getpid() == self.pid and not self._is_concluding:
+                jobs, text = self._conclude("interrupted", 0.0, frame)
+                self.interrupted = text if jobs else []
+            before(number, frame)
+
+        def undo() -> None:
+            if signal.getsignal(signal.SIGINT) is interrupted:
+                signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, interrupted)
+        self._undo_signal = undo
+
+    # -- a test
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        if isinstance(item, Ranked) or "launch" in getattr(item, "fixturenames", ()):
+            return (yield)
+        self.item, self.owner, self.has_children = item, item.nodeid, False
+        self.began = (time.time(), now_in_ticks())
+        os.environ.update(self.environment)
+        try:
+            return (yield)
+        finally:
+            for name in self.environment:
+                os.environ.pop(name, None)
+            if self._undo_signal is not None:
+                self._undo_signal()
+                self._undo_signal = None
+            if self.has_children:
+                self._after_test(item)
+            self.item = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, Any, Any]:
+        """A process of a wider fixture's serves other tests, too: it is neither a test's nor ended with it."""
+        if fixturedef.scope == "function" or self.item is None:
+            return (yield)
+        if self.has_children:
+            self._look()
+        self.owner = f"{fixturedef.scope} fixture {fixturedef.argname}"
+        try:
+            return (yield)
+        finally:
+            if self.has_children:
+                self._look()
+            self.owner = self.item.nodeid
+
+    def _look(self) -> list[Process]:
+        return self.started.look(self.owner, self.began[1])
+
+    def _after_test(self, item: pytest.Item) -> None:
+        """Name what the test has left, or end it; delete evidence of jobs that have ended."""
+        found = self._look()
+        if self._left(found, item.nodeid):
+            time.sleep(LEFT_S)
+            found = self._look()
+        left = self._left(found, item.nodeid)
+        if left:
+            if self.settings.descendants == "end":
+                end(left)
+                does = "ended"
+            else:
+                does = "still running (ranks_descendants = end ends them)"
+            self._warn(item, f"processes that the test left, {does}: {'; '.join(map(_named, left))}")
+        alive = {p.pid for p in found if not p.has_ended}
+        for job in self.base.glob("job-*"):
+            if alive.isdisjoint(_pids(job)):
+                shutil.rmtree(job, ignore_errors=True)
+
+    def _left(self, found: list[Process], nodeid: str) -> list[Process]:
+        return [p for p in found if self.started.owners[p.key] == nodeid and not p.has_ended and not p.is_helper]
+
+    def _warn(self, item: pytest.Item, text: str) -> None:
+        """Show a warning that no filter turns into a failure."""
+        message = warnings.WarningMessage(pytest.PytestWarning(f"nsa: {text}"), pytest.PytestWarning, str(item.path), 1)
+        item.ihook.pytest_warning_recorded.call_historic(
+            kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
+        )
+
+    # -- its time limit
+
+    @pytest.hookimpl(wrapper=True, optionalhook=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
+        done = yield
+        if item is self.item:
+            if settings.method == "signal" and threading.current_thread() is threading.main_thread():
+                self._before_alarm(item, settings)
+            else:
+                self._before_timer(item, settings)
+        return done
+
+    def _before_alarm(self, item: pytest.Item, settings: Any) -> None:
+        theirs = signal.getsignal(signal.SIGALRM)
+        if not callable(theirs):
+            return
+
+        def fire(number: int, frame: FrameType | None) -> None:
+            __tracebackhide__ = True
+            self._at_limit(item, settings, frame)
+            theirs(number, frame)
+
+        signal.signal(signal.SIGALRM, fire)
+
+    def _before_timer(self, item: pytest.Item, settings: Any) -> None:
+        """pytest-timeout's thread ends the process: print and write what would be lost."""
+        import pytest_timeout  # type: ignore[import-untyped]
+
+        def fire() -> None:
+            text = self._at_limit(item, settings, sys._current_frames().get(threading.main_thread().ident or 0))
+            if text:
+                self._write_reports(interrupted=True)
+                sys.__stderr__.write("\n".join(["", f"{item.nodeid}:", *map(visible, text), ""]))  # type: ignore[union-attr]
+                sys.__stderr__.flush()  # type: ignore[union-attr]
+            pytest_timeout.timeout_timer(item, settings)
+
+        def cancel() -> None:
+            timer.cancel()
+            timer.join()
+
+        item.cancel_timeout()  # type: ignore[attr-defined]
+        item.cancel_timeout = cancel  # type: ignore[attr-defined]
+        timer = threading.Timer(settings.timeout, fire)
+        timer.start()
+
+    def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
+        import pytest_timeout
+
+        is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
+        if is_watched or self._is_concluding or not (self.has_children or self.started.owners):
+            return []
+        jobs, text = self._conclude("deadline", settings.timeout, frame)
+        if text:
+            self._keep_for_report(item, jobs, text)
+        return text
+
+    @staticmethod
+    def _keep_for_report(item: pytest.Item, jobs: list[Concluded], text: list[str]) -> None:
+        explains = jobs[0] if jobs and not jobs[0].is_idle else None
+        item.stash[shown_key] = (
+            text, explains.verdict if explains else None, explains.evidence.folder if explains else None
+        )  # fmt: skip
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report: Any = yield
+        is_over = call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception)
+        if item is not self.item or not is_over:
+            return report
+        if shown_key not in item.stash and self.has_children:
+            jobs, text = self._conclude("", 0.0, None)
+            if jobs and jobs[0].verdict.failed and not jobs[0].owner:
+                self._keep_for_report(item, jobs, text)
+        text, verdict, folder = item.stash.get(shown_key, ([], None, None))
+        if text:
+            del item.stash[shown_key]
+            if report.failed:
+                _put_first(report, text)
+            if verdict is not None:
+                says = ("nsa.verdict", headline(verdict))
+                report.user_properties.append(says)
+                item.user_properties.append(says)  # of its later reports
+                if hasattr(report, "wasxfail") and folder is not None:
+                    self.runner.recorder.expect_failure(folder, verdict)
+        return report
+
+    # -- verdicts
+
+    def _conclude(self, reason: str, timeout: float, frame: FrameType | None) -> tuple[list[Concluded], list[str]]:
+        """Diagnose the jobs that are there, and end what is the test's where it is ended itself."""
+        self._is_concluding = True
+        try:
+            found = self._look()
+            nodeid = self.owner
+            occasion = Occasion(reason, nodeid, str(self.config.rootpath), timeout, self.began[0])
+            jobs = conclude_jobs(self.base, self.runner.folder, found, self._fixture_of, occasion)
+            of_jobs = {pid for job in jobs for pid in job.pids}
+            others = [p for p in found if p.pid not in of_jobs and not p.has_ended and not p.is_helper]
+            named = [_named(p) for p in others[:NAMED]]
+            text = describe(jobs, named, _place(frame, self.config.rootpath)) if jobs or others else []
+            if reason:
+                end(p for p in found if self.started.owners[p.key] == nodeid and not p.is_helper)
+            return jobs, text
+        finally:
+            self._is_concluding = False
+
+    def _fixture_of(self, pid: int) -> str:
+        owner = next((of for (known, _), of in self.started.owners.items() if known == pid), self.owner)
+        return "" if owner == self.owner else owner
+
+    # -- the session's end
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        is_worker = hasattr(self.config, "workerinput")
+        if is_worker:  # its controller waits for no process of it
+            self._at_exit(session)
+        try:
+            return (yield)
+        finally:
+            if not is_worker:
+                self._at_exit(session)
+
+    def _at_exit(self, session: pytest.Session) -> None:
+        """End what multiprocessing would wait for at exit, once it does no work any more."""
+        if os.getpid() != self.pid or not self._keeps_from_ending():
+            return
+        left = self._wait_while_at_work()
+        if not left:
+            return
+        owners = {self.started.owners.get(p.key, "") for p in left}
+        self.owner = sorted(owners)[0]
+        self.began = (0.0, now_in_ticks())
+        jobs, text = self._conclude("deadline", 0.0, None)
+        end(p for p in left if not p.is_helper)
+        says = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
+        if jobs and not hasattr(self.config, "workerinput"):
+            self._write_reports(interrupted=False)
+            text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")
+        sys.__stderr__.write("\n".join(["", says, *map(visible, text), ""]))  # type: ignore[union-attr]
+        sys.__stderr__.flush()  # type: ignore[union-attr]
+        if self.settings.left_fails and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @staticmethod
+    def _keeps_from_ending() -> set[int]:
+        """Return the processes that multiprocessing joins at exit."""
+        module = sys.modules.get("multiprocessing.process")
+        children = module.active_children() if module is not None else ()
+        return {child.pid for child in children if not child.daemon}
+
+    def _wait_while_at_work(self) -> list[Process]:
+        """Return what is left once no process has been at work for IDLE_S, or a time limit is over; [] where all have ended."""
+        began = idle_since = time.monotonic()
+        limit = float(getattr(self.config, "_env_timeout", 0) or 0) or float("inf")
+        before = {p.key: p.cpu for p in self._look()}
+        while True:
+            for _ in range(10):
+                time.sleep(0.1)
+                joined = self._keeps_from_ending()
+                if not joined:
+                    return []
+            found = self._look()
+            if any(p.cpu - before.get(p.key, 0) > BUSY * TICKS for p in found):
+                idle_since = time.monotonic()
+            before = {p.key: p.cpu for p in found}
+            now = time.monotonic()
+            if now - idle_since >= IDLE_S or now - began >= max(limit, IDLE_S):
+                owners = {self.started.owners[p.key] for p in found if p.pid in joined}
+                return [p for p in found if self.started.owners[p.key] in owners and not p.has_ended]
+
+    def _write_reports(self, *, interrupted: bool) -> None:
+        run = self.runner.folder
+        with contextlib.suppress(OSError):
+            entries, _ = session_report.write_reports(run.path, self.settings.gpus, decide, interrupted=interrupted)
+            runs.finish(run.path, sum(e.verdict.failed for e in entries), interrupted=interrupted)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Show what the test did that was interrupted."""
+        if self.interrupted:
+            terminalreporter.write_sep("=", "interrupted; until then")
+            for line in self.interrupted:
+                terminalreporter.write_line(visible(line))
+
+    def pytest_unconfigure(self) -> None:
+        """Leave subprocess and multiprocessing as they were."""
+        self._undo_starts()
+        if os.getpid() == self.pid:
+            shutil.rmtree(self.base, ignore_errors=True)
+
+
+def _put_first(report: Any, text: list[str]) -> None:
+    """Put the verdict before the failure's own text, and into the short summary: in a form that xdist's workers can send."""
+    shown = "\n".join(map(visible, text)) + "\n"
+    if isinstance(report.longrepr, ExceptionChainRepr):
+        entry = ReprTraceback([ReprEntryNative([shown])], None, style="native")
+        report.longrepr.chain = [(entry, None, "The test itself:"), *report.longrepr.chain]
+        if text[0] != NO_JOB and report.longrepr.reprcrash is not None:
+            report.longrepr.reprcrash.message = visible(text[0])
+    else:
+        report.longrepr = f"{shown}{report.longrepr}"
+
+
+def _named(process: Process) -> str:
+    return f"pid {process.pid} ({process.state}) {visible(process.command[:COMMAND])}"
+
+
+def _pids(job: Path) -> set[int]:
+    from pytest_nsa.monitor.observed import ObservedJob
+
+    observed = ObservedJob(job)
+    observed.look()
+    return {int(board.numbers["pid"]) for board in observed.watch.boards.values()}
+
+
+def _place(frame: FrameType | None, root: Path) -> str:
+    """Return the innermost line of the repository's on a stack."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(root) and "site-packages" not in path.parts:
+            return f"{short_path(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

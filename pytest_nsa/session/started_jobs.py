@@ -1,0 +1,167 @@
+"""From the evidence of jobs that a test has started by itself to folders of the run, verdicts, and what is printed of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.monitor.observed import ObservedJob
+from pytest_nsa.report.terminal import headline, lines
+from pytest_nsa.session.conclude import Recorder, conclude
+from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.system.descendants import Process
+from pytest_nsa.wire.files import parse, read_text, write_atomically
+
+NO_JOB = "no process of the test has joined a process group"
+COME_S = 10.0  # ranks have waited so long for one that never came: the group counts as not formed
+SECOND_LOOK_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """Why jobs are looked at.
+
+    ``reason``: 'deadline', 'interrupted', or '' where the test has failed by itself. ``began``: seconds since the epoch.
+    ``timeout``: its time limit, in seconds.
+    """
+
+    reason: str
+    nodeid: str
+    root: str
+    timeout: float
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Concluded:
+    """A job's verdict and evidence. ``owner``: '' for the test's own, else the fixture that has started it.
+
+    ``is_idle``: it has made no call since before the test began. ``pids``: of its ranks.
+    """
+
+    verdict: Verdict
+    evidence: Evidence
+    owner: str
+    is_idle: bool
+    pids: frozenset[int]
+    has_ended: bool
+
+    @property
+    def order(self) -> tuple[bool, bool, bool, bool, bool, float]:
+        """The job that explains the test comes first."""
+        v = self.verdict
+        return self.is_idle, bool(self.owner), self.has_ended, not v.failed, not v.certain, -v.confidence
+
+
+def conclude_jobs(
+    base: Path, run: RunFolder, processes: Sequence[Process], owner_of: Callable[[int], str], occasion: Occasion
+) -> list[Concluded]:
+    """Diagnose the jobs that have left evidence in ``base`` and have not ended well: the one that explains the test comes first.
+
+    Its evidence goes into the test's folder in ``run``, and its verdict into the run's list; that of the others into folders below.
+    ``owner_of(pid)``: the fixture that has started a process, '' for the test.
+    """
+    watched = [_watched(job) for job in sorted(base.rglob("job-*")) if (job / "job.json").is_file()]
+    if occasion.reason and any(job.watch.boards for job in watched):
+        time.sleep(SECOND_LOOK_S)
+        for job in watched:
+            job.look()
+    jobs = [job for job in watched if job.watch.boards and not _ended_well(job)]
+    if not jobs:
+        return []
+    for job in jobs:
+        _record(job, processes, occasion)
+    folder = run.test_folder(safe_name(occasion.nodeid or "after the last test"))
+    alive = {p.pid for p in processes if not p.has_ended}
+    found = [_diagnose(job, folder / job.folder.name, owner_of, occasion, alive) for job in jobs]
+    found.sort(key=lambda concluded: concluded.order)
+    _to_front(found, folder)
+    if found[0].verdict.failed and not found[0].is_idle:
+        Recorder(run).add(folder, found[0].verdict)
+    return found
+
+
+def _watched(folder: Path) -> ObservedJob:
+    job = ObservedJob(folder)
+    job.look()
+    return job
+
+
+def _ended_well(job: ObservedJob) -> bool:
+    boards = job.watch.boards
+    is_whole = len(boards) >= _described(job.folder).get("world_size", 0)
+    if not is_whole or any(board.phase != "done" for board in boards.values()):
+        return False
+    return not any('"event": "exception"' in read_text(events) for events in job.folder.glob("rank*/events.jsonl"))
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    described = parse(read_text(folder / "job.json"))
+    return described if isinstance(described, dict) else {}
+
+
+def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) -> None:
+    """Complete a job's evidence: the test that it belongs to, why it is looked at, how its ranks have ended."""
+    described = _described(job.folder)
+    described |= {"nodeid": occasion.nodeid, "root": occasion.root, "timeout": occasion.timeout}
+    write_atomically(job.folder / "job.json", json.dumps(described, indent=1) + "\n")
+    reason = occasion.reason
+    if reason == "deadline":
+        is_late = len(job.watch.boards) < described["world_size"] and job.watch.stood_still >= COME_S
+        reason = "start" if is_late else reason
+    began = float(described.get("created", occasion.began))
+    if reason:
+        job.record_stop(reason, began, {p.pid: p.status for p in processes if p.has_ended})
+    else:
+        job.record_end(began)
+
+
+def _diagnose(
+    job: ObservedJob, target: Path, owner_of: Callable[[int], str], occasion: Occasion, alive: set[int]
+) -> Concluded:
+    shutil.copytree(job.folder, target, ignore=shutil.ignore_patterns("*.asked"))
+    verdict, evidence = conclude(target, keep=True)
+    pids = frozenset(int(board.numbers["pid"]) for board in job.watch.boards.values())
+    owner = next((of for pid in pids if (of := owner_of(pid))), "")
+    calls = [max(c.entered, c.left) for rank in evidence.ranks for c in rank.collectives]
+    is_idle = max(calls, default=evidence.job.created) < occasion.began
+    return Concluded(verdict, evidence, owner, is_idle, pids, alive.isdisjoint(pids))
+
+
+def _to_front(found: list[Concluded], folder: Path) -> None:
+    """Move the first job's evidence into the test's folder: readers of a run expect a job there."""
+    first = found[0].evidence.folder
+    for path in sorted(first.iterdir()):
+        path.rename(folder / path.name)
+    first.rmdir()
+    found[0] = replace(found[0], evidence=replace(found[0].evidence, folder=folder))
+
+
+def describe(jobs: Sequence[Concluded], others: Sequence[str], waits_at: str) -> list[str]:
+    """Return what the test's report shows.
+
+    The job that explains it, other jobs and processes a line each, and where the test waits.
+    """
+    shown = [*_of_jobs(jobs), *(f"  process  {other}" for other in others)]
+    return [*shown, f"  waits    the test, at {waits_at}"] if waits_at else shown
+
+
+def _of_jobs(jobs: Sequence[Concluded]) -> Iterator[str]:
+    if jobs and not jobs[0].is_idle:
+        first, *jobs = jobs
+        text = lines(first.verdict, first.evidence)
+        yield text[0]
+        yield f"  job      {first.verdict.world_size} ranks that {first.owner or 'the test'} has started"
+        yield from text[1:]
+    else:
+        yield NO_JOB
+    for job in jobs:
+        what = "has made no call since before the test" if job.is_idle else headline(job.verdict)
+        yield f"  other    job of {job.verdict.world_size} ranks of {job.owner or 'the test'}: {what}"

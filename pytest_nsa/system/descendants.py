@@ -1,0 +1,147 @@
+"""Processes that this one has started, and theirs: found in /proc, identified by number and start time, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_nsa.system.procfs import stat_of
+
+TICKS = os.sysconf("SC_CLK_TCK")
+GONE_S = 2.0  # for ended processes to go: their ports are free then
+# Servers of multiprocessing and compilers, which serve the whole session.
+_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+_STATE, _PARENT, _USER, _SYSTEM, _BEGAN, _STATUS = 0, 1, 11, 12, 19, 49  # /proc/PID/stat, behind the command's name
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as /proc showed it.
+
+    ``began``: in clock ticks since boot. ``cpu``: in clock ticks. ``status``: how it ended, of one that was not reaped yet.
+    """
+
+    pid: int
+    parent: int
+    state: str
+    began: int
+    cpu: int
+    status: int
+
+    @property
+    def key(self) -> Key:
+        """Number and start time: the kernel gives a number again."""
+        return self.pid, self.began
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it runs no code any more."""
+        return self.state in ("Z", "X")
+
+    @property
+    def command(self) -> str:
+        """The command line; '' of a process that has ended."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return ""
+
+    @property
+    def is_helper(self) -> bool:
+        """Whether it serves the whole session."""
+        command = self.command
+        return any(part in command for part in _HELPERS)
+
+
+def now_in_ticks() -> int:
+    """Return the time since boot, as `Process.began` counts it."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS)
+
+
+def _processes() -> dict[int, Process]:
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (process := _read(Path("/proc", name))) is not None:
+            found[process.pid] = process
+    return found
+
+
+def _read(path: Path) -> Process | None:
+    fields = stat_of(path)
+    if len(fields) <= _BEGAN:
+        return None
+    status = int(fields[_STATUS]) if len(fields) > _STATUS else 0
+    cpu = int(fields[_USER]) + int(fields[_SYSTEM])
+    return Process(int(path.name), int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status)
+
+
+@dataclass
+class Started:
+    """The processes that tests have started, and theirs. ``mark``: the variable, as NAME=VALUE, that they inherit."""
+
+    mark: str
+    owners: dict[Key, str] = field(default_factory=dict)
+
+    def look(self, owner: str, since: int) -> list[Process]:
+        """Return those that are there, in the order of their numbers; a new one belongs to its parent's owner, else to ``owner``.
+
+        Of this process's own children those that began before ``since``, and were never seen, are not from tests.
+        """
+        table = _processes()
+        mine = {p.pid: self.owners[p.key] for p in table.values() if p.key in self.owners}
+        new = [p for p in table.values() if p.pid not in mine and p.began >= since]
+        mine |= {p.pid: owner for p in new if p.parent == os.getpid()}
+        _add_children(mine, table)
+        lost = {p.pid: owner for p in new if p.pid not in mine and self._is_lost(p)}
+        if lost:
+            mine |= lost
+            _add_children(mine, table)
+        mine.pop(os.getpid(), None)
+        self.owners = {table[pid].key: of for pid, of in mine.items()}
+        return [table[pid] for pid in sorted(mine)]
+
+    def _is_lost(self, process: Process) -> bool:
+        """Whether the parent of a process of ours has ended: the process carries the variable alone."""
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process.pid}").stat().st_uid != os.getuid():
+                return False  # another user may have set the variable
+            return self.mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        return False
+
+
+def _add_children(owners: dict[int, str], table: dict[int, Process]) -> None:
+    """Add the children of processes, and theirs, to their parents' owners."""
+    grew = True
+    while grew:
+        more = {p.pid: owners[p.parent] for p in table.values() if p.parent in owners and p.pid not in owners}
+        grew = bool(more)
+        owners |= more
+
+
+def end(processes: Iterable[Process]) -> None:
+    """SIGKILL processes, and wait until they have gone. One of the same number that began at another time gets no signal."""
+    waiting = []
+    for process in processes:
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(process.pid)
+            try:
+                now = _read(Path(f"/proc/{process.pid}"))
+                if now is not None and now.key == process.key and process.pid != os.getpid():
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                    waiting.append(process)
+            finally:
+                os.close(handle)
+    deadline = time.monotonic() + GONE_S
+    while time.monotonic() < deadline and any(map(_is_there, waiting)):
+        time.sleep(0.01)
+
+
+def _is_there(process: Process) -> bool:
+    now = _read(Path(f"/proc/{process.pid}"))
+    return now is not None and now.key == process.key and not now.has_ended
