@@ -41,7 +41,8 @@ class ObservedJob:
     def record_stop(self, reason: str, began: float, statuses: Mapping[int, int] | None = None) -> None:
         """Record why and when the job is looked at for the last time, and what its processes do: as of ranks that are ended now.
 
-        ``began``: when it did, in seconds since the epoch. ``statuses``: by pid, the wait status of processes that ended and were not reaped.
+        ``began``: when it did, in seconds since the epoch. ``statuses``: by pid, the wait status of processes that have ended and
+        were not reaped.
         """
         watch = self.watch
         with contextlib.suppress(FileNotFoundError):
