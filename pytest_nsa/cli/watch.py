@@ -20,8 +20,8 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.announcements import stalled_for
-from pytest_nsa.monitor.patience import Patience
+from pytest_nsa.monitor.announcements import announcement, stalled_for
+from pytest_nsa.monitor.patience import WAITED_FOR_S, Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.monitor.stall import StandStill
@@ -128,6 +128,19 @@ class Watcher:
             note_process(log, rank, facts)
         append_line(log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)})
 
+    def announcement(self, test: str) -> str:
+        """Return the line on a suspicion in a job of a test; '' where there is none, or no rank has waited for long."""
+        found, waited = self.finding, self.watch.longest_wait
+        if found is None or waited < WAITED_FOR_S:
+            return ""
+        who = describe_ranks(found.ranks, self._world_size)
+        seconds, what = stalled_for(found, self.watch), "a suspicion; the test's own time limit ends it"
+        return visible(announcement(found, test, who, seconds, what, at_work=self._patience.at_work))
+
+    @property
+    def _world_size(self) -> int:
+        return int(max(b.numbers["world_size"] for b in self.boards.values()))
+
     def lines(self) -> list[str]:
         """One line per rank, of many ranks one per state, the rarest first; and the verdict where there is one."""
         found = [self._line(rank, board) for rank, board in self.boards.items()]
@@ -135,7 +148,7 @@ class Watcher:
             found = self._states()
         if self.finding is not None:
             f = self.finding
-            who = describe_ranks(f.ranks, int(max(b.numbers["world_size"] for b in self.boards.values())))
+            who = describe_ranks(f.ranks, self._world_size)
             kind = "verdict" if f.certain else "suspicion"
             found.append(f"{kind}: {f.cause} on {who}" + (f" at {f.where}" if f.where else "") + f": {f.reason}")
         return [visible(line) for line in ([*found, f"not read: {self.unread}"] if self.unread else found)]

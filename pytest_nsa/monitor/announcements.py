@@ -60,7 +60,6 @@ class Suspicions:
     def _text(self, found: Finding, seconds: float, left: float, *, at_work: bool) -> str:
         who = describe_ranks(found.ranks, self.job.world_size)
         test = self.job.scenario or self.job.nodeid
-        at = f" at {found.where}" if found.where else ""
         if found.certain:
             what = "that cannot mend itself: the test is ended"
         elif self.limits.hang_after:
@@ -68,10 +67,16 @@ class Suspicions:
         else:
             what = f"a suspicion; the test has {left:.0f} s left"
         if at_work and not found.certain:
-            return (
-                f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {found.reason} (the test has {left:.0f} s left)"
-            )
-        return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {found.reason} ({what})"
+            what = f"the test has {left:.0f} s left"
+        return announcement(found, test, who, seconds, what, at_work=at_work)
+
+
+def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
+    """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what`` follows."""
+    at = f" at {found.where}" if found.where else ""
+    if at_work and not found.certain:
+        return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {found.reason} ({what})"
+    return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {found.reason} ({what})"
 
 
 def stalled_for(found: Finding, watch: ProgressWatch) -> float:

@@ -31,6 +31,7 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session.items import Ranked
+from pytest_nsa.session.job_announcer import JobAnnouncer
 from pytest_nsa.session.process_starts import on_start
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
@@ -57,6 +58,7 @@ class StartedRanks:
         self.base = Path(tempfile.mkdtemp(prefix="nsa-jobs-", dir=outer))
         self.environment = {FOLDER: str(self.base), HOST: str(os.getpid())}
         self.started = Started(f"{HOST}={os.getpid()}")
+        self.announcer = JobAnnouncer(config, self.base)
         self.pid = os.getpid()
         self.item: pytest.Item | None = None
         self.owner = ""
@@ -74,12 +76,19 @@ class StartedRanks:
             return False
         if not self.has_children:
             self.has_children = True
+            self._follow()
             # Where torch was imported before the variables were set, a child by fork has no other time to be hooked.
             if "torch" in sys.modules:
                 importlib.import_module("nsa.trace.autostart").autostart()
             if threading.current_thread() is threading.main_thread():
                 self._take_interrupt()
         return True
+
+    def _follow(self) -> None:
+        assert self.item is not None
+        nodeid = self.item.nodeid
+        of_fixtures = [pid for (pid, _), owner in self.started.owners.items() if owner != nodeid]
+        self.announcer.follow(nodeid if self.owner == nodeid else "", of_fixtures)
 
     def _take_interrupt(self) -> None:
         before = signal.getsignal(signal.SIGINT)
@@ -136,12 +145,15 @@ class StartedRanks:
             if self.has_children:
                 self._look()
             self.owner = self.item.nodeid
+            if self.has_children:
+                self._follow()
 
     def _look(self) -> list[Process]:
         return self.started.look(self.owner, self.began[1])
 
     def _after_test(self, item: pytest.Item) -> None:
         """Name what the test has left, or end it; delete evidence of jobs that have ended."""
+        self.announcer.follow("", ())
         found = self._look()
         if self._left(found, item.nodeid):
             time.sleep(LEFT_S)
@@ -356,6 +368,7 @@ class StartedRanks:
     def pytest_unconfigure(self) -> None:
         """Leave subprocess and multiprocessing as they were."""
         self._undo_starts()
+        self.announcer.close()
         if os.getpid() == self.pid:
             shutil.rmtree(self.base, ignore_errors=True)
 

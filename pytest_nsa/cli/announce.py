@@ -1,0 +1,88 @@
+"""Announce suspicions in the jobs that a test has started by itself, while the test runs.
+
+``python announce.py TEST PID BEGAN SYS_PATH``: a file in the folder of a session's jobs; the session's process and its start, in
+clock ticks; a JSON list. The file names the test that runs (``nodeid``) and the processes of wider fixtures (``of_fixtures``).
+
+A session starts this program with the first process of its tests, by its path and without ``site``: where tests start processes,
+and no ranks, it costs an empty interpreter. What reads evidence is imported when a rank leaves some. The program is a child of
+init: a test that waits for its children, or counts them, does not meet it. It ends when the folder or the process has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_nsa.cli.watch import Watcher
+
+LOOK_S = 0.25
+_STATE, _PARENT, _BEGAN = 0, 1, 19  # /proc/PID/stat, behind the command's name
+
+
+def announce(test: str, pid: int, began: int) -> None:
+    """Follow the jobs of a session until it is over."""
+    folder = os.path.dirname(test)
+
+    def is_over() -> bool:
+        fields = _stat(pid)
+        return not os.path.isdir(folder) or not fields or fields[_STATE] in "ZX" or int(fields[_BEGAN]) != began
+
+    while not is_over() and not any(name.startswith("job-") for name in os.listdir(folder)):
+        time.sleep(LOOK_S)
+    if not is_over():
+        _follow(folder, test, is_over)
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
+    from pathlib import Path
+
+    from pytest_nsa.cli.watch import Watcher
+    from pytest_nsa.wire.files import parse, read_text
+
+    watchers: dict[Path, Watcher] = {}
+    announced: set[Path] = set()
+    while not is_over():
+        jobs = [path.parent for path in Path(folder).rglob("job.json")]
+        watchers = {job: watchers.get(job) or Watcher(job) for job in jobs}
+        now = parse(read_text(Path(test)))
+        for job, watcher in watchers.items():
+            try:
+                watcher.look()
+            except (OSError, ValueError):
+                continue  # the test has ended, and the session deletes the job
+            text = watcher.announcement(now["nodeid"]) if now and now["nodeid"] and job not in announced else ""
+            if text and not any(_is_below(int(b.numbers["pid"]), now["of_fixtures"]) for b in watcher.boards.values()):
+                announced.add(job)
+                sys.stderr.write(f"\n{text}\n")
+        time.sleep(LOOK_S)
+
+
+def _is_below(pid: int, ancestors: list[int]) -> bool:
+    """Return whether a process is one of ``ancestors``, or one of them has started it."""
+    while pid > 1 and pid not in ancestors:
+        fields = _stat(pid)
+        pid = int(fields[_PARENT]) if fields else 0
+    return pid > 1
+
+
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    sys.path[:] = json.loads(sys.argv[4])
+    announce(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,52 @@
+"""Start the program that announces suspicions in a test's jobs (`cli.announce`), and keep what it needs to know of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.system.procfs import stat_of
+from pytest_nsa.wire.files import write_atomically
+
+_PROGRAM = Path(__file__).parents[1] / "cli" / "announce.py"
+_BEGAN = 19  # field of /proc/PID/stat, behind the command's name
+
+
+class JobAnnouncer:
+    """Announces on standard error, past pytest's capture. ``folder``: of the session's jobs."""
+
+    def __init__(self, config: pytest.Config, folder: Path) -> None:
+        self.path = folder / "test.json"
+        self._has_begun = False
+        with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            self._screen = os.dup(2)
+
+    def follow(self, nodeid: str, of_fixtures: Collection[int]) -> None:
+        """Announce suspicions in the jobs of a test from now on, those of processes in ``of_fixtures`` excepted; '' for no test."""
+        described = {"nodeid": nodeid, "of_fixtures": sorted(of_fixtures)}
+        with contextlib.suppress(OSError):
+            write_atomically(self.path, json.dumps(described))
+            if not self._has_begun:
+                self._has_begun = True
+                self._begin()
+
+    def _begin(self) -> None:
+        began = stat_of(Path("/proc/self"))[_BEGAN]
+        arguments = [str(_PROGRAM), str(self.path), str(os.getpid()), began, json.dumps(sys.path)]
+        with open(os.devnull, "rb") as nothing:
+            silent = nothing.fileno()
+            redirected = [(os.POSIX_SPAWN_DUP2, silent, 0), (os.POSIX_SPAWN_DUP2, self._screen, 2)]
+            command = [sys.executable, "-I", "-S", *arguments]
+            # Not by subprocess: its hook would take this program for a process of the test's.
+            pid = os.posix_spawn(sys.executable, command, {}, file_actions=[*redirected, (os.POSIX_SPAWN_DUP2, 2, 1)])
+        os.waitpid(pid, 0)  # it forks, and ends
+
+    def close(self) -> None:
+        """Write nothing any more: the program ends with its folder."""
+        os.close(self._screen)
