@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import Verdict, runs_of
+from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import ThreadStack
-from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.report.plain import visible
 
 MAX_STACK = 4
@@ -63,12 +64,15 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
 
 def failure(verdict: Verdict, evidence: Evidence) -> str:
     """Return what the test's report shows: the verdict, then each different failure of the ranks once."""
-    parts = ["\n".join(lines(verdict, evidence))]
-    for ranks, body in _failures(evidence, verdict):
-        parts.append(f"--- {number_ranks(ranks)} ---\n{body}")
+    parts = ["\n".join(lines(verdict, evidence)), *failures_of_ranks(verdict, evidence)]
     notes = {note for rank in evidence.ranks for note in rank.notes}
     parts += sorted(notes)
     return visible("\n\n".join(parts))
+
+
+def failures_of_ranks(verdict: Verdict, evidence: Evidence) -> list[str]:
+    """Return each different failure of the ranks once, culprits first, below a line with its ranks."""
+    return [visible(f"--- {number_ranks(ranks)} ---\n{body}") for ranks, body in _failures(evidence, verdict)]
 
 
 def number_ranks(ranks: list[int]) -> str:
@@ -93,11 +97,23 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
                 grouped.setdefault(key, []).append(rank.rank)
         if not rank.reports and rank.exceptions:
             error = rank.exceptions[0]
-            text = f"{error.type}: {error.message}\n  at {error.where}"
+            text = _traceback(error, rank.sources)
             shown[text] = text
             grouped.setdefault(text, []).append(rank.rank)
     for key, ranks in grouped.items():
         yield ranks, shown[key]
+
+
+def _traceback(error: RaisedException, sources: Sources) -> str:
+    """Return an exception as Python prints it; where its stack is not known, its line alone."""
+    frames = [frame for frame in reversed(error.frames) if not frame.is_ours]
+    if not frames:
+        return f"{error.type}: {error.message}\n  at {error.where}"
+    text = ["Traceback (most recent call last):"]
+    for frame in frames:
+        text.append(f'  File "{short_path(frame.file)}", line {frame.line}, in {frame.function}')
+        text += [f"    {line}" for line in [sources.line(frame.file, frame.line)] if line]
+    return "\n".join([*text, f"{error.type}: {error.message}"])
 
 
 def _error_lines(text: str) -> str:

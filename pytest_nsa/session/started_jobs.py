@@ -13,7 +13,7 @@ from typing import Any
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.observed import ObservedJob
-from pytest_nsa.report.terminal import headline, lines
+from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.system.descendants import Process
@@ -150,7 +150,13 @@ def describe(jobs: Sequence[Concluded], others: Sequence[str], waits_at: str) ->
     The job that explains it, other jobs and processes a line each, and where the test waits.
     """
     shown = [*_of_jobs(jobs), *(f"  process  {other}" for other in others)]
-    return [*shown, f"  waits    the test, at {waits_at}"] if waits_at else shown
+    if waits_at:
+        shown.append(f"  waits    the test, at {waits_at}")
+    if jobs and not jobs[0].is_idle:
+        shown += [
+            line for text in failures_of_ranks(jobs[0].verdict, jobs[0].evidence) for line in ("", *text.splitlines())
+        ]
+    return shown
 
 
 def _of_jobs(jobs: Sequence[Concluded]) -> Iterator[str]:

@@ -255,6 +255,7 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(folder:
     assert "beyond tolerance" in (failure.text or "")
     assert f"raises.py:{line_of(RAISES_SCRIPT, 'HERE')}" in (failure.text or "")
     assert "assert done.returncode == 0" in (failure.text or "")
+    assert "--- rank 1 ---\nTraceback (most recent call last):" in (failure.text or "")
 
 
 @pytest.mark.parametrize(("ini", "code"), [("false", 0), ("true", 1)])
