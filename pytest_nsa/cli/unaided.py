@@ -13,14 +13,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.stacks import ThreadStack, parse_dump
+from pytest_nsa.evidence.waiting import torch_s_wait
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
-from pytest_nsa.system.procfs import ProcessState, difference, look_at, stat_of
-from pytest_nsa.wire.files import append_line, parse
+from pytest_nsa.system.procfs import ProcessState, children_of, difference, look_at, stat_of
+from pytest_nsa.system.tcp import socket_queues
+from pytest_nsa.wire.files import append_line, parse, read_text
 from pytest_nsa.wire.messages import Job
 
 APART_S = 2.0  # between two looks at a rank: one that is where it was, and did not compute, is stalled
@@ -44,10 +48,11 @@ def ranks_of(pid: int) -> dict[int, int]:
     """Return the process ids of the ranks on this machine of the job that a process belongs to, by rank; {} where it is no rank.
 
     What a rank has started (a data loader's workers) has its variables too: the rank is the one whose parent is of no rank.
+    Children of ``mp.spawn`` have none: they are numbered in the order of their starts, which is that of their ranks.
     """
     mine = environment_of(pid)
     if not mine.get("RANK", "").isdecimal():
-        return {}
+        return _spawned(pid) or _spawned(_parent(Path(f"/proc/{pid}")))
     ranks: dict[int, dict[int, int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         variables = environment_of(int(path.name))
@@ -60,9 +65,25 @@ def ranks_of(pid: int) -> dict[int, int]:
     }
 
 
+def _spawned(pid: int) -> dict[int, int]:
+    """Return the children of a process that multiprocessing's spawn has started, two or more, all of which have connections."""
+    found = [child for child in children_of(pid) if "--multiprocessing-fork" in _command_of(child).split("\0")]
+    are_ranks = len(found) > 1 and all(socket_queues(child).get("sockets") for child in found)
+    return dict(enumerate(sorted(found, key=_began))) if are_ranks else {}
+
+
+def _command_of(pid: int) -> str:
+    return read_text(Path(f"/proc/{pid}/cmdline"))
+
+
 def _parent(path: Path) -> int:
     fields = stat_of(path)
     return int(fields[1]) if fields else 0
+
+
+def _began(pid: int) -> tuple[int, int]:
+    fields = stat_of(Path(f"/proc/{pid}"))
+    return int(fields[19]) if fields else 0, pid
 
 
 def python_stacks(pid: int) -> tuple[str, str]:
@@ -87,12 +108,17 @@ def as_dump(threads: list[Any]) -> str:
         kind = "Current thread" if thread.get("thread_name") == "MainThread" else "Thread"
         lines = [f"{kind} 0x{int(thread.get('thread_id') or 0):016x} (most recent call first):"]
         lines += [
-            f'  File "{f.get("filename")}", line {f.get("line")} in {f.get("name")}'
+            f'  File "{f.get("filename")}", line {f.get("line")} in {_plain(str(f.get("name")))}'
             for f in frames
             if isinstance(f, dict)
         ]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def _plain(name: str) -> str:
+    """Return a function's name as a traceback has it: py-spy 0.4 gives qualified ones (``Store.get.<locals>.wait``)."""
+    return name.rpartition(".")[2]
 
 
 @dataclass
@@ -154,29 +180,61 @@ class Unaided:
                 "moved": bool(moved), "moved_ranks": moved,
             })  # fmt: skip
             found = suspect(with_sources(load(folder)))
+        found = found or self._in_different_calls()
         return found and replace(found, certain=False, confidence=round(LESS * found.confidence, 2))
+
+    def _in_different_calls(self) -> Finding | None:
+        """Return that stalled ranks wait in different collectives, by their stacks; the fewest are taken to be elsewhere."""
+        calls: dict[str, list[int]] = {}
+        for rank in self.pids:
+            stack = self._main(rank)
+            call = torch_s_wait(stack.frames) if stack is not None and rank in self._still_since else ""
+            calls.setdefault(call, []).append(rank)
+        if len(calls) < 2 or "" in calls:
+            return None
+        fewest = min(map(len, calls.values()))
+        ranks = tuple(sorted(rank for members in calls.values() if len(members) == fewest for rank in members))
+        waits = [f"{describe_ranks(tuple(members), self.world_size)} in {call}" for call, members in calls.items()]
+        return Finding(
+            cause="collective_mismatch",
+            ranks=ranks,
+            reason=f"of the ranks that wait, {', '.join(waits)}",
+            where=self._where(ranks[0]),
+            confidence=0.6,
+        )
 
     def lines(self) -> list[str]:
         """One line per rank, the suspicion where there is one, and what this view lacks."""
         found = []
         for rank, pid in self.pids.items():
-            inner = next(
-                (line.strip() for line in self._stacks.get(rank, "").splitlines() if line.startswith("  File")), ""
-            )
+            where = self._where(rank)
             since = self._still_since.get(rank)
             state = "moves" if since is None else f"still for {time.monotonic() - since:.0f} s"
-            found.append(f"rank {rank}  pid {pid}  {state}  {100 * self._shares.get(rank, 0.0):.0f}% CPU  {inner}")
+            found.append(f"rank {rank}  pid {pid}  {state}  {100 * self._shares.get(rank, 0.0):.0f}% CPU  {where}")
         if self.finding is not None:
             f = self.finding
-            where = f" at {f.where}" if f.where else ""
+            at = f" at {f.where}" if f.where else ""
             found.append(
-                f"suspicion ({f.confidence:.0%} sure): {f.cause} on {describe_ranks(f.ranks, self.world_size)}{where}: {f.reason}"
+                f"suspicion ({f.confidence:.0%} sure): {f.cause} on {describe_ranks(f.ranks, self.world_size)}{at}: {f.reason}"
             )
-        found += [
-            *self.problems,
-            "by /proc and py-spy alone; with NSA_TRACE_DIR=DIR the job leaves evidence of collectives and phases",
-        ]
-        return [visible(line) for line in found]
+            found.append(f"do: {f.advice or CAUSES[f.cause].advice}")
+        view = "by /proc and py-spy alone; with NSA_TRACE_DIR=DIR the job leaves evidence of collectives and phases"
+        return [visible(line) for line in ([*self.problems, view, *found] if self.problems else [*found, view])]
+
+    def _main(self, rank: int) -> ThreadStack | None:
+        return next((thread for thread in parse_dump(self._stacks.get(rank, "")) if thread.is_main), None)
+
+    def _where(self, rank: int) -> str:
+        """Return the user's line that a rank's main thread is in; where there is none, the innermost."""
+        stack = self._main(rank)
+        frame = stack and (stack.user_frame or next(iter(stack.frames), None))
+        return frame.describe() if frame else ""
+
+    @property
+    def seen(self) -> tuple[object, ...]:
+        """What is worth a print: the suspicion, which ranks move, and where each is."""
+        places = tuple((rank, rank in self._still_since, self._where(rank)) for rank in self.pids)
+        return (self.finding and self.finding.key, self.problems, places)
 
 
 def watch_unaided(pid: int, *, once: bool) -> int:
@@ -185,10 +243,13 @@ def watch_unaided(pid: int, *, once: bool) -> int:
     if not pids:
         return 2
     job = Unaided(pids, max(int(environment_of(pid).get("WORLD_SIZE") or 1), max(pids) + 1))
+    shown: tuple[object, ...] = ()
     try:
         while True:
             job.look()
-            print("\n".join(job.lines()), flush=True)
+            if job.seen != shown:
+                shown = job.seen
+                print("\n".join(job.lines()), flush=True)
             if once or job.is_over:
                 break
             time.sleep(AGAIN_S)

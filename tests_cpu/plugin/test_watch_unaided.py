@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pytest_nsa.cli.main import main
 from pytest_nsa.cli.unaided import as_dump, ranks_of
 from pytest_nsa.evidence.stacks import parse_dump
 from pytest_nsa.system import py_spy
+from tests_cpu.sockets import free_port
 
 WAITS = """
 import os, sys, time
@@ -38,6 +40,21 @@ open(sys.argv[1] + os.environ["RANK"], "w").close()
 if dist.get_rank() == 1:
     save()
 dist.all_reduce(torch.ones(1))
+"""
+SPAWNED = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def worker(rank):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+    dist.init_process_group("gloo", rank=rank, world_size=3)
+    open(sys.argv[1] + str(rank), "w").close()
+    if rank != 1:
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+if __name__ == "__main__":
+    mp.spawn(worker, nprocs=3)
 """
 
 
@@ -90,6 +107,37 @@ def test_the_rank_that_others_wait_for_is_named_with_its_line(
     assert "job.py:8 in save: rank 1 sleeps; rank 0 waited for it" in out
 
 
+@pytest.fixture
+def spawned(tmp_path: Path) -> Iterator[int]:
+    """Start a program that starts its ranks with mp.spawn; yield its process id once all ranks have met."""
+    (tmp_path / "job.py").write_text(SPAWNED)
+    there = tmp_path / "there"
+    command = [sys.executable, "job.py", str(there), str(free_port())]
+    program = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    while not all(Path(f"{there}{rank}").exists() for rank in range(3)):
+        assert program.poll() is None
+        time.sleep(0.02)
+    yield program.pid
+    os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+
+
+def test_children_of_mp_spawn_are_ranks_in_the_order_of_their_starts(
+    spawned: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = ranks_of(spawned)
+    assert list(ranks) == [0, 1, 2]
+    assert ranks_of(ranks[2]) == ranks
+    if py_spy.program() is None:
+        return
+    assert main(["watch", str(ranks[1]), "--once"]) == 1
+    out = capsys.readouterr().out
+    assert "collective_mismatch on rank 1 at" in out
+    assert "of the ranks that wait, ranks 0 and 2 in all_reduce, rank 1 in barrier" in out
+    assert "job.py:10 in worker" in out, "the user's line, not torch's"
+    assert "\ndo: " in out
+
+
 def test_py_spy_is_found_beside_an_interpreter_whose_environment_is_not_activated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +152,7 @@ def test_stacks_of_py_spy_are_read_as_a_dump() -> None:
     """As py-spy 0.4 writes them; what is no thread is passed over."""
     frames = [
         {"name": "save", "filename": "/home/me/job.py", "line": 3},
+        {"name": "Trainer.fit.<locals>.step", "filename": "/home/me/job.py", "line": 5},
         {"name": "<module>", "filename": "/home/me/job.py", "line": 8},
     ]
     threads = [
@@ -115,5 +164,6 @@ def test_stacks_of_py_spy_are_read_as_a_dump() -> None:
     assert stack.is_main
     assert [frame.describe() for frame in stack.frames] == [
         "/home/me/job.py:3 in save",
+        "/home/me/job.py:5 in step",
         "/home/me/job.py:8 in <module>",
     ]
