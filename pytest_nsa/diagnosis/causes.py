@@ -48,6 +48,7 @@ _REGISTRY = (
             "payloads.aborted_apart",
             "pairs.unpaired",
             "absence.left_alone",
+            "requests.left_out_of_a_request",
             "stalls.blocked",
         ),
         of_the_rank=True,

@@ -25,6 +25,7 @@ from pytest_nsa.diagnosis.rules import (
     order,
     pairs,
     payloads,
+    requests,
     snapshots,
     speed,
     stalls,
@@ -92,6 +93,7 @@ RULES: tuple[Rule, ...] = (
     speed.graph_explosion,
     speed.straggler,
     speed.slow,
+    requests.left_out_of_a_request,
     stalls.blocked,
     absence.not_entered,
     exits.only_victims,
@@ -110,6 +112,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
+    requests.left_out_of_a_request,
     stalls.blocked,
     absence.not_entered,
 )
@@ -125,7 +128,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
-_OF_STALLS = ("order", "groups", "numbering", "pairs", "dropped", "absence", "stalls")
+_OF_STALLS = ("order", "groups", "numbering", "pairs", "dropped", "absence", "requests", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

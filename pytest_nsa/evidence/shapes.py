@@ -97,7 +97,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
         "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,
         "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": is_flag, "held_by?": _list_of(_int),
-        "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text,
+        "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text, "reads_from_parent?": is_flag,
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text},
     "done": {"passed": is_flag, "peak_mib?": is_number, "peak_gpu_mib?": is_number},

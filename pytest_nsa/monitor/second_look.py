@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
+from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.system.tcp import socket_queues
@@ -36,7 +37,7 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
         before, after = first[rank], look_at(pid)
         if before is not None and after is not None:
             facts = {**difference(before, after, elapsed), **more.get(rank, {}), **socket_queues(pid)}
-            note_process(evidence, rank, facts)
+            note_process(evidence, rank, {**facts, "reads_from_parent": reads_from_parent(pid)})
 
 
 def ask_for_counters(folders: Iterable[Path]) -> None:
