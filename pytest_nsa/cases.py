@@ -14,6 +14,7 @@ have run, the base's own ``_run`` or ``_init_pg`` included, runs in the ranks.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -84,8 +85,11 @@ class OnRanks:
                 return
             run: Any = getattr(type(self), "_run", None)
             name = getattr(self, "_testMethodName", "")
+            more = (
+                {"fake_pg": getattr(self, "fake_pg", False)} if _takes(run, "fake_pg") else {}
+            )  # copies of older bases do not
             try:
-                run(self.rank, name, self.file_name, None, fake_pg=getattr(self, "fake_pg", False))
+                run(self.rank, name, self.file_name, None, **more)
             except SystemExit as leaves:  # as a process ends that was started for one test
                 if leaves.code:
                     raise
@@ -94,9 +98,7 @@ class OnRanks:
 
     def run_test(self, test_name: str, parent_pipe: Any) -> None:
         """Run the method in this process; its exceptions are this rank's, and go to no pipe."""
-        from torch.testing._internal import common_utils
-
-        common_utils.set_rng_seed()
+        _seed()
         self._is_in_run = True
         getattr(self, test_name)()
         if getattr(self, "destroy_pg_upon_exit", False):
@@ -119,6 +121,23 @@ class OnRanks:
             _destroy_group()  # after a failure it may wait for ranks that do not come
 
         return types.MethodType(wrapper, self)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _seed() -> None:
+    """Seed as torch's own tests do; where what those need is not installed, torch alone, with their seed."""
+    try:
+        from torch.testing._internal.common_utils import set_rng_seed
+    except ModuleNotFoundError:  # expecttest
+        import torch
+
+        torch.manual_seed(1234)
+    else:
+        set_rng_seed()
 
 
 def _destroy_group() -> None:

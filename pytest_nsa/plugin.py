@@ -256,6 +256,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.config.stash[runner_key].recorder.expect_failure(item.stash[folder_key], verdict)
     elif verdict is not None and call.when == "call":
         report.nsa_outcome = verdict.outcome
+        if call.excinfo is not None and getattr(call.excinfo.value, "in_setup", False):
+            report.when = "setup"
     return report
 
 

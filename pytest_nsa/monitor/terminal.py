@@ -15,25 +15,37 @@ import pytest
 from pytest_nsa.system import unix_sockets
 
 
+def past_capture(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Return what lets output through where pytest captures it."""
+    manager = config.pluginmanager.getplugin("capturemanager")
+    if manager is None:  # -p no:capture
+        return contextlib.nullcontext()
+    passed: contextlib.AbstractContextManager[None] = manager.global_and_fixture_disabled()
+    return passed
+
+
 class Terminal:
     """Writes to the user's terminal past pytest's capture, and lends it."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._capture = config.pluginmanager.getplugin("capturemanager")
 
     def __call__(self, text: str) -> None:
-        with self._capture.global_and_fixture_disabled():
+        with past_capture(self._config):
             sys.stdout.write(text)
             sys.stdout.flush()
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Standard input too is the user's."""
-        self._capture.suspend(in_=True)
+        if self._capture is not None:
+            self._capture.suspend(in_=True)
         try:
             yield
         finally:
-            self._capture.resume()
+            if self._capture is not None:
+                self._capture.resume()
 
 
 class DebuggerServer:

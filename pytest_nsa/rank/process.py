@@ -178,7 +178,7 @@ class RankProcess:
         n, number = str(self.spec.world_size), str(self.number)
         os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
         if self.spec.only < 0:  # else the outer launcher has set them
-            os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n)
+            os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n, GROUP_RANK="0", GROUP_WORLD_SIZE="1")
             set_first(self.ports[:-1])
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus

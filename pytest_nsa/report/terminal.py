@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Verdict, runs_of
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import ThreadStack
@@ -17,7 +19,9 @@ MAX_SECTION_LINES = 60
 MAX_HEAD_LINES = 5
 MAX_OUTPUT_LINES = 20  # of each rank in the terminal, beside the head; all of it is in its file
 MAX_LINE = 500
+MAX_VICTIM = 160  # characters of what a rank raised that waited for another
 READ_BYTES = 1 << 16
+_PLACES = re.compile(r"\s*\[\S*\](:\d+)?")  # of gloo's source, and of a peer's port: they differ between ranks
 
 
 def short_path(path: str | Path) -> str:
@@ -90,6 +94,11 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
     grouped: dict[str, list[int]] = {}
     shown: dict[str, str] = {}
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):
+        if rank.rank not in verdict.ranks and rank.exceptions and all(map(is_victim, rank.exceptions)):
+            text = _waited(rank.exceptions[0])
+            shown[text] = text
+            grouped.setdefault(text, []).append(rank.rank)
+            continue
         for entry in rank.reports:
             if entry["report"].get("outcome") == "failed":
                 key = _error_lines(entry["text"])
@@ -102,6 +111,12 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
             grouped.setdefault(text, []).append(rank.rank)
     for key, ranks in grouped.items():
         yield ranks, shown[key]
+
+
+def _waited(error: RaisedException) -> str:
+    """Return in one line what a rank raised because another one failed; all of it is in its folder."""
+    first = _PLACES.sub("", error.message.partition("\n")[0]).partition(". ")[0].strip()
+    return f"waited at {short_place(error.where)}: {error.type}: {first[:MAX_VICTIM]}"
 
 
 def _traceback(error: RaisedException, sources: Sources) -> str:

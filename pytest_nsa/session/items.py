@@ -15,6 +15,7 @@ from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
@@ -39,6 +40,7 @@ class RankFailure(Exception):
     def __init__(self, verdict: Verdict, report: str) -> None:
         Exception.__init__(self, verdict.reason)
         self.verdict, self.report = verdict, report
+        self.in_setup = False  # whether a fixture failed on the ranks to blame, and no body
 
 
 def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
@@ -58,6 +60,13 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -
     return type("RankFailure", bases, {})(verdict, report)
 
 
+def _failed_in_setup(verdict: Verdict, evidence: Evidence) -> bool:
+    """Return whether a fixture raised on each culprit: pytest calls that an error, and no failure of the test."""
+    return verdict.outcome == "FAIL" and bool(verdict.ranks) and all(
+        bool(r.exceptions) and r.exceptions[0].when == "setup" for r in evidence.ranks if r.rank in verdict.ranks
+    )  # fmt: skip
+
+
 class Ranked(pytest.Function):
     """A test whose body runs on ranks. On the host `setup` makes the host's fixtures and `runtest` launches; in a rank both are
     pytest's own.
@@ -67,9 +76,17 @@ class Ranked(pytest.Function):
         if current_rank() is not None:
             super().setup()
         else:
+            self._refuse_missing_fixtures()
             self.stash[values_key] = make_host_values(self)
             if lockstep.is_hypothesis_test(self):
                 lockstep.relax(self)
+
+    def _refuse_missing_fixtures(self) -> None:
+        """Raise what pytest raises for a fixture that is not defined, before ranks are started."""
+        known = self._fixtureinfo.name2fixturedefs
+        for name in self.fixturenames:
+            if name != "request" and not known.get(name) and name not in self.funcargs:
+                self._request.getfixturevalue(name)
 
     def runtest(self) -> None:
         if current_rank() is not None:
@@ -108,6 +125,7 @@ class Ranked(pytest.Function):
             pytest.fail(passed, pytrace=False)
         if verdict.failed:
             failure = rank_failure(verdict, evidence, shown=self.config.option.usepdb)
+            failure.in_setup = _failed_in_setup(verdict, evidence)
             del evidence, failing  # the traceback keeps this frame
             raise failure
 
@@ -130,10 +148,20 @@ class Ranked(pytest.Function):
 
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
         """Return the report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
-        path, line, _ = self.reportinfo()
-        place = ReprFileLocation(str(path), (line or 0) + 1, terminal.headline(error.verdict))
+        path, line = self._place_of(error.verdict)
+        place = ReprFileLocation(path, line, terminal.headline(error.verdict))
         entry = ReprEntryNative([error.report + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
+
+    def _place_of(self, verdict: Verdict) -> tuple[str, int]:
+        """Return file and line for tools (annotations, editors): the verdict's where it is in the repository, else the test's."""
+        match = LOCATION.match(verdict.where)
+        if match is not None:
+            path = self.config.rootpath / match["file"]
+            if path.is_file() and path.is_relative_to(self.config.rootpath) and "site-packages" not in path.parts:
+                return str(path), int(match["line"])
+        test, line, _ = self.reportinfo()
+        return str(test), (line or 0) + 1
 
 
 def warn_again(item: pytest.Item, evidence: Evidence) -> None:

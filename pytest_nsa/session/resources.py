@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pytest_nsa.monitor.terminal import past_capture
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
 from pytest_nsa.system.gpu import look_at_gpus
@@ -74,6 +75,5 @@ class Resources:
 
     def _say(self, text: str) -> None:
         """A line to the terminal while a test waits; also from an xdist worker, whose standard error is the controller's."""
-        capture = self.config.pluginmanager.getplugin("capturemanager")
-        with capture.global_and_fixture_disabled():
+        with past_capture(self.config):
             print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)

@@ -211,7 +211,7 @@ class RankRunner:
     def _monitors(self, job: Job) -> list[Monitor]:
         """Return what is polled while ``job`` runs."""
         found: list[Monitor] = [OutputLimit(job, self.settings.output_limit)]
-        if self.config.option.capture == "no":
+        if self.config.getoption("capture", "no") == "no":  # -p no:capture leaves no option
             found.append(LiveOutput(job, self._print_live))
         if self._debugger is not None:
             self._debugger.begin(once=self.config.option.usepdb)

@@ -252,3 +252,38 @@ def test_torch_s_own_cases_and_skips(pytester: pytest.Pytester) -> None:
     assert "Need at least 8 CUDA devices" in result.stdout
     (failed,) = [v for v in result.verdicts.values() if v.failed]
     assert (failed.cause, failed.ranks) == ("assertion", (1,))
+
+
+VENDORED = """
+import unittest
+
+class MultiProcessTestCase(unittest.TestCase):  # as mmengine has it: _run takes no keywords
+    __test__ = False
+
+    def __init__(self, name="runTest"):
+        super().__init__(name)
+        if hasattr(self, name):
+            setattr(self, name, self.join_or_run(getattr(self, name)))
+
+    @classmethod
+    def _run(cls, rank, test_name, file_name, parent_pipe):
+        self = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        self.run_test(test_name, parent_pipe)
+
+@world_size(2, group=None)
+class TestTheirs(OnRanks, MultiProcessTestCase):
+    __test__ = True
+
+    def test_sum(self):
+        dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        self.assertEqual(value.item(), 2)
+        self.assertEqual((os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]), (str(self.rank), "0"))
+"""
+
+
+def test_a_copy_of_torch_s_base_needs_neither_its_keywords_nor_its_packages(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(expecttest="raise ModuleNotFoundError('not installed', name='expecttest')")
+    assert run_example(pytester, VENDORED).outcomes == {"passed": 1}

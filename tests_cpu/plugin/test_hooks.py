@@ -174,7 +174,7 @@ def test_hooks_that_raise_late_cost_no_verdict(pytester: pytest.Pytester) -> Non
     def test_variables(group): pass
     """
     result = run_example(pytester, source)
-    assert result.outcomes == {"failed": 1}
+    assert result.outcomes == {"errors": 1}
     verdict = result.verdicts["test_variables"]
     assert (verdict.cause, verdict.ranks) == ("rank_exception", (1,))
     assert "RANK: the plugin numbers the ranks; leave it out" in verdict.reason

@@ -173,6 +173,10 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         where = last_seen(first_rank) or where  # no line of the test's own: at the test
     if cause == "dataloader_stuck":
         where = _loop_over_the_loader(evidence, error) or where
+    advice = ""
+    if cause == "assertion" and others:
+        who = describe_ranks(culprits, evidence.job.world_size)
+        advice = f"{who} alone {'fails' if len(culprits) == 1 else 'fail'}: look at what differs there, its data, seed or state"
     late = is_late(error.message)
     if late:
         reason += f"; {LATE_HINT}"
@@ -186,6 +190,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         reason=reason,
         certain=True,
         confidence=0.95,
+        advice=advice,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
     )
 

@@ -1,0 +1,49 @@
+"""What a failure on ranks is for other tools and for pytest itself: its place, its phase, and its text without repetition."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from pytest_nsa.testing import HEADER, run_example
+
+SOURCE = """
+@pytest.fixture
+def broken_on_one(group):
+    if group.rank == 1:
+        raise ValueError("no data on rank 1")
+    dist.barrier()
+
+@world_size(2)
+def test_broken_fixture(broken_on_one): pass
+
+@world_size(2)
+def test_missing_fixture(nowhere): pass
+
+@world_size(2)
+@pytest.mark.parametrize("n", [1])
+def test_fails(group, n):
+    assert group.rank == 0  # THERE
+"""
+
+
+def line_of(marker: str) -> int:
+    return next(i for i, line in enumerate((HEADER + SOURCE).splitlines(), 1) if marker in line)
+
+
+def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester, SOURCE, "--tb=short", "--junitxml=junit.xml", "-p", "no:capture", "-p", "no:randomly"
+    )
+    assert result.outcomes == {"failed": 1, "errors": 2}
+    assert set(result.verdicts) == {"test_broken_fixture", "test_fails[1]"}, "a missing fixture starts no ranks"
+    assert "fixture 'nowhere' not found" in result.stdout
+    assert "waited at test_example.py:" in result.stdout, "what a victim raised is a line"
+    assert "GLHF" not in result.stdout
+    cases = {case.get("name"): case for case in ET.parse(pytester.path / "junit.xml").iter("testcase")}
+    assert cases["test_broken_fixture"].find("error") is not None
+    assert cases["test_fails[1]"].find("failure") is not None
+    assert "rank 1 alone fails" in result.stdout
+    short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
+    assert f"{pytester.path}/test_example.py:{line_of('THERE')}: FAIL: rank 1 of 2, assertion" in short
