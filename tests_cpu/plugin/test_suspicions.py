@@ -51,6 +51,33 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert 3 <= suspected[0]["stood_still_s"] <= 5
 
 
+EXECUTOR = """
+import asyncio
+
+def write():
+    time.sleep(1000)  # HERE
+
+async def save():
+    await asyncio.get_running_loop().run_in_executor(None, write)
+
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_saves(group):
+    if group.rank == 1:
+        asyncio.run(save())
+    dist.barrier()
+"""
+
+
+def test_an_asyncio_loop_that_waits_for_a_thread_waits_for_that_thread(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, EXECUTOR, "-o", "ranks_hang_after=4")
+    verdict = result.verdicts["test_saves"]
+    assert (verdict.cause, verdict.ranks) == ("io_stuck", (1,))
+    assert "waits in asyncio's loop for a thread of its executor, which is at" in verdict.reason
+    line = next(i for i, text in enumerate((HEADER + EXECUTOR).splitlines(), 1) if "HERE" in text)
+    assert verdict.where == f"test_example.py:{line} in write"
+
+
 def test_a_hang_has_the_counters_of_its_loops_and_nothing_else_is_looked_at(pytester: pytest.Pytester) -> None:
     source = """
 import os

@@ -264,6 +264,9 @@ def _asyncio(rank: RankEvidence) -> Why | None:
     files, loop = _library_files(rank), rank.loop
     if not any("/asyncio/" in file for file in files):
         return None
+    at = _executor_s_place(rank)
+    if at:
+        return Why("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
     if loop is None:
         return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
     where = loop.tasks[0] if loop.tasks else ""
@@ -274,6 +277,15 @@ def _asyncio(rank: RankEvidence) -> Why | None:
         return Why("sleeping", "sleeps in asyncio's loop", 0.7, where)
     limit = "" if loop.timers else ", timer or file"
     return Why("lock_deadlock", f"waits in asyncio's loop for what no task{limit} is to complete", 0.8, where)
+
+
+def _executor_s_place(rank: RankEvidence) -> str:
+    """Return where a thread of an executor is that runs a call; '' where all of them wait for one."""
+    for thread in rank.threads:
+        runs_call = any(f.file.endswith("/concurrent/futures/thread.py") and f.function == "run" for f in thread.frames)
+        if runs_call and thread is not rank.stack:
+            return (thread.user_frame or thread.frames[0]).describe()
+    return ""
 
 
 def _store(rank: RankEvidence) -> Why | None:
