@@ -71,6 +71,24 @@ def _check_limits(config: Config) -> None:
     for name, value, least in limits:
         if value < least:
             raise ConfigError(f"{name}={value}: must be {'0 or more' if least == 0 else f'at least {least}'}")
+    model, parallel = config.model, config.parallel
+    not_negative = (
+        ("train.min_lr", t.min_lr), ("train.weight_decay", t.weight_decay), ("train.grad_clip", t.grad_clip),
+        ("train.watchdog_s", t.watchdog_s), ("trace.stats_every", config.trace.stats_every),
+    )  # fmt: skip
+    positive = (
+        ("train.lr", t.lr), ("model.norm_eps", model.norm_eps), ("model.rope_theta", model.rope_theta),
+        ("parallel.bucket_cap_mb", parallel.bucket_cap_mb),
+    )  # fmt: skip
+    for name, number in (*not_negative, *positive):
+        if number < 0 or (number == 0 and (name, number) in positive):
+            raise ConfigError(
+                f"{name}={number:g}: must be {'more than 0' if (name, number) in positive else '0 or more'}"
+            )
+    if t.min_lr > t.lr:
+        raise ConfigError(f"train.min_lr={t.min_lr:g}: must not exceed train.lr={t.lr:g}, from which it is reached")
+    if not 0 <= t.seed < 2**63:
+        raise ConfigError(f"train.seed={t.seed}: must be from 0 to 2**63 - 1")
 
 
 def _check_checkpointing(t: TrainConfig, m: ModelConfig) -> None:

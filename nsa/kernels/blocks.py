@@ -6,6 +6,8 @@ selection block j covers j*l_sel ... (j + 1)*l_sel - 1.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 # Block 0, the query's own block and the one before are always selected (paper, section 4.1).
@@ -15,6 +17,11 @@ NUM_LOCAL = 2
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return what is summed in: float32 for the half types."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return what keeps a computation's own dtypes under the caller's autocast; the device meta has none."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def num_compressed(seq_len: int, l: int, d: int) -> int:

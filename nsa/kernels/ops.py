@@ -26,7 +26,7 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
-        with torch.autocast(arguments[0].device.type, enabled=False):
+        with blocks.without_autocast(arguments[0].device):
             return function(*arguments)
 
     return run

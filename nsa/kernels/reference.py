@@ -9,7 +9,7 @@ import torch
 
 from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
-from nsa.kernels.blocks import select, wide
+from nsa.kernels.blocks import select, wide, without_autocast
 
 __all__ = ["compressed", "gated_sum", "probabilities", "select", "selected", "sliding", "weighted"]
 
@@ -23,7 +23,7 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale
     B, S, H, Dk = q.shape
     G = k.shape[2]
     grouped = q.reshape(B, S, G, H // G, Dk)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         scores = torch.einsum("bsghd,bngd->bghsn", grouped, k) * scale
     if k.shape[1] == 0:
         return scores
@@ -35,7 +35,7 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale
 
 def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return [B, S, H, Dv] from p [B, G, h, S, N] and v [B, N, G, Dv], in v's dtype."""
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         out = torch.einsum("bghsn,bngd->bsghd", p, v.to(p.dtype))
     return out.flatten(2, 3).to(v.dtype)
 
@@ -61,7 +61,7 @@ def compressed(
     n_blocks = blocks.num_selection(S, l_sel)
     with torch.no_grad():
         shared = blocks.overlap(n_cmp, n_blocks, l, d, l_sel, q.device, p.dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             importance = (p.sum(2) @ shared).transpose(1, 2)
     return weighted(p, v), importance
 

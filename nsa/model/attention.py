@@ -125,7 +125,10 @@ def _side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> Sequence[tor
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Return whether it is a product with its weight and nothing else, without hooks or changes of the user's."""
+    """Return whether it is a product with its weight and nothing else, without hooks or changes of the user's.
+
+    torch's global hooks (`register_module_forward_hook`) are hooks of every module.
+    """
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return (
         type(linear) is nn.Linear
@@ -133,7 +136,7 @@ def _is_plain(linear: nn.Module) -> bool:
         and type(linear.weight)
         in (nn.Parameter, torch.Tensor)  # a quantised weight, for example, may not be joined to others
         and "forward" not in linear.__dict__
-        and not any(getattr(linear, name) for name in hooks)
+        and not any(getattr(linear, name) or getattr(torch.nn.modules.module, f"_global{name}") for name in hooks)
     )
 
 
@@ -268,11 +271,11 @@ class NSAAttention(nn.Module):
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
         if cache is not None:
             cmp, sel, win = (
-                cache.add_compressed(cmp, tail, self.d),
+                cache.add_compressed(cmp, tail, self.l, self.d),
                 cache.add_selected(sel),
                 cache.add_window(win, self.w),
             )
-            cache.length += S
+            cache.add_tokens(S)
         forced, listener = self.force_branch, self.selection_listener
         sizes = Sizes(self.l, self.d, self.l_sel, self.n_sel, self.w)
         scale = self.d_k**-0.5

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks
+from nsa.kernels.blocks import without_autocast
 from nsa.kernels.dispatch import explain, sum_branches
 from nsa.kernels.reference import probabilities, weighted
 from nsa.kernels.sizes import KV, Sizes
@@ -48,6 +49,11 @@ class _Growing:
         """Forget what was appended after the first ``used``."""
         self._used = used
 
+    def reorder(self, index: torch.Tensor) -> None:
+        """Make sequence i the former ``index[i]``."""
+        if self._buffer is not None:
+            self._buffer = self._buffer.index_select(0, index)
+
     def __len__(self) -> int:
         return self._used
 
@@ -56,38 +62,86 @@ class KVCache:
     """What one NSA layer keeps of the tokens it has seen; for inference, so without gradients.
 
     The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
-    whole block covers yet. ``length`` is the number of tokens seen.
+    whole block covers yet. ``length`` is the number of tokens seen. ``spare``: how many of the last tokens `crop` can take back,
+    as speculative decoding needs; they are kept besides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: int = 0) -> None:
+        if spare < 0:
+            raise ValueError(f"spare={spare}: must be 0 or a number of tokens")
         self.length = 0
+        self._spare = spare
+        self._room = 0  # tokens that `crop` can take back now
         self._compressed = (_Growing(), _Growing())
         self._selected = (_Growing(), _Growing())
         self._window: KV | None = None
-        self._tail: KV | None = None  # tokens from the first block on that is not whole
+        self._tail: KV | None = None  # the last tokens, ``_ahead`` of them before the first block that is not whole
+        self._ahead = 0
+        self._block = (0, 0)  # size and stride of the compressed blocks, in tokens
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Leave the cache as it was where the body raises."""
         growing = (*self._compressed, *self._selected)
-        before = self.length, self._window, self._tail, [len(one) for one in growing]
+        before = self.length, self._room, self._window, self._tail, self._ahead
+        used = [len(one) for one in growing]
         try:
             yield
         except BaseException:
-            self.length, self._window, self._tail, used = before
+            self.length, self._room, self._window, self._tail, self._ahead = before
             for one, n in zip(growing, used, strict=True):
                 one.shorten(n)
             raise
 
+    def reorder(self, index: torch.Tensor) -> None:
+        """Make sequence i of the batch the former sequence ``index[i]``: int64 [B'], in any order, repeated or left out.
+
+        So a beam search keeps its best beams, and a batch drops the sequences that have ended.
+        """
+        if index.ndim != 1 or index.dtype != torch.int64:
+            raise ValueError(f"index: must be int64 of one dimension, got {index.dtype} {list(index.shape)}")
+        for one in (*self._compressed, *self._selected):
+            one.reorder(index)
+        self._window, self._tail = (
+            kv and KV(kv.k.index_select(0, index), kv.v.index_select(0, index)) for kv in (self._window, self._tail)
+        )
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens behind the first ``length``. Raises ValueError for more than the cache keeps (``spare``)."""
+        less = self.length - length
+        if less < 0 or length < 0:
+            raise ValueError(f"crop({length}): the cache has seen {self.length} tokens; give 0 to {self.length}")
+        if less > self._room:
+            raise ValueError(
+                f"crop({length}): the last {self._room} tokens can be taken back; for more, KVCache(spare={less})"
+            )
+        if not less:
+            return
+        assert self._window is not None
+        assert self._tail is not None
+        l, d = self._block
+        n_blocks = max(0, (length - l) // d + 1)
+        first = self.length - self._tail.k.shape[1]  # token of the tail
+        for one in self._compressed:
+            one.shorten(n_blocks)
+        for one in self._selected:
+            one.shorten(length)
+        self._ahead = n_blocks * d - first
+        self._tail, self._window = (kv.between(0, kv.k.shape[1] - less) for kv in (self._tail, self._window))
+        self.length, self._room = length, self._room - less
+
     def tail(self, new: KV) -> KV:
         """Return the tokens of which further compressed blocks are made, ``new`` the last."""
-        return new if self._tail is None else _joined(self._tail, new)
+        return new if self._tail is None else _joined(self._tail.between(self._ahead, self._tail.k.shape[1]), new)
 
-    def add_compressed(self, blocks_made: KV, tail: KV, d: int) -> KV:
-        """Take in the blocks that ``tail`` made; returns all."""
+    def add_compressed(self, blocks_made: KV, tail: KV, l: int, d: int) -> KV:
+        """Take in the blocks of ``l`` tokens, one every ``d``, that ``tail`` made; returns all."""
+        self._block = (l, d)
+        done = self._ahead + blocks_made.k.shape[1] * d
+        kept = tail if self._tail is None or not self._ahead else _joined(self._tail.between(0, self._ahead), tail)
+        first = max(0, done - -(-self._spare // d) * d)
         # Copies: a view would keep all tokens of the call.
-        done = blocks_made.k.shape[1] * d
-        self._tail = KV(tail.k[:, done:].clone(), tail.v[:, done:].clone())
+        self._tail, self._ahead = KV(kept.k[:, first:].clone(), kept.v[:, first:].clone()), done - first
         return KV(self._compressed[0].append(blocks_made.k), self._compressed[1].append(blocks_made.v))
 
     def add_selected(self, new: KV) -> KV:
@@ -96,9 +150,16 @@ class KVCache:
 
     def add_window(self, new: KV, w: int) -> KV:
         """Take in keys and values of the window; returns those that any of the new tokens sees."""
-        seen = new if self._window is None else _joined(self._window, new)
-        self._window = KV(_last(seen.k, w - 1), _last(seen.v, w - 1))
-        return seen
+        all_kept = new if self._window is None else _joined(self._window, new)
+        n = w - 1 + self._spare
+        self._window = KV(_last(all_kept.k, n), _last(all_kept.v, n))
+        n_kept = all_kept.k.shape[1]
+        return all_kept.between(max(0, n_kept - (w - 1) - new.k.shape[1]), n_kept)
+
+    def add_tokens(self, n: int) -> None:
+        """Count ``n`` tokens that all branches have taken in."""
+        self.length += n
+        self._room = min(self._spare, self._room + n)
 
 
 def _joined(a: KV, b: KV) -> KV:
@@ -258,7 +319,7 @@ def _selected(
     tokens, seen = tokens.clamp(max=k.shape[1] - 1).flatten(3), seen.flatten(3)
     b = torch.arange(B, device=q.device)[:, None, None, None]
     g = torch.arange(G, device=q.device)[None, None, :, None]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         scores = torch.einsum("btghd,btgnd->btghn", q.unflatten(2, (G, H // G)).to(wide), k[b, tokens, g].to(wide))
         p = (scores * scale).masked_fill(~seen[:, :, :, None], float("-inf")).softmax(-1)
         return torch.einsum("btghn,btgnd->btghd", p, v[b, tokens, g].to(wide)).flatten(2, 3).to(v.dtype)

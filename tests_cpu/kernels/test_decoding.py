@@ -51,6 +51,56 @@ def test_the_model() -> None:
         torch.testing.assert_close(found, model(tokens), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+def test_tokens_are_taken_back(compression: str) -> None:
+    """As in speculative decoding: seven tokens are proposed, some are kept, at every position in a block."""
+    module = NSAAttention(32, 4, 2, 8, 6, **SIZES, compression=compression).double()
+    x, wrong = torch.randn(2, 90, 32, dtype=torch.float64), torch.randn(2, 7, 32, dtype=torch.float64)
+    cache, at, found = KVCache(spare=7), 0, []
+    with torch.no_grad():
+        for step in range(200):
+            if at == 90:
+                break
+            new = x[:, at : at + 1 + step % 7]
+            found.append(module(new, cache))
+            at += new.shape[1]
+            module(wrong[:, : 1 + step % 5], cache)
+            cache.crop(at + step % 2)
+            cache.crop(at)
+        expected = module(x)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-10)
+    assert cache.length == 90
+
+
+def test_no_more_is_taken_back_than_the_cache_keeps() -> None:
+    module = NSAAttention(32, 4, 2, 8, 8, **SIZES)
+    cache = KVCache(spare=3)
+    with torch.no_grad():
+        module(torch.randn(1, 40, 32), cache)
+    cache.crop(38)
+    for length, reason in (
+        (36, r"the last 1 tokens can be taken back; for more, KVCache\(spare=2\)"),
+        (41, "give 0 to 38"),
+    ):
+        with pytest.raises(ValueError, match=rf"crop\({length}\): .*{reason}"):
+            cache.crop(length)
+    with pytest.raises(ValueError, match="spare=-1: must be 0 or a number of tokens"):
+        KVCache(spare=-1)
+
+
+def test_sequences_are_reordered_repeated_and_left_out() -> None:
+    module = NSAAttention(32, 4, 2, 8, 8, **SIZES).double()
+    x, index = torch.randn(3, 60, 32, dtype=torch.float64), torch.tensor([2, 0, 0, 2])
+    cache = KVCache()
+    with torch.no_grad():
+        module(x[:, :41], cache)
+        cache.reorder(index)
+        found = module(x[index, 41:], cache)
+        torch.testing.assert_close(found, module(x[index])[:, 41:], rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match=r"index: must be int64 of one dimension, got torch.int32 \[1\]"):
+        cache.reorder(torch.zeros(1, dtype=torch.int32))
+
+
 def test_a_call_that_fails_leaves_the_caches_as_they_were() -> None:
     """The call fails in the second layer, when the first has taken the tokens into its cache."""
     config = load_config("configs/tiny_cpu.yaml")

@@ -107,6 +107,13 @@ def test_a_projection_is_called_where_somebody_hooks_or_replaces_it() -> None:
     module.v_win.register_forward_hook(lambda _module, _inputs, output: seen.append(output.shape))
     torch.testing.assert_close(module(x), wanted, rtol=0, atol=1e-6)
     assert seen == [torch.Size([200, 16])]
+    linears: list[torch.nn.Module] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda one, _inputs, _output: linears.append(one) if isinstance(one, torch.nn.Linear) else None
+    )
+    module(x)
+    handle.remove()
+    assert len(linears) == len([one for one in module.modules() if isinstance(one, torch.nn.Linear)])
     with_bias = torch.nn.Linear(32, 16)
     module.k_win = with_bias
     module(x).sum().backward()

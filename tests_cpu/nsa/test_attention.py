@@ -298,3 +298,10 @@ def test_dense_attention_of_nothing_is_nothing(B: int, S: int) -> None:
     module = DenseAttention(load_config("configs/tiny_cpu.yaml").model)
     width = module.w_q.in_features
     assert module(torch.randn(B, S, width)).shape == (B, S, width)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+def test_shapes_on_the_meta_device(backend: str) -> None:
+    with torch.device("meta"):
+        layer = NSAAttention(32, 4, 2, 8, 8, l=8, d=4, l_sel=16, n_sel=4, w=16, backend=backend)
+        assert layer(torch.randn(1, 40, 32)).shape == (1, 40, 32)
