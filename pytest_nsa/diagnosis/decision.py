@@ -101,7 +101,7 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
     elif len(failed) > 1:
         share += ", all of them so"
     subject = f"{name} ends in {first.outcome}{cause}" + (f" on {culprits}" if culprits else "")
-    return f"{subject}{where}: {first.reason}. {share}."
+    return f"{subject}{where}: {first.reason.rstrip('.')}. {share}."
 
 
 def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:

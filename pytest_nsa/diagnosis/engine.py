@@ -206,7 +206,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
     outcome = _outcome(evidence, finding)
     finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence)))
-    caller = finding.called_from or caller_of(evidence, finding.where)
+    caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(
         finding, job.root, outcome=outcome, parameters_missing=missing, machines=machines, called_from=caller, **common

@@ -66,6 +66,12 @@ class Sources:
         snippet = self._snippet(file, line)
         return snippet.text.split("\n")[line - snippet.first].strip() if snippet is not None else ""
 
+    def with_path(self, location: str) -> str:
+        """Return ``file:line in function`` with the file's path, where the location has its name alone and one file has it."""
+        match = LOCATION.match(location)
+        snippet = self._snippet(match["file"], int(match["line"])) if match else None
+        return location if match is None or snippet is None else snippet.file + location[len(match["file"]) :]
+
     def around(self, location: str) -> tuple[ast.stmt, ...]:
         """Return the statements that enclose ``file:line in function``, outermost first; () where its source is not kept."""
         if location not in self._around:

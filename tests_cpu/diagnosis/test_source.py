@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.diagnosis.rules.source import calls_nothing, is_called_first, is_in_loop, share_a_loop
-from pytest_nsa.evidence.source import FILE, Sources, read_sources, record_sources
+from pytest_nsa.evidence.source import FILE, Snippet, Sources, read_sources, record_sources
 from pytest_nsa.testing import run_example
 
 SOURCE = '''\
@@ -129,3 +129,15 @@ def test_which_of_two_functions_a_line_calls_first(
     file.write_text(f"def train(model, data):\n    for x in data:\n        {line}\n")
     record_sources(tmp_path, [(str(file), 3)], Sources())
     assert is_called_first(read_sources(tmp_path), f"{file}:3 in train", one, other) is first
+
+
+def test_a_caller_s_path_is_given_where_one_file_has_its_name() -> None:
+    text = "def f():\n    g()"
+    sources = Sources(
+        [Snippet("/repo/src/a.py", 3, text), Snippet("/repo/src/b.py", 3, text), Snippet("/repo/b.py", 3, text)]
+    )
+    assert sources.with_path("a.py:4 in f") == "/repo/src/a.py:4 in f"
+    assert sources.with_path("b.py:4 in f") == "b.py:4 in f"
+    assert sources.with_path("/repo/b.py:4 in f") == "/repo/b.py:4 in f"
+    assert sources.with_path("a.py:40 in f") == "a.py:40 in f"
+    assert sources.with_path("") == ""
