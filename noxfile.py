@@ -62,6 +62,14 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 
 
 @nox.session
+def neighbours(session: nox.Session) -> None:
+    """Run the tests with plugins that are not in the extra 'test', as they warn in each session that has them installed."""
+    session.install("-e", ".[test]", "pytest-asyncio", f"torch=={TORCHES[-1]}")
+    coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines")
+    session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """Build the wheel and the source distribution, check what an index would say of them, and use each where nothing else is."""
     session.install("build", "hatchling", "twine")

@@ -319,7 +319,7 @@ def of_another_plugin(item: pytest.Item) -> Iterator[str]:
         path, line, _ = item.reportinfo()
         yield (
             f"{path}:{(line or 0) + 1}: {item.name}: would not run on ranks: another plugin runs it ({type(item).__name__}); "
-            "take its mark off, and call asyncio.run(...) in a plain function, or use anyio's"
+            "take its mark off, and call asyncio.run(...) in a plain function, or use pytest-asyncio's or anyio's"
         )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import pytest
-from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import hookspecs, marks, settings
 from pytest_nsa.diagnosis.decision import Decision, decide
@@ -27,6 +26,7 @@ from pytest_nsa.session.items import (
     Ranked,
     folder_key,
     make_ranked,
+    may_be_ranked,
     runner_key,
     timeout_key,
     verdict_key,
@@ -48,7 +48,6 @@ decision_key = pytest.StashKey[Decision]()
 problem_key = pytest.StashKey[str]()  # what is wrong with a test's marks; '' for nothing
 unwritten_key = pytest.StashKey[str]()
 
-_PLAIN = (pytest.Function, TestCaseFunction)
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
 
@@ -122,7 +121,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     # Nor does their collector ask a hook for the methods of a TestCase.
     items[:] = [
-        make_ranked(i) if isinstance(i, pytest.Function) and type(i) in _PLAIN and marks.is_ranked(i) else i
+        make_ranked(i) if isinstance(i, pytest.Function) and may_be_ranked(i) and marks.is_ranked(i) else i
         for i in items
     ]
     extensions = session.config.stash[runner_key].extensions

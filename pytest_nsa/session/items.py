@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import functools
 import sys
 import warnings
 from dataclasses import replace
@@ -201,13 +202,30 @@ class RankedTestCase(Ranked, TestCaseFunction):
             super().teardown()
 
 
+# A plugin that runs coroutines; its items run them by `setup` and `runtest`, which in a rank are called as in any process.
+_OF_COROUTINES = "pytest_asyncio.plugin"
+
+
+def may_be_ranked(item: pytest.Item) -> bool:
+    """Return whether `make_ranked` knows the kind of a collected test."""
+    return type(item) in (pytest.Function, TestCaseFunction) or type(item).__module__ == _OF_COROUTINES
+
+
+@functools.cache
+def _ranked(kind: type[pytest.Function]) -> type[Ranked]:
+    """Return the class of the ranked form of items of a class."""
+    if kind is pytest.Function:
+        return RankedFunction
+    return type(f"Ranked{kind.__name__}", (Ranked, kind), {})
+
+
 def make_ranked(item: pytest.Function) -> Ranked:
-    """Return the ranked form of a collected function or method of a TestCase, marks and parameters kept."""
+    """Return the ranked form of a collected function, coroutine or method of a TestCase, marks and parameters kept."""
     if isinstance(item, TestCaseFunction):
         case = RankedTestCase.from_parent(item.parent, name=item.name, callobj=item.obj)
         case.own_markers, case.keywords = item.own_markers, item.keywords
         return case
-    ranked = RankedFunction.from_parent(
+    ranked: Ranked = _ranked(type(item)).from_parent(
         item.parent,
         name=item.name,
         callspec=getattr(item, "callspec", None),

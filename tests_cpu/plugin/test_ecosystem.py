@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import sqlite3
 from pathlib import Path
 
@@ -312,3 +314,46 @@ def test_it(group, n): assert n not in (1, 2)
     pytester.runpytest_subprocess("--lf").assert_outcomes(failed=1)
     pytester.runpytest_subprocess("--lf", "--ranks-launch=clean").assert_outcomes(failed=1)
     pytester.runpytest_subprocess("--ff").assert_outcomes(passed=2, failed=2)
+
+
+ASYNC = """
+import asyncio, pytest_asyncio
+
+@pytest_asyncio.fixture
+async def queue(group):
+    queue = asyncio.Queue()
+    queue.put_nowait(group.rank)
+    yield queue, asyncio.get_running_loop()
+
+@pytest.mark.asyncio
+@world_size(2)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_reduces(queue, group, n):
+    numbers, loop = queue
+    assert asyncio.get_running_loop() is loop
+    value = torch.tensor([await numbers.get()])
+    await asyncio.to_thread(dist.all_reduce(value, async_op=True).wait)
+    assert value.item() == 1
+
+class TestMethods:
+    @pytest.mark.asyncio
+    @world_size(2)
+    async def test_fails(self, group):
+        await asyncio.sleep(0)
+        assert group.rank == 0
+
+@pytest.mark.asyncio
+async def test_plain(): await asyncio.sleep(0)
+"""
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_coroutines_of_pytest_asyncio_run_on_the_ranks(pytester: pytest.Pytester, mode: str) -> None:
+    if importlib.util.find_spec("pytest_asyncio") is None:
+        pytest.skip("needs pytest-asyncio: nox -s neighbours")
+    source = ASYNC if mode == "strict" else re.sub(r" *@pytest.mark.asyncio\n", "", ASYNC)
+    result = run_example(pytester, source, "-o", f"asyncio_mode={mode}")
+    assert result.outcomes == {"passed": 3, "failed": 1}
+    verdict = result.verdicts["TestMethods::test_fails"]
+    assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
+    assert verdict.where.endswith(" in test_fails")
