@@ -180,9 +180,10 @@ def _wants_ranks(session: pytest.Session) -> bool:
 
 
 def _only_lists(config: pytest.Config) -> bool:
-    """Return whether tests, or their fixtures, are listed alone: then nothing is written."""
+    """Return whether tests, or their fixtures, are listed or set up alone: then no rank runs, and nothing is written."""
     options = config.option
-    return bool(options.collectonly or options.showfixtures or options.show_fixtures_per_test)
+    is_without_calls = config.getoption("setuponly", False) or config.getoption("setupplan", False)
+    return bool(options.collectonly or options.showfixtures or options.show_fixtures_per_test or is_without_calls)
 
 
 def _needs_ranks(item: pytest.Item) -> bool:

@@ -177,7 +177,9 @@ def test_it(group, x):
     assert "\\x1b]0;owned" in said
 
 
-@pytest.mark.parametrize("lists", ["--collect-only", "--fixtures", "--fixtures-per-test", "--markers"])
+@pytest.mark.parametrize(
+    "lists", ["--collect-only", "--fixtures", "--fixtures-per-test", "--markers", "--setup-plan", "--setup-only"]
+)
 def test_what_only_lists_writes_nothing(pytester: pytest.Pytester, lists: str) -> None:
     result = run_example(pytester, "@world_size(2)\ndef test_it(group): pass", lists)
     assert result.returncode == 0
