@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprTraceback
+from _pytest._code.code import ExceptionChainRepr, ReprTraceback
 
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.verdict import Verdict
@@ -30,6 +30,7 @@ from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.job_announcer import JobAnnouncer
 from pytest_nsa.session.process_starts import on_start

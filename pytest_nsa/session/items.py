@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
+from _pytest._code.code import ExceptionChainRepr, ReprFileLocation, ReprTraceback
 from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import marks
@@ -23,6 +23,7 @@ from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
 from pytest_nsa.session import snapshots
+from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()

@@ -47,3 +47,12 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert "rank 1 alone fails" in result.stdout
     short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
     assert f"{pytester.path}/test_example.py:{line_of('THERE')}: FAIL: rank 1 of 2, assertion" in short
+
+
+def test_a_failure_is_coloured_as_pytest_s_own_are_and_travels_between_processes(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    for options in ((), ("-p", "xdist", "-n", "1")):
+        shown = run_example(pytester, SOURCE, "--color=yes", "-k", "test_fails", *options).stdout
+        coloured = "\x1b[31m" in next(line for line in shown.splitlines() if "FAIL: rank 1 of 2, assertion" in line)
+        assert coloured == (not options), "xdist sends the text alone"
+        assert "rank 1 alone fails" in shown
