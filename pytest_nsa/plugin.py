@@ -38,6 +38,7 @@ from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.unreached import UnreachedSnapshots
 from pytest_nsa.settings import settings_key
+from pytest_nsa.wire.protocols import LaunchError
 
 # Fixtures are found by name in a plugin's module.
 __all__ = ["artifacts", "branch", "ddp", "fsdp", "gc_range", "group", "launch", "rank_tmp_path", "trace"]
@@ -137,7 +138,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     config, wants = session.config, _wants_ranks(session)
     # An xdist worker requests ranks before it reports to the controller that it has collected.
     if hasattr(config, "workerinput") and wants:
-        config.stash[runner_key].launcher.start(session, between_tests=True)
+        try:
+            config.stash[runner_key].launcher.start(session, between_tests=True)
+        except LaunchError as error:  # an exception would end this worker alone, and the controller replace it
+            session.shouldstop = f"pytest-nsa: {error}"
     outer = config.stash.get(outer_key, None)
     if outer is None:
         return
@@ -165,7 +169,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         runner = config.stash[runner_key]
         session_report.write_environment(runner.folder.path, runner.settings.gpus)
         runner.extensions.write_scenarios(runner.folder.path)
-        runner.launcher.start(session, between_tests=True)
+        if not hasattr(config, "workerinput"):  # else it has been started
+            runner.launcher.start(session, between_tests=True)
         runner.open_debugger()
         runner.attach([item.nodeid for item in session.items if _needs_ranks(item)])
         config.stash[signals_key].take()

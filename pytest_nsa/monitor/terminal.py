@@ -55,7 +55,8 @@ class DebuggerServer:
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self.name, self._listener = unix_sockets.listen("debugger")
+        self._listener = unix_sockets.Listener("debugger")
+        self.name = self._listener.name
         self.once = False  # post mortem: one rank a test
         self._served = 0
 
@@ -65,9 +66,9 @@ class DebuggerServer:
 
     def poll(self) -> float:
         """Serve a rank that connects; the others wait for it in their next collective."""
-        if not select.select([self._listener], [], [], 0)[0]:
+        if not select.select([self._listener.socket], [], [], 0)[0]:
             return 0.0
-        connection = unix_sockets.accept(self._listener)
+        connection = unix_sockets.accept(self._listener.socket)
         if connection is None:
             return 0.0
         with connection:
@@ -82,6 +83,10 @@ class DebuggerServer:
 
     def finish(self) -> None:
         """No-op."""
+
+    def close(self) -> None:
+        """At the session's end: accept no rank any more."""
+        self._listener.close()
 
     def _relay(self, connection: socket.socket) -> None:
         sources: list[socket.socket | int] = [connection, 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -22,7 +21,7 @@ from pytest_nsa.system.prctl import die_with
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.room import reserve
 from pytest_nsa.wire.messages import Channel
-from pytest_nsa.wire.protocols import Launcher
+from pytest_nsa.wire.protocols import Launcher, LaunchError
 
 LOG = 64 << 10  # bytes that a zygote's log has on the disk from its start
 
@@ -143,37 +142,38 @@ class SharedZygote:
     """The xdist controller's part in a zygote for all its workers: started once a worker has connected to request ranks."""
 
     def __init__(self) -> None:
-        self._listener: socket.socket | None
-        self.name, self._listener = unix_sockets.listen("zygote")
+        self._listener = unix_sockets.Listener("zygote")
+        self.name = self._listener.name
         self._zygote: ZygoteLauncher | None = None
 
     @property
     def is_wanted(self) -> bool:
         """Whether a worker waits for a zygote that has not been started."""
-        return self._listener is not None and bool(select.select([self._listener], [], [], 0)[0])
+        return self._zygote is None and bool(select.select([self._listener.socket], [], [], 0)[0])
 
     def start(self, config: pytest.Config, log: Path) -> None:
         """Start it; from now on it alone accepts."""
-        self._zygote = _clean_zygote(config, _child_arguments(config, log), log, self._listener)
-        self._close_listener()
+        self._zygote = _clean_zygote(config, _child_arguments(config, log), log, self._listener.socket)
+        self._listener.socket.close()
 
     def close(self) -> None:
         """End it and all its ranks."""
-        self._close_listener()
         if self._zygote is not None:
             self._zygote.close()
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._listener.close()
 
 
 def _connect_to_shared(config: pytest.Config, log: Path) -> ZygoteLauncher | None:
-    """Return a worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended."""
+    """Return a worker's connection to the shared zygote; None without one: no xdist, another machine, or it has ended.
+
+    Raises LaunchError where no process accepts a connection.
+    """
     name = getattr(config, "workerinput", {}).get("nsa_zygote")
     if not name:
         return None
-    with contextlib.suppress(OSError):
+    try:
         return ZygoteLauncher(Channel(unix_sockets.connect(name)), 0, log)
-    return None
+    except TimeoutError as error:
+        raise LaunchError(f"the process that starts the ranks of all workers cannot be reached: {error}") from None
+    except OSError:
+        return None

@@ -8,7 +8,7 @@ from pytest_nsa.session import choose_launcher
 from pytest_nsa.session.choose_launcher import LaunchPlan
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.settings import Settings
-from pytest_nsa.wire.protocols import Launcher, UnfitError
+from pytest_nsa.wire.protocols import Launcher, LaunchError, UnfitError
 
 
 class RunLauncher:
@@ -18,6 +18,7 @@ class RunLauncher:
         self.config, self.settings, self.run = config, settings, run
         self._launcher: Launcher | None = None
         self._plan: LaunchPlan | None = None
+        self._unreachable = ""  # why the zygote of all workers is
 
     @property
     def plan(self) -> LaunchPlan:
@@ -27,7 +28,7 @@ class RunLauncher:
         return self._plan
 
     def start(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
-        """Start the launcher, if there is none, and return it.
+        """Start the launcher, if there is none, and return it. Raises LaunchError where it cannot be reached.
 
         Only before the first test may this process be forked: inside one, its state is not what a rank starts from.
         """
@@ -35,7 +36,13 @@ class RunLauncher:
             if self.plan.kind == "fork" and (not between_tests or choose_launcher.why_not_fork(self.config)):
                 self._plan = LaunchPlan(kind="clean", description="forked from a clean child pytest")
             log = self.run.path / "zygote.log"
-            self._launcher = choose_launcher.start(self.plan.kind, self.config, session, log)
+            if self._unreachable:  # no test waits for it again
+                raise LaunchError(self._unreachable)
+            try:
+                self._launcher = choose_launcher.start(self.plan.kind, self.config, session, log)
+            except LaunchError as error:
+                self._unreachable = str(error)
+                raise
         return self._launcher
 
     def ready(self, session: pytest.Session) -> Launcher:

@@ -65,6 +65,7 @@ class RankRunner:
         """Lend the terminal to ranks, where this process has one."""
         if not hasattr(self.config, "workerinput"):
             self._debugger = DebuggerServer(self._terminal)
+            self.config.add_cleanup(self._debugger.close)
 
     def close(self) -> None:
         """End the launcher and everything it started; give back what is leased."""

@@ -1,25 +1,40 @@
-"""Sockets between this user's processes: no file and no port, only a name in the kernel's abstract namespace.
+"""Sockets between this user's processes, in a folder that no other user reaches: no other can connect, or fill the queue.
 
-Any process of the machine can reach such a name, so both ends query the kernel for the user at the other end.
+Both ends query the kernel for the user at the other end, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import secrets
+import shutil
 import socket
 import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
-BACKLOG = 128
+BACKLOG = 4096  # connections that wait to be accepted: a zygote accepts once its tests are collected
+CONNECT_S = 60.0
+AGAIN_S = 0.05
 
 
-def listen(purpose: str) -> tuple[str, socket.socket]:
-    """Return a listening socket, and its name for `connect`."""
-    name = f"pytest-nsa-{purpose}-{os.getpid()}-{secrets.token_hex(8)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("\0" + name)
-    listener.listen(BACKLOG)
-    return name, listener
+class Listener:
+    """A listening ``socket``, and its ``name`` for `connect`."""
+
+    def __init__(self, purpose: str) -> None:
+        self._folder = tempfile.mkdtemp(prefix=f"pytest-nsa-{purpose}-")  # mode 0700
+        self.name = str(Path(self._folder) / "socket")
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _address_of(self.name) as address:
+            self.socket.bind(address)
+        self.socket.listen(BACKLOG)
+
+    def close(self) -> None:
+        """Close the socket, and remove its name."""
+        self.socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
@@ -31,17 +46,45 @@ def accept(listener: socket.socket) -> socket.socket | None:
     return None
 
 
-def connect(name: str) -> socket.socket:
-    """Connect to what `listen` made. Raises OSError when no process listens, PermissionError when it is another user."""
+def connect(name: str, limit_s: float | None = None) -> socket.socket:
+    """Connect to a `Listener`. Raise OSError when no process listens, PermissionError when it is another user, and TimeoutError
+    where its queue has no place within ``limit_s`` seconds (default: `CONNECT_S`).
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect("\0" + name)
+        with _address_of(name) as address:
+            _connect(connection, address, CONNECT_S if limit_s is None else limit_s)
         if _peer_user(connection) != os.getuid():
             raise PermissionError(f"the socket {name} belongs to another user")
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def _connect(connection: socket.socket, address: str, limit_s: float) -> None:
+    """Connect, and try again where the queue is full: a blocking connect has no limit, one with a timeout fails at once."""
+    deadline = time.monotonic() + limit_s
+    connection.setblocking(False)
+    while True:
+        try:
+            connection.connect(address)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no connection was accepted within {limit_s:g} s") from None
+            time.sleep(AGAIN_S)
+    connection.setblocking(True)
+
+
+@contextlib.contextmanager
+def _address_of(name: str) -> Iterator[str]:
+    """Yield an address for a socket's name: one has 107 bytes at most, and a folder for temporary files may have a longer name."""
+    folder = os.open(os.path.dirname(name), os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(name)}"
+    finally:
+        os.close(folder)
 
 
 def _peer_user(connection: socket.socket) -> int:
