@@ -100,7 +100,7 @@ def _layout(slots: int = RING_SIZE) -> tuple[dict[str, Any], bytes, int]:
 
 def _mapped(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Map a file of zeros. The monitor may have made it, with its space on the disk: that is kept."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if os.pread(fd, 1, 0) not in (b"", b"\0"):  # an earlier rank's
             os.ftruncate(fd, 0)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType, GeneratorType
 
 from nsa.trace.events import SCHEMA
+from nsa.trace.files import write_atomically
 from nsa.trace.frames import describe, is_user_file, user_frames
 
 FILE = "counters.json"
@@ -68,10 +69,8 @@ def write_counters(folder: Path, thread: int) -> None:
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}
-    partial = folder / f"{FILE}.partial"
     with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same
-        partial.write_text(json.dumps(found), encoding="utf-8")
-        partial.replace(folder / FILE)
+        write_atomically(folder / FILE, json.dumps(found))
 
 
 def counters_at(error: BaseException) -> list[dict[str, object]]:

@@ -28,6 +28,7 @@ from nsa.trace.assignments import line_that_names
 from nsa.trace.changes import changes_around
 from nsa.trace.ddp_buckets import ddp_models_in
 from nsa.trace.events import where_there_is_room
+from nsa.trace.files import open_to_append
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
 from nsa.trace.reduced_by_hand import HandReduction
@@ -55,7 +56,7 @@ class Checksums:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "checksums.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open_to_append(folder / "checksums.jsonl")
         self._size = 0
         self._count = 0  # of the models so far: of those that have gone, too
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nsa.trace.events import SCHEMA
+from nsa.trace.files import write_atomically
 from nsa.trace.secrets import masked_arguments, masked_variables
 
 _PACKAGES = ("pytest-nsa", "torch", "triton", "numpy", "pyarrow", "flash-attn")
@@ -58,4 +59,4 @@ def environment() -> dict[str, Any]:
 
 def write_environment(path: Path) -> None:
     """As JSON."""
-    path.write_text(json.dumps(environment(), indent=1) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(environment(), indent=1) + "\n", follow=True)

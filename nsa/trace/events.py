@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nsa.trace.files import open_to_append
 from nsa.trace.strict_json import to_json
 
 SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines beside them
@@ -31,7 +32,7 @@ def where_there_is_room() -> Iterator[None]:
 def append(path: Path, entry: dict[str, Any]) -> None:
     """Append a line of JSON."""
     with where_there_is_room():
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        fd = open_to_append(path)
         try:
             os.write(fd, (to_json(entry, as_text=True) + "\n").encode())
         finally:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from nsa.trace.files import write_atomically
+
 BUFFER_VARIABLES = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
@@ -27,5 +29,5 @@ def dump_flight_recorder(path: Path) -> bool:
         text = dump(includeCollectives=True, onlyActive=False)
     except (RuntimeError, TypeError):
         return False
-    path.write_bytes(text if isinstance(text, bytes) else str(text).encode())
+    write_atomically(path, text if isinstance(text, bytes) else str(text))
     return True

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nsa.trace import logger
+from nsa.trace.files import open_to_append
 from nsa.trace.names import plain_name
 
 
@@ -39,7 +40,7 @@ class GradientTrace:
         for name in missing:
             logger.info("  - MISSING: %s", name)
         if missing_file is not None and missing:
-            with missing_file.open("a", encoding="utf-8") as file:
+            with open(open_to_append(missing_file), "a", encoding="utf-8") as file:
                 file.writelines(f"step{step} {name}\n" for name in missing)
         return missing
 

@@ -17,6 +17,7 @@ from nsa.trace.board import Board
 from nsa.trace.collectives import CollectiveRecorder
 from nsa.trace.counters import is_asked, write_counters
 from nsa.trace.events import SCHEMA
+from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
 from nsa.trace.held_up import asyncio_tasks, handled_exception
@@ -69,7 +70,7 @@ class Heartbeat:
         self.recorder = recorder
         self.rank = rank
         self.label = label
-        self._file = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open_to_append(path)
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
@@ -220,8 +221,6 @@ class Heartbeat:
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
             "keys": self.recorder.stores.latest_keys() if self.recorder is not None else [],
         }  # fmt: skip
-        partial = self._standing.with_name(self._standing.name + ".partial")
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business
-            partial.write_text(json.dumps(found), encoding="utf-8")
-            partial.replace(self._standing)
+            write_atomically(self._standing, json.dumps(found))
             dump_flight_recorder(self._standing.with_name("flight_recorder.json"))

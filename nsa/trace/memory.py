@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from nsa.trace.files import write_atomically
+
 MIB = 1 << 20
 
 
@@ -39,12 +41,12 @@ def dump(folder: Path, step: int, rank: int) -> Path:
     """Write ``mem_step{N}_rank{r}.json`` and ``.txt`` (the same, for people); returns the former."""
     facts = snapshot(step, rank)
     target = folder / f"mem_step{step}_rank{rank}.json"
-    target.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    write_atomically(target, json.dumps(facts) + "\n", follow=True)
     lines = [
         f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value}"
         for name, value in facts.items()
     ]
     if "cuda_allocated_mib" in facts:
         lines.append(torch.cuda.memory_summary(abbreviated=True))
-    target.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(target.with_suffix(".txt"), "\n".join(lines) + "\n", follow=True)
     return target

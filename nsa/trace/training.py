@@ -20,6 +20,7 @@ import torch
 
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.exceptions import record_exception
+from nsa.trace.files import write_atomically
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
@@ -29,8 +30,12 @@ class TracedTraining:
     """The evidence of a rank's training, from now until `end`, or until the process ends: well, or with an exception."""
 
     def __init__(self, run: Path, rank: int, world_size: int, label: str) -> None:
+        run.mkdir(mode=0o755, parents=True, exist_ok=True)  # under a umask of 000, too
+        run = run.resolve()
         self.folder = run / f"rank{rank}"
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self.folder.is_symlink():
+            raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
         for old in ("events.jsonl", "standing.json", "stacks.txt"):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
@@ -103,6 +108,4 @@ def _describe(run: Path, world_size: int) -> None:
         "nodeid": " ".join(sys.argv) or "training", "folder": str(run), "root": os.getcwd(), "world_size": world_size,
         "backend": os.environ.get("TORCH_BACKEND", ""), "created": time.time(), "timeout": 0.0, "traces": [],
     }  # fmt: skip
-    partial = run / f".job.{os.getpid()}"
-    partial.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
-    partial.replace(run / "job.json")
+    write_atomically(run / "job.json", json.dumps(job, indent=1) + "\n")

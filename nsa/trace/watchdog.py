@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import threading
 import time
 from pathlib import Path
 from typing import IO
 
 from nsa.trace.board import Board
+from nsa.trace.files import open_to_append
 
 
 class Watchdog:
@@ -31,7 +33,7 @@ class Watchdog:
         if self.seconds <= 0:
             return
         if self._file is None:
-            self._file = self.path.open("w", encoding="utf-8", buffering=1)
+            self._file = os.fdopen(open_to_append(self.path), "a", encoding="utf-8", buffering=1)
             self._thread.start()
         self._fed.set()
         faulthandler.dump_traceback_later(self.seconds, repeat=True, file=self._file)

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_st
 
 from nsa.config import Config, ConfigError, ModelConfig
 from nsa.data.packing import Position
+from nsa.trace.files import write_atomically
 from nsa.trace.strict_json import to_json
 from nsa.training.safe_reader import SafePlanner, SafeReader
-from nsa.training.writing import write_whole
 
 SCHEMA = 1
 DESCRIPTION = "checkpoint.json"
@@ -142,11 +142,11 @@ class Checkpointer:
     def _name(self, partial: Path, target: Path, description: Description) -> None:
         files = {path.name: _size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
-        write_whole(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n")
+        write_atomically(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n", synced=True)
         if target.exists():  # a run that went on from an earlier step comes here again
             _remove(target)
         partial.rename(target)
-        write_whole(self.folder / "latest", target.name + "\n")
+        write_atomically(self.folder / "latest", target.name + "\n", follow=True, synced=True)
         # Those of later steps are another run's, or will be written again.
         saved = [path for path in _saved(self.folder) if path <= target]
         last_finite = next((path for path in reversed(saved) if is_finite(path)), None)

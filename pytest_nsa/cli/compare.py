@@ -30,7 +30,7 @@ def compare(base: list[Path], new: list[Path], page: Path | None) -> int:
     print(visible(comparing.as_markdown(found, names, tests)), end="")
     if page is not None:
         style = resources.files("pytest_nsa.report").joinpath("report.css").read_text(encoding="utf-8")
-        write_atomically(page, comparing.as_html(found, names, tests, style))
+        write_atomically(page, comparing.as_html(found, names, tests, style), follow=True)
     return int(any(d.kind == "worse" for d in found))
 
 

@@ -84,7 +84,7 @@ def metrics(statuses: Sequence[Status]) -> str:
 
 def write_metrics(path: Path, statuses: Sequence[Status]) -> None:
     """Replace the textfile that Prometheus's node exporter collects."""
-    write_atomically(path, metrics(statuses))
+    write_atomically(path, metrics(statuses), follow=True)
 
 
 def _labels(status: Status, rank: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pytest_nsa.system import py_spy
 from pytest_nsa.system.procfs import is_runnable
+from pytest_nsa.wire.files import write_atomically
 
 LIMIT_S = 8.0  # symbols of a large library take seconds
 MOST_RANKS = 4  # a dump takes about two seconds
@@ -37,7 +38,7 @@ def dump_native(pid: int, path: Path) -> str:
     if not text:
         return why_not
     try:
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text)
     except OSError as error:
         return f"its dump could not be written: {error.strerror}"
     return ""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pytest_nsa.system.prctl import punch_hole
+from pytest_nsa.wire.files import replacing
 from pytest_nsa.wire.messages import Job
 
 BLOCK = 4096
@@ -81,8 +82,7 @@ class OutputLimit:
         """Rewrite each cut file: head, a line on what was left out, tail."""
         self.poll()
         for path, end in self._cut.items():
-            partial = path.with_name(".output.log.partial")
-            with path.open("rb") as old, partial.open("wb") as new:
+            with path.open("rb") as old, replacing(path) as fd, open(fd, "wb", closefd=False) as new:
                 new.write(old.read(self._head).rstrip(b"\0"))
                 size = old.seek(0, os.SEEK_END)
                 start = max(end, size - self._limit // 2)
@@ -90,7 +90,6 @@ class OutputLimit:
                 new.write(b"\n" + note.encode() + b"\n")
                 old.seek(start)
                 new.write(old.read().partition(b"\n")[2])
-            partial.replace(path)
         self._cut.clear()
 
     @property
@@ -99,6 +98,9 @@ class OutputLimit:
 
     def _punch(self, path: Path, size: int) -> None:
         end = (size - self._limit // 4) // BLOCK * BLOCK
-        with path.open("r+b") as file:
-            if punch_hole(file.fileno(), self._head, end - self._head):
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if punch_hole(fd, self._head, end - self._head):
                 self._cut[path] = end
+        finally:
+            os.close(fd)

@@ -14,7 +14,7 @@ from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append_line, read_text
+from pytest_nsa.wire.files import append, append_line, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
@@ -54,7 +54,7 @@ def ask_for_rest(folders: Iterable[Path]) -> None:
 def _leave_files(folders: Iterable[Path], name: str) -> None:
     for folder in folders:
         with where_there_is_room(), contextlib.suppress(FileNotFoundError):  # a rank that never began
-            (folder / name).touch()
+            touch(folder / name)
 
 
 def note_process(evidence: Path, rank: int, facts: dict[str, Any]) -> None:
@@ -104,8 +104,8 @@ def dump_children(pids: Mapping[int, int], files: Mapping[int, Path]) -> None:
         for child in children_of(pid)[:MAX_CHILDREN]:
             if not catches(child, DUMP_SIGNAL):
                 continue
-            with where_there_is_room(), files[rank].open("a", encoding="utf-8") as file:
-                file.write(f"{CHILD_MARK}{child}\n")
+            with where_there_is_room():
+                append(files[rank], f"{CHILD_MARK}{child}\n".encode())
             with contextlib.suppress(ProcessLookupError):
                 dump_stacks({rank: files[rank]}, lambda _, child=child: os.kill(child, DUMP_SIGNAL))  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,6 +28,7 @@ from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_stor
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper, write_lines_at_once
+from pytest_nsa.wire.files import append, open_to_append
 from pytest_nsa.wire.messages import DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RankProcess:
         self.number, self.spec, self.store, self.items, self.control = number, spec, store, items, control
         self._config = next((item.config for item in items.values()), None)
         self.device = "cpu"
-        self._files: list[TextIO] = []  # faulthandler writes to descriptors: their files must stay open
+        self._files: list[int] = []  # descriptors that faulthandler writes to
         self._has_joined = self._is_used = False
         self._base_store: dist.Store | None = None
         self._fresh_store: dist.Store | None = None
@@ -274,19 +275,18 @@ class RankProcess:
 
     def _arm_stack_dumps(self, folder: Path) -> None:
         """faulthandler in C, so that it answers while C++ holds the GIL; one file per rank that stays open."""
-        stacks = (folder / "stacks.txt").open("a", encoding="utf-8")
+        stacks, fatal = open_to_append(folder / "stacks.txt"), open_to_append(folder / "fatal.txt")
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
-        fatal = (folder / "fatal.txt").open("w", encoding="utf-8")
         faulthandler.enable(file=fatal, all_threads=True)
-        for file in self._files:
-            file.close()
+        for fd in self._files:
+            os.close(fd)
         self._files = [stacks, fatal]
 
 
 def _redirect_output(folder: Path) -> None:
     """File descriptors 1 and 2 go to this rank's output.log; standard input is empty."""
     null = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = open_to_append(folder / "output.log")
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -306,8 +306,8 @@ class TraceLog(logging.Handler):
         if sys.__stdout__ is not None:
             sys.__stdout__.write(line)
             sys.__stdout__.flush()
-        with where_there_is_room(), (self.folder / "traces.log").open("a", encoding="utf-8") as file:
-            file.write(line)
+        with where_there_is_room():
+            append(self.folder / "traces.log", line.encode(errors="backslashreplace"))
 
 
 # Made before the fork: a logger that is set up in each rank costs it half a millisecond.

@@ -29,7 +29,7 @@ def merge(target: Path, own: Path, launch: str, rank: int) -> None:
         suites.sort(key=lambda suite: int(_property(suite, _RANK) or 0))
         root = ET.Element("testsuites", tree.getroot().attrib)
         root.extend(suites)
-        write_atomically(target, ET.tostring(root, encoding="utf-8", xml_declaration=True))
+        write_atomically(target, ET.tostring(root, encoding="utf-8", xml_declaration=True), follow=True)
     own.unlink()
 
 

@@ -16,7 +16,7 @@ from pytest_nsa.report import html, summary
 from pytest_nsa.report.last_green import last_greens
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
-from pytest_nsa.wire.files import parse, read_bytes, read_text, write_atomically
+from pytest_nsa.wire.files import append, parse, read_bytes, read_text, write_atomically
 from pytest_nsa.wire.messages import SCHEMA
 
 DECISION = "decision.json"
@@ -94,8 +94,8 @@ def write_reports(
     write_atomically(run / "SUMMARY.md", text)
     shown = step_summary()
     if shown is not None:
-        with contextlib.suppress(OSError), shown.open("a", encoding="utf-8") as file:
-            file.write(text)
+        with contextlib.suppress(OSError):
+            append(shown, text.encode(errors="backslashreplace"))
     write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted, greens=greens))
     return entries, decision
 

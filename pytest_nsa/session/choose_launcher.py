@@ -20,6 +20,7 @@ from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.prctl import die_with
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.room import reserve
+from pytest_nsa.wire.files import open_to_append
 from pytest_nsa.wire.messages import Channel
 from pytest_nsa.wire.protocols import Launcher, LaunchError
 
@@ -86,7 +87,7 @@ def _forked_zygote(session: pytest.Session, log: Path) -> ZygoteLauncher:
             die_with(parent)
             ours.close()
             os.setpgid(0, 0)  # Ctrl-C at the terminal is the host's
-            fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            fd = open_to_append(log)
             os.dup2(fd, 1)
             os.dup2(fd, 2)
             Zygote(by_nodeid(session.items), theirs).serve()
@@ -112,7 +113,7 @@ def _clean_zygote(
         die_with(parent)
 
     passed = {ZYGOTE_FD: theirs, **({LISTENER_FD: listener} if listener is not None else {})}
-    with log.open("ab") as output:
+    with open(open_to_append(log), "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *arguments], cwd=config.invocation_params.dir, stdin=subprocess.DEVNULL,
             stdout=output, stderr=output, pass_fds=[s.fileno() for s in passed.values()], preexec_fn=in_child,

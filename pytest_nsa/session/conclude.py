@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from pytest_nsa.diagnosis.engine import Rule, diagnose
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
@@ -17,7 +18,7 @@ from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.room import where_there_is_room
-from pytest_nsa.wire.files import append_line
+from pytest_nsa.wire.files import append_line, replacing, write_atomically
 
 
 def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
@@ -59,10 +60,7 @@ def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
     A backward that did not end printed no list of what is missing: traces.log has it from the board, in the tracer's form.
     """
     several = len(evidence.ranks) > 1
-    with (
-        (folder / "output.log").open("w", encoding="utf-8") as output,
-        (folder / "traces.log").open("w", encoding="utf-8") as traces,
-    ):
+    with _text_of(folder / "output.log") as output, _text_of(folder / "traces.log") as traces:
         for rank in evidence.ranks:
             prefix = f"[rank {rank.rank}] " if several else ""
             output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))
@@ -71,9 +69,15 @@ def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
             dump = rank.folder / "stacks.txt"
             if dump.is_file() and dump.stat().st_size:
                 text = dump.read_text(encoding="utf-8", errors="replace")
-                (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
+                write_atomically(folder / f"watchdog_stackdump_rank{rank.rank}.txt", text)
         if verdict.failed:
             traces.writelines(f"  - MISSING: {name}\n" for name in verdict.parameters_missing)
+
+
+@contextlib.contextmanager
+def _text_of(path: Path) -> Iterator[IO[str]]:
+    with replacing(path) as fd, open(fd, "w", encoding="utf-8", closefd=False) as file:
+        yield file
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ from pytest_nsa.system.room import (
     reserve,
     where_there_is_room,
 )
-from pytest_nsa.wire.files import append_line, read_lines, read_text, write_atomically
+from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
 
 MAX_NAME = 100
 
@@ -124,9 +124,8 @@ class RunFolder:
 
     def _make(self, root: Path) -> Path:
         root.mkdir(parents=True, exist_ok=True)
-        ignore = root / ".gitignore"
-        if not ignore.exists():
-            ignore.write_text("*\n", encoding="utf-8")
+        if not os.path.lexists(root / ".gitignore"):
+            write_atomically(root / ".gitignore", "*\n", follow=True)
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name
             path.mkdir(mode=self.mode, exist_ok=True)
@@ -146,10 +145,13 @@ class RunFolder:
         link = root / "latest"
         if link.exists() and not link.is_symlink():
             return  # a folder that is not ours
-        partial = root / f".latest.{os.getpid()}"
-        partial.unlink(missing_ok=True)
+        partial = root / f".latest.{os.urandom(8).hex()}"
         partial.symlink_to(path.name)
-        partial.replace(link)
+        try:
+            partial.replace(link)
+        except OSError:  # of another user, in a folder like /tmp
+            partial.unlink()
+            raise
 
     def test_folder(self, name: str, ranks: Sequence[int] = ()) -> Path:
         """Return a new folder for a test; a second one of the same name gets a number.
@@ -182,8 +184,9 @@ class RunFolder:
 
     def note(self, text: str) -> None:
         """A line with the time in the run's ``test_execution.log``."""
-        with where_there_is_room(), (self.path / "test_execution.log").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        with where_there_is_room():
+            line = f"{time.strftime('%H:%M:%S')} {text}\n"
+            append(self.path / "test_execution.log", line.encode(errors="backslashreplace"))
 
     def tell(self, text: str) -> None:
         """Report something that concerns the whole run: in its closing lines, once, whichever worker reports it."""

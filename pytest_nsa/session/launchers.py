@@ -22,7 +22,7 @@ from pytest_nsa.settings import COLD_JOB, child_environment
 from pytest_nsa.system.children import end_groups_of_the_dead
 from pytest_nsa.system.prctl import die_with, kill_group
 from pytest_nsa.system.tcp import hold_ports, numbers_of
-from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire.files import open_to_append, write_atomically
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job
 from pytest_nsa.wire.protocols import LaunchError, UnfitError
 
@@ -154,7 +154,7 @@ class ColdLauncher:
             folder.mkdir(exist_ok=True)
             spec = folder / "cold.json"
             write_atomically(spec, json.dumps({"rank": rank, "job": job.to_json(), "ports": numbers_of(self._held)}))
-            with (folder / "output.log").open("ab") as log:
+            with open(open_to_append(folder / "output.log"), "ab") as log:
                 self._ranks[rank] = subprocess.Popen(
                     [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=log, env=child_environment(**{COLD_JOB: str(spec)}, **coverage.for_child()), preexec_fn=in_child,

@@ -165,16 +165,18 @@ class Clock:
 
     def _report(self, why: str) -> None:
         from pytest_nsa.session import outer_report
+        from pytest_nsa.wire.files import touch
 
         self.session.read()
         outer_report.report_session(self.launch, self.setup, self.session, why)
-        (self.folder / REPORTED).touch()
+        touch(self.folder / REPORTED)
 
     def _end_host(self) -> None:
         """Ask the process to end itself, with exit code 1; it is this one's parent, so its number is no other's."""
         from pytest_nsa.rank.launched import END_ASKED
+        from pytest_nsa.wire.files import touch
 
-        (self.folder / END_ASKED).touch()
+        touch(self.folder / END_ASKED)
         deadline = time.monotonic() + ENDING_S
         while os.getppid() == self.host and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -64,7 +64,7 @@ def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: fl
 
 
 def _write_lines(path: Path, entries: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) -> None:

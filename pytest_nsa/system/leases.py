@@ -195,7 +195,7 @@ class _Lock:
         """Lock it without waiting; whether that worked."""
         while True:
             try:
-                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the last holder of anything has just removed the folder
                 self.path.parent.mkdir(mode=0o700, exist_ok=True)
                 continue

@@ -1,7 +1,11 @@
-"""Files that survive a killed writer: replaced as a whole, or appended line by line."""
+"""Files that survive a killed writer: replaced as a whole, or appended line by line.
+
+What is written into a folder of evidence is written here: no link is followed, whoever has put it there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -11,12 +15,61 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside and rename, so that a reader sees the old file or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    partial.replace(path)
+
+@contextlib.contextmanager
+def replacing(path: Path, *, follow: bool = False) -> Iterator[int]:
+    """Yield the descriptor of a new file that takes the place of ``path`` at the end: a reader sees the old file or the new one.
+
+    Raises OSError. A folder may be a stranger's: no link is followed, nor one that is the folder of ``path`` itself unless
+    ``follow`` (of a path that the user has named), and the new file's name cannot be guessed.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        partial = f".{path.name}.{os.urandom(8).hex()}.partial"
+        fd = os.open(partial, _FLAGS | os.O_EXCL, 0o666, dir_fd=folder)
+        try:
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+            os.rename(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial, dir_fd=folder)
+            raise
+    finally:
+        os.close(folder)
+
+
+def write_atomically(path: Path, content: str | bytes, *, follow: bool = False) -> None:
+    """Replace a file as `replacing` does."""
+    data = memoryview(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+    with replacing(path, follow=follow) as fd:
+        while data:
+            data = data[os.write(fd, data) :]
+
+
+def open_to_append(path: Path) -> int:
+    """Return a descriptor that appends to a file, which is made where there is none. Raises OSError; for what is a link, too."""
+    fd = os.open(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    os.set_blocking(fd, True)  # a pipe, for which opening would have waited, has failed
+    return fd
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append in one write. What is no file, or a link, may be a stranger's: not waited for, not written to."""
+    fd = os.open(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+
+
+def touch(path: Path) -> None:
+    """Make an empty file, unless there is one. Raises OSError."""
+    os.close(os.open(path, _FLAGS | os.O_NONBLOCK, 0o666))
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -46,12 +99,7 @@ def with_numbers(value: Any) -> Any:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a JSON line in one write: a killed writer loses at most the line in hand."""
-    # What is no file, or a link, may be a stranger's: not waited for, not written to.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    try:
-        os.write(fd, (to_json(record) + "\n").encode())
-    finally:
-        os.close(fd)
+    append(path, (to_json(record) + "\n").encode())
 
 
 LARGEST = 64 << 20  # bytes that are read of a file
