@@ -16,6 +16,7 @@ from pathlib import Path
 from pytest_nsa.cli.compare import compare, tell_history
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, read, report
+from pytest_nsa.cli.strangers import to_write_in
 from pytest_nsa.cli.unaided import watch_unaided
 from pytest_nsa.cli.watch import folder_of, watch
 from pytest_nsa.diagnosis.engine import diagnose
@@ -28,6 +29,11 @@ from pytest_nsa.report.runs import KEPT, KEPT_FAILED
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import lines
 from pytest_nsa.wire.files import write_atomically
+
+_SOURCES = (
+    "read the Python files of this machine that evidence names, wherever they lie "
+    "(default: where this machine made the evidence, those below the root of its tests)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--html", action="store_true", help="write DIR/report.html anew: of a training with its curves"
     )
+    command.add_argument("--sources", action="store_true", help=_SOURCES)
     command = commands.add_parser(
         "watch",
         help="follow a training whose ranks have NSA_TRACE_DIR set; of any other what /proc and py-spy show",
@@ -61,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--metrics", metavar="FILE", type=Path, help="keep a textfile for Prometheus's node exporter")
     command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run anew, as after a SIGKILL")
     command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
+    command.add_argument("--sources", action="store_true", help=_SOURCES)
     command = commands.add_parser("compare", help="two runs beside each other; exits with 1 where the second is worse")
     command.add_argument("base", metavar="RUN_A", type=Path, help="the run before, as artifacts/test_engineer_...")
     command.add_argument("new", metavar="RUN_B", type=Path, help="the run now, as artifacts/latest")
@@ -101,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "watch":
                 return _watch(arguments)
             case "report":
-                return report(arguments.folders)
+                return report(arguments.folders, sources=arguments.sources)
             case "compare":
                 sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
                 return compare(*sides, arguments.html)
@@ -111,6 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a folder that cannot be read or written, or has a folder in the place of a file
+        print(visible(f"error: {error}"), file=sys.stderr)
+        return 2
 
 
 def _count(text: str) -> int:
@@ -121,17 +132,18 @@ def _count(text: str) -> int:
 
 def _diagnose(arguments: argparse.Namespace) -> int:
     first, *others = arguments.folders
-    folders = find_test_folders(first)
-    if not folders:
+    if not find_test_folders(first):
         print(
             f"error: {str(first)!r}: no evidence here (no job.json); give a run's or a test's folder",
             file=sys.stderr,
         )
         return 2
+    first = to_write_in(first) if arguments.html else first
+    folders = find_test_folders(first)
     failed = False
     entries = []
     for folder in folders:
-        evidence = read(folder, *others)
+        evidence = read(folder, *others, sources=arguments.sources)
         if evidence is None:
             continue
         verdict = diagnose(evidence)
@@ -165,7 +177,7 @@ def is_live(evidence: Evidence) -> bool:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    folders = {arguments.run.absolute()} if arguments.run else set()
+    folders = {arguments.run.resolve()} if arguments.run else set()
     for pid in arguments.pids:
         found = folder_of(pid)
         if found is None:

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pytest_nsa.cli.strangers import to_write_in, with_allowed_sources
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.evidence.load import find_test_folders, load, with_sources
+from pytest_nsa.evidence.load import find_test_folders, load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
@@ -17,8 +18,11 @@ from pytest_nsa.report.summary import VERDICTS, read_entries
 from pytest_nsa.wire.files import append_line
 
 
-def report(folders: Sequence[Path]) -> int:
-    """Write the reports of each run. 0: nothing failed, 1: something did, 2: a folder is no run."""
+def report(folders: Sequence[Path], *, sources: bool) -> int:
+    """Write the reports of each run. 0: nothing failed, 1: something did, 2: a folder is no run.
+
+    ``sources``: read those that evidence names, wherever they lie.
+    """
     status = 0
     for run in folders:
         if not (run / VERDICTS).is_file() and not find_test_folders(run):
@@ -27,7 +31,8 @@ def report(folders: Sequence[Path]) -> int:
         if runs.is_in_use(run):
             print(f"error: {str(run)!r}: the run goes on still, and writes its reports at its end", file=sys.stderr)
             return 2
-        _conclude(run)
+        run = to_write_in(run)
+        _conclude(run, sources)
         was_finished = (run / runs.FINISHED).is_file()
         # The decision that the run left is by the repository's own rules, where it has any; else the verdicts decide.
         left = read_decision(run, read_entries(run)) if (run / DECISION).is_file() else None
@@ -40,13 +45,13 @@ def report(folders: Sequence[Path]) -> int:
     return status
 
 
-def _conclude(run: Path) -> None:
+def _conclude(run: Path, sources: bool) -> None:
     """Give a verdict to each test that the run was cut off in."""
     known = {entry.folder for entry in read_entries(run)}
     for folder in find_test_folders(run):
         if folder.name in known:
             continue
-        evidence = read(folder)
+        evidence = read(folder, sources=sources)
         if evidence is None:
             continue
         verdict = diagnose(evidence)
@@ -54,8 +59,11 @@ def _conclude(run: Path) -> None:
         append_line(run / VERDICTS, {"folder": folder.name, **verdict.to_json()})
 
 
-def read(folder: Path, *others: Path) -> Evidence | None:
-    """Return a folder's evidence, and print what of it cannot be read; None where that is all."""
+def read(folder: Path, *others: Path, sources: bool) -> Evidence | None:
+    """Return a folder's evidence, and print what of it cannot be read; None where that is all.
+
+    ``sources``: read those that it names, wherever they lie.
+    """
     try:
         evidence = load(folder, *others)
     except (OSError, ValueError) as error:
@@ -64,7 +72,8 @@ def read(folder: Path, *others: Path) -> Evidence | None:
     for what in evidence.unread:
         print(visible(f"{folder.name}: not read: {what}"), file=sys.stderr)
     # Without any, the process that ran the ranks did not come to keep them.
-    return evidence if evidence.sources.snippets else with_sources(evidence)
+    has_sources = evidence.sources.snippets and not sources
+    return evidence if has_sources else with_allowed_sources(evidence, requested=sources)
 
 
 def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:

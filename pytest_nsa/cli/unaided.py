@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.cli.strangers import is_ours, with_allowed_sources
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.stacks import ThreadStack, parse_dump
 from pytest_nsa.evidence.waiting import torch_s_wait
 from pytest_nsa.monitor.second_look import note_process
@@ -24,7 +25,7 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
 from pytest_nsa.system.procfs import ProcessState, children_of, difference, look_at, stat_of
 from pytest_nsa.system.tcp import socket_queues
-from pytest_nsa.wire.files import append_line, parse, read_text
+from pytest_nsa.wire.files import append_line, parse, read_text, write_atomically
 from pytest_nsa.wire.messages import Job
 
 APART_S = 2.0  # between two looks at a rank: one that is where it was, and did not compute, is stalled
@@ -168,10 +169,10 @@ class Unaided:
         with tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-") as scratch:
             folder = Path(scratch)
             job = Job(nodeid="a job", folder=scratch, world_size=self.world_size, backend="")
-            (folder / "job.json").write_text(json.dumps(job.to_json()), encoding="utf-8")
+            write_atomically(folder / "job.json", json.dumps(job.to_json()))
             for rank, state in facts.items():
                 (folder / f"rank{rank}").mkdir()
-                (folder / f"rank{rank}" / "stacks.txt").write_text(self._stacks.get(rank, ""), encoding="utf-8")
+                write_atomically(folder / f"rank{rank}" / "stacks.txt", self._stacks.get(rank, ""))
                 note_process(folder / "host.jsonl", rank, state)
             waited = time.monotonic() - min(self._still_since[rank] for rank in still)
             moved = [rank for rank in facts if rank not in still]
@@ -179,7 +180,8 @@ class Unaided:
                 "event": "standing", "time": time.time(), "stood_still_s": 0.0 if moved else waited, "waits_s": waited,
                 "moved": bool(moved), "moved_ranks": moved,
             })  # fmt: skip
-            found = suspect(with_sources(load(folder)))
+            is_own_job = all(is_ours(Path(f"/proc/{pid}")) for pid in self.pids.values())
+            found = suspect(with_allowed_sources(load(folder), requested=False, is_own_job=is_own_job))
         found = found or self._in_different_calls()
         return found and replace(found, certain=False, confidence=round(LESS * found.confidence, 2))
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from typing import Any, TextIO
 
 from pytest_nsa.cli.nccl import NcclService
 from pytest_nsa.cli.outputs import VerdictCommand, write_metrics
+from pytest_nsa.cli.strangers import is_ours, with_allowed_sources
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.load import load, with_sources
+from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announcements import announcement, stalled_for
 from pytest_nsa.monitor.patience import WAITED_FOR_S, Patience
@@ -34,21 +36,27 @@ METRICS_S = 1.0
 MANY = 8  # ranks: more are shown by state
 GRACE_S = 1.0
 ENOUGH_S = 4.5  # to see which ranks make progress, and to look twice at those that do not
-_BOARD = re.compile(r"(/\S.*)/rank\d+/board\.bin$")
+_BOARD = re.compile(r"(/\S.*)/rank(\d+)/board\.bin$")
 
 
-def folder_of(pid: int) -> Path | None:
-    """Return where a rank's board lies, by what its process has mapped; None when it has none, or is another user's."""
+def folder_of(pid: int, rank: int | None = None) -> Path | None:
+    """Return where the board of a rank (None: of any) lies, by what its process has mapped; None when it has none, or is another
+    user's.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return None
-    return next((Path(match[1]) for line in lines if (match := _BOARD.search(line))), None)
+    found = (match for line in lines if (match := _BOARD.search(line)))
+    return next((Path(match[1]) for match in found if rank is None or int(match[2]) == rank), None)
 
 
 @dataclass
 class Watcher:
-    """Looks at the ranks of ``folder`` that run on this machine. What it sees goes to ``host.jsonl`` there as it happens."""
+    """Looks at the ranks of ``folder`` that run on this machine.
+
+    What it sees goes to ``host.jsonl`` there as it happens; of another user's folder to a temporary one.
+    """
 
     folder: Path
     watch: ProgressWatch = field(init=False)
@@ -57,9 +65,14 @@ class Watcher:
     _standing: StandStill = field(default_factory=StandStill)
     _gone: set[int] = field(default_factory=set)
     _patience: Patience = field(default_factory=Patience)
+    _is_own: dict[int, bool] = field(
+        default_factory=dict
+    )  # of ranks that were seen alive, whether their process is this user's
 
     def __post_init__(self) -> None:
         self.watch = ProgressWatch({})
+        self._scratch = None if is_ours(self.folder) else tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-")
+        self.log = (Path(self._scratch.name) if self._scratch is not None else self.folder) / "host.jsonl"
         self._find_ranks()
 
     def _find_ranks(self) -> None:
@@ -83,10 +96,14 @@ class Watcher:
         self.watch.look()
         before = self.finding
         for rank, board in self.boards.items():
-            if board.phase != "done" and rank not in self._gone and not self._is_alive(board):
+            if board.phase == "done" or rank in self._gone:
+                continue
+            if self._is_alive(rank, board):
+                self._is_own.setdefault(rank, is_ours(Path(f"/proc/{int(board.numbers['pid'])}")))
+            else:
                 self._gone.add(rank)
                 with contextlib.suppress(OSError):  # a folder that can only be read
-                    append_line(self.folder / "host.jsonl", {"event": "gone", "time": time.time(), "rank": rank})
+                    append_line(self.log, {"event": "gone", "time": time.time(), "rank": rank})
                 evidence = self._load()
                 self.finding = None if evidence is None else suspect(evidence)
         waited = self.watch.longest_wait
@@ -107,7 +124,9 @@ class Watcher:
     def _load(self) -> Evidence | None:
         """The folder's evidence; None, and `unread` says why, where it cannot be read."""
         try:
-            evidence = with_sources(load(self.folder))
+            evidence = load(self.folder, *([self.log.parent] if self._scratch is not None else []))
+            is_own_job = bool(self._is_own) and all(self._is_own.values())
+            evidence = with_allowed_sources(evidence, requested=False, is_own_job=is_own_job)
         except (OSError, ValueError) as error:
             self.unread = str(error)
             return None
@@ -117,16 +136,19 @@ class Watcher:
     def _alive(self) -> dict[int, int]:
         return {r: int(b.numbers["pid"]) for r, b in self.boards.items() if b.phase != "done" and r not in self._gone}
 
-    def _is_alive(self, board: BoardSnapshot) -> bool:
+    def _is_alive(self, rank: int, board: BoardSnapshot) -> bool:
         """Return whether the process that made the board is there, and maps it still: its number may be another's by now."""
-        path = Path(f"/proc/{int(board.numbers['pid'])}")
-        return path.exists() and folder_of(int(board.numbers["pid"])) is not None
+        mapped = folder_of(int(board.numbers["pid"]), rank)
+        with contextlib.suppress(OSError):  # a file that has gone
+            return mapped is not None and (mapped / f"rank{rank}").samefile(self.folder / f"rank{rank}")
+        return False
 
     def _note(self, waited: float) -> None:
-        log = self.folder / "host.jsonl"
         for rank, facts in self._standing.facts.items():
-            note_process(log, rank, facts)
-        append_line(log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)})
+            note_process(self.log, rank, facts)
+        append_line(
+            self.log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)}
+        )
 
     def announcement(self, test: str) -> str:
         """Return the line on a suspicion in a job of a test; '' where there is none, or no rank has waited for long."""

@@ -286,9 +286,12 @@ def _text(path: Path) -> str:
     return read_text(path, DUMP)
 
 
-def with_sources(evidence: Evidence) -> Evidence:
-    """Keep the sources that the evidence names in its folder, while they are as the ranks ran them; the evidence with them."""
-    found = record_sources(evidence.folder, _locations(evidence), evidence.sources)
+def with_sources(evidence: Evidence, *, below: Path | None = None, keep: bool = True) -> Evidence:
+    """Return evidence with the sources that it names, and ``keep`` them in its folder, while they are as the ranks ran them.
+
+    ``below``: the folder that they must lie in; None where the evidence is this user's, who may name any.
+    """
+    found = record_sources(evidence.folder, _locations(evidence), evidence.sources, below=below, keep=keep)
     return replace(evidence, sources=found, ranks=tuple(replace(rank, sources=found) for rank in evidence.ranks))
 
 
@@ -327,4 +330,5 @@ def find_test_folders(folder: Path) -> list[Path]:
     """Return ``folder`` itself when it is a test's, else the tests' folders in it."""
     if (folder / "job.json").is_file():
         return [folder]
-    return sorted(path.parent for path in folder.glob("*/job.json"))
+    found = (path.parent for path in folder.glob("*/job.json") if path.is_file())
+    return sorted(path for path in found if not path.is_symlink())  # one that is a link may lead anywhere

@@ -105,8 +105,12 @@ def read_sources(folder: Path) -> Sources:
     return Sources(found)
 
 
-def record_sources(folder: Path, locations: Iterable[tuple[str, int]], known: Sources) -> Sources:
-    """Keep the functions around ``locations`` (file, line) that ``known`` lacks; returns all of them."""
+def record_sources(
+    folder: Path, locations: Iterable[tuple[str, int]], known: Sources, *, below: Path | None = None, keep: bool = True
+) -> Sources:
+    """Read the functions around ``locations`` (file, line) that ``known`` lacks, of files ``below`` a folder (None: of any), and
+    ``keep`` them in ``folder``. Return all of them.
+    """
     trees: dict[str, tuple[ast.Module, list[str]] | None] = {}
     found = Sources([*known.snippets])
     for file, line in dict.fromkeys(locations):
@@ -115,14 +119,22 @@ def record_sources(folder: Path, locations: Iterable[tuple[str, int]], known: So
         if not file or found._snippet(file, line) is not None:
             continue
         if file not in trees:
-            trees[file] = _read(file)
+            trees[file] = _read(file) if below is None or _is_below(file, below) else None
         parsed = trees[file]
         snippet = _cut(file, line, *parsed) if parsed is not None else None
         if snippet is not None:
             found.snippets.append(snippet)
             with contextlib.suppress(OSError):  # a folder that can only be read
-                append_line(folder / FILE, {"file": snippet.file, "first": snippet.first, "text": snippet.text})
+                if keep:
+                    append_line(folder / FILE, {"file": snippet.file, "first": snippet.first, "text": snippet.text})
     return found
+
+
+def _is_below(file: str, folder: Path) -> bool:
+    try:
+        return Path(file).resolve().is_relative_to(folder)
+    except (OSError, ValueError):  # a name with a zero in it, a circle of links
+        return False
 
 
 def _read(file: str) -> tuple[ast.Module, list[str]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,17 @@ def read_entries(run: Path) -> list[Entry]:
         except (ValueError, TypeError, AttributeError):
             continue  # torn: the writer was killed
         name = data.get("folder")
-        # A folder of the run itself: not one that the line leads elsewhere to.
-        folder = name if isinstance(name, str) and Path(name).name == name and (run / name).is_dir() else ""
+        folder = name if isinstance(name, str) and _is_folder_of(run, name) else ""
         entries[verdict.scenario or verdict.nodeid] = Entry(folder=folder, verdict=verdict)
     return list(entries.values())
+
+
+def _is_folder_of(run: Path, name: str) -> bool:
+    """Return whether a run has a folder of this name itself: the name, or a link, may lead elsewhere."""
+    try:
+        return Path(name).name == name != ".." and stat.S_ISDIR((run / name).lstat().st_mode)
+    except (OSError, ValueError):  # none, or no name that a file can have
+        return False
 
 
 Decide = Callable[[Mapping[str, Verdict]], Decision]

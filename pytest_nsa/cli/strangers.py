@@ -1,0 +1,97 @@
+"""Folders of evidence that somebody else may have made or sent: what a command writes for them, and what it reads of this machine.
+
+A folder of another user is copied into one of ours, and the copy is used. The sources that evidence names are read only where this
+machine made the evidence and they lie below the root of its tests, or where the user requests them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_nsa.evidence.load import with_sources
+from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.report.plain import visible
+from pytest_nsa.report.terminal import short_path
+from pytest_nsa.system.room import private_folder
+from pytest_nsa.wire.files import LARGEST, read_bytes, write_atomically
+
+MOST = 1 << 30  # bytes of a folder that are copied
+DEPTH = 4  # run, test, what a bisection tried of it, rank
+
+
+def is_ours(path: Path) -> bool:
+    """Return whether a folder, or a process by its folder in /proc, is this user's. False where there is none."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def to_write_in(folder: Path) -> Path:
+    """Return a folder without links in its path, as short as it can be written; of another user's folder a copy that is ours."""
+    folder = Path(short_path(folder.resolve()))
+    if is_ours(folder):
+        return folder
+    copy = Path(tempfile.mkdtemp(prefix="copy-", dir=private_folder())) / folder.name
+    left_out = _copy(folder, copy)
+    print(visible(f"{folder}: is another user's: what is written goes into a copy, {copy}"), file=sys.stderr)
+    if left_out:
+        print(
+            f"{left_out} files are not in the copy: links, special files, or beyond {MOST >> 30} GiB", file=sys.stderr
+        )
+    return copy
+
+
+def _copy(folder: Path, copy: Path) -> int:
+    """Copy the regular files of a folder. Return how many entries were left out."""
+    left, left_out = MOST, 0
+    for path in _files(folder, DEPTH):
+        try:
+            data = read_bytes(path, min(left, LARGEST))
+        except OSError:
+            left_out += 1
+            continue
+        left -= len(data)
+        target = copy / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if left > 0:
+            write_atomically(target, data)
+        else:
+            left_out += 1
+    copy.mkdir(parents=True, exist_ok=True)
+    return left_out
+
+
+def _files(folder: Path, depth: int) -> Iterator[Path]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path)
+            elif depth > 1:
+                yield from _files(Path(entry.path), depth - 1)
+
+
+def with_allowed_sources(evidence: Evidence, *, requested: bool, is_own_job: bool = False) -> Evidence:
+    """Return evidence with the sources that it names, as far as they may be read.
+
+    ``is_own_job``: it is written by processes of this user, which live. ``requested``: the user asks for them, wherever they lie.
+    """
+    ours = is_ours(evidence.folder)
+    if requested or (is_own_job and ours):
+        return with_sources(evidence, keep=ours)
+    if not ours or not _is_made_here(evidence):
+        return evidence
+    return with_sources(evidence, below=Path(evidence.job.root).resolve())
+
+
+def _is_made_here(evidence: Evidence) -> bool:
+    """Return whether evidence lies where it was made, as what others send does not, and its tests' root is a project's folder."""
+    root, made = evidence.job.root, evidence.job.folder
+    if not (os.path.isabs(root) and os.path.isabs(made)):
+        return False
+    is_project_s = not Path.home().resolve().is_relative_to(Path(root).resolve())
+    return is_project_s and Path(made).resolve() == evidence.folder.resolve()
