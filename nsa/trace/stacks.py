@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from types import CodeType
@@ -36,6 +37,8 @@ class Place:
 def look(only: int | None = None) -> dict[int, list[Place]]:
     """Return the stack of each thread that runs Python by its identifier, innermost frame first; of the thread ``only`` alone.
 
+    The main thread comes first: it is there, however many others there are.
+
     Not by faulthandler, which reads threads' states without their lock: one that C++ makes for a callback at that moment, as gloo
     does for each future, ends the process (SIGSEGV). A frame that is held here, though, keeps its function's locals alive, and
     would end them in this thread: a generator's ``finally`` would run here. So no frame is held for longer than this thread has the
@@ -46,17 +49,16 @@ def look(only: int | None = None) -> dict[int, list[Place]]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        frame = None
-        for ident, frame in (
-            sys._current_frames().items() if only is None else [(only, sys._current_frames().get(only))]
-        ):
+        frames = sys._current_frames()
+        main = threading.main_thread().ident or 0
+        idents = [main, *(i for i in frames if i != main)] if only is None else [only]
+        for ident in idents[:MOST_THREADS]:
             places = found[ident] = []
+            frame = frames.get(ident)
             while frame is not None and len(places) < MOST_FRAMES:
                 places.append((frame.f_code, frame.f_lasti, frame.f_lineno))
                 frame = frame.f_back
-            if len(found) >= MOST_THREADS:
-                break
-        del frame
+        del frame, frames
     finally:
         if collects:
             gc.enable()

@@ -11,6 +11,9 @@ from pathlib import Path
 
 CHILD_MARK = "# process "
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):")
+_ALONE = (
+    "Stack (most recent call first):"  # of the thread that got the signal, as a rule the main one, where there are many
+)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 # Not just the package's name: a checkout may lie in a folder that is called so.
 _PARTS = (p for p in Path(__file__).parents[1].iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file())
@@ -133,13 +136,18 @@ def parse_dump(text: str, own: str = "") -> tuple[ThreadStack, ...]:
     text = text.partition(CHILD_MARK)[0]
     threads: list[list[Frame]] = []
     current: list[Frame] | None = None
+    alone: list[Frame] | None = None
     for line in text.splitlines():
         if header := _THREAD.match(line):
             threads.append([])
             current = threads[-1] if header[1] == "Current thread" else current
+        elif line == _ALONE:
+            alone = []
+            threads.append(alone)
         elif threads and (frame := _frame(line, own)) is not None:
             threads[-1].append(frame)
-    stacks = [frames for frames in threads if frames]
+    stacks = [frames for frames in threads if frames and (frames is not alone or current is None)]
+    current = current or alone
     # faulthandler names no main thread before Python 3.14: it is one that does not begin in threading's bootstrap, and of those
     # (threads of C++ that call Python are others) the one that got the signal.
     outer = [f for f in stacks if f[-1].function != "_bootstrap"]
@@ -165,8 +173,8 @@ def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
     """
     main = next((t for t in threads if t.is_main), None)
     others = [t for t in threads if t is not main and not t.is_ours and t.user_frame is not None]
-    if main is None:
-        return next(iter(others), None) or next((t for t in threads if not t.is_ours), None)
+    if main is None:  # where another thread is shows nothing of what the rank waits for
+        return None
     if main.frames[0].function == "_engine_run_backward":
         engines = [t for t in others if t.frames[-1].function != "_bootstrap"]  # autograd's own threads, of C++
         return next(iter(engines), main)

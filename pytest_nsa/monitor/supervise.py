@@ -24,9 +24,10 @@ from pytest_nsa.monitor.second_look import (
 from pytest_nsa.monitor.stall import StandStill
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
+from pytest_nsa.system.procfs import has_more_threads
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
-from pytest_nsa.wire.messages import DUMP_SIGNAL, Job
+from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS, Job
 from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion
 
 POLL_S = 0.05
@@ -208,9 +209,12 @@ class RanksRun:
         self._ended_by = reason
         ask_for_rest(self.job.rank_folder(rank) for rank in alive)
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
-        dump_stacks(
-            stacks, lambda rank: self.launcher.signal(rank, DUMP_SIGNAL), lambda rank: wants_to_dump(alive[rank])
-        )
+        crowded = {rank: path for rank, path in stacks.items() if has_more_threads(alive[rank], MOST_THREADS)}
+        for ranks, number in ((crowded, DUMP_MAIN_SIGNAL), (stacks, DUMP_SIGNAL)):
+            dump_stacks(
+                ranks, lambda rank, number=number: self.launcher.signal(rank, number),  # type: ignore[misc]
+                lambda rank: wants_to_dump(alive[rank]),
+            )  # fmt: skip
         native = {rank: self.job.rank_folder(rank) / "native.txt" for rank in alive}
         for rank, absent in dump_where_it_tells(native, alive, self.watch.blocked):
             self._note("native", rank=rank, absent=absent)

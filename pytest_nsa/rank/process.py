@@ -29,7 +29,7 @@ from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper, write_lines_at_once
 from pytest_nsa.wire.files import append, open_to_append
-from pytest_nsa.wire.messages import DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
+from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -277,6 +277,7 @@ class RankProcess:
         """faulthandler in C, so that it answers while C++ holds the GIL; one file per rank that stays open."""
         stacks, fatal = open_to_append(folder / "stacks.txt"), open_to_append(folder / "fatal.txt")
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True, chain=False)
+        faulthandler.register(DUMP_MAIN_SIGNAL, file=stacks, all_threads=False, chain=False)
         faulthandler.enable(file=fatal, all_threads=True)
         for fd in self._files:
             os.close(fd)

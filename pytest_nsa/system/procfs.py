@@ -63,6 +63,12 @@ def is_runnable(pid: int) -> bool:
     return stat_of(Path("/proc") / str(pid))[:1] == ["R"]
 
 
+def has_more_threads(pid: int, count: int) -> bool:
+    """Return whether a process has more than ``count`` threads; False where the kernel does not show it."""
+    fields = stat_of(Path("/proc") / str(pid))
+    return len(fields) > 17 and int(fields[17]) > count
+
+
 def stat_of(folder: Path) -> list[str]:
     """Return the fields of ``stat`` in a process's or thread's folder of /proc, from its state on, which is behind the command's
     name; [] when it has gone.

@@ -17,7 +17,9 @@ SCHEMA = 1  # of a test's folder: job.json names it for all files beside it that
 MOST_RANKS = 1 << 17
 # What the plugin sets in each rank: no mark, option or hook can.
 FIXED_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})
-DUMP_SIGNAL = signal.SIGUSR1  # faulthandler in the rank answers it
+# faulthandler in the rank answers: by the stacks of all threads, of more than 100 by those of the newest 100; by the main one's.
+DUMP_SIGNAL, DUMP_MAIN_SIGNAL = signal.SIGUSR1, signal.SIGRTMIN + 5
+MOST_THREADS = 100
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
