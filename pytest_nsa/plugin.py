@@ -33,11 +33,13 @@ from pytest_nsa.session.items import (
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch
 from pytest_nsa.session.launched import outer_key
+from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.session.unreached import UnreachedSnapshots
 from pytest_nsa.settings import settings_key
+from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.protocols import LaunchError
 
 # Fixtures are found by name in a plugin's module.
@@ -75,6 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for rule in marks.RULES.values():
         config.addinivalue_line("markers", rule.describe())
     resolved = settings.resolve(config)
+    if resolved.mask_output:
+        mask_all()
+        config.add_cleanup(lambda: mask_with(None, None))
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
     config.pluginmanager.register(UnreachedSnapshots(), "nsa-unreached-snapshots")
@@ -286,6 +291,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if runner.folder.is_made and not hasattr(config, "workerinput") and not follows:
         interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         runner.folder.gather()
+        if runner.settings.mask_output:
+            mask_text(runner.folder.path / "zygote.log")
         try:
             _write_reports(config, interrupted=interrupted)
         except OSError as error:

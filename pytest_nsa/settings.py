@@ -146,7 +146,8 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "ranks_mask_output",
-        "Mask what has the form of a secret in what ranks print and raise, too (in env.json and arguments it always is)",
+        "Mask what has the form of a secret in all that is written of ranks, too: output, exceptions, sources, tests' ids "
+        "(in env.json and in arguments of processes it always is)",
         type="bool", default=False,
     )  # fmt: skip
     parser.addini("ranks_timeout", "Seconds for a test on ranks that pytest-timeout does not bound", default="300")
@@ -411,10 +412,3 @@ def outer_environment() -> dict[str, Any]:
     )
     shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
     return masked_variables(shown)
-
-
-def mask_secrets(text: str) -> str:
-    """Return ``text`` without what has the form of a secret."""
-    from nsa.trace.secrets import masked
-
-    return masked(text)

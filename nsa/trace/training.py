@@ -21,6 +21,7 @@ import torch
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.exceptions import record_exception
 from nsa.trace.files import write_atomically
+from nsa.trace.secrets import masked_arguments
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
@@ -105,7 +106,8 @@ def _describe(run: Path, world_size: int) -> None:
     """The run as a job, as the readers of test folders expect it."""
     job = {
         "schema": SCHEMA,
-        "nodeid": " ".join(sys.argv) or "training", "folder": str(run), "root": os.getcwd(), "world_size": world_size,
+        "nodeid": " ".join(masked_arguments(sys.argv)) or "training", "folder": str(run), "root": os.getcwd(),
+        "world_size": world_size,
         "backend": os.environ.get("TORCH_BACKEND", ""), "created": time.time(), "timeout": 0.0, "traces": [],
     }  # fmt: skip
     write_atomically(run / "job.json", json.dumps(job, indent=1) + "\n")

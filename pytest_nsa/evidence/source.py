@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.wire.files import append_line, read_bytes, read_lines
+from pytest_nsa.wire import masking
+from pytest_nsa.wire.files import append, read_bytes, read_lines, to_json
 
 FILE = "source.jsonl"
 LARGEST = 64 << 10  # bytes of a function that is kept
@@ -126,7 +127,8 @@ def record_sources(
             found.snippets.append(snippet)
             with contextlib.suppress(OSError):  # a folder that can only be read
                 if keep:
-                    append_line(folder / FILE, {"file": snippet.file, "first": snippet.first, "text": snippet.text})
+                    kept = {"file": snippet.file, "first": snippet.first, "text": masking.source(snippet.text)}
+                    append(folder / FILE, (to_json(kept) + "\n").encode())
     return found
 
 

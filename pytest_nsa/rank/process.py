@@ -29,6 +29,7 @@ from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.prctl import become_subreaper, write_lines_at_once
 from pytest_nsa.wire.files import append, open_to_append
+from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class RankProcess:
     def run(self, job: Job | None) -> int:
         """Until there is nothing more to do; returns the exit code of the last job."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
+        mask_with(None, None)  # the host masks what a rank has left, once it has read the values of snapshots
         become_subreaper()
         self._set_environment()
         self._held = hold_while_alive(job.in_use if job is not None else ())

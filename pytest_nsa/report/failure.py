@@ -21,6 +21,7 @@ from pytest_nsa.report.perfetto import phase_spans, trace_of
 from pytest_nsa.report.stack_tree import stack_tree
 from pytest_nsa.report.summary import RETRY, Entry
 from pytest_nsa.report.terminal import excerpt, number_ranks, short_place
+from pytest_nsa.wire import masking
 
 CONTEXT = 4  # lines of source on either side
 SHOWN_FACTS = 12
@@ -208,4 +209,6 @@ def _slider(evidence: Evidence) -> Markup:
 
 def _json(value: object) -> Markup:
     """JSON that may stand in a script element: nothing in it can end that."""
-    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026"))
+    return Markup(
+        json.dumps(masking.value(value), separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.values import Evidence, RankEvidence
-from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire.files import write_json
 
 NAME = "perfetto.json"
 _PHASES, _COLLECTIVES = 0, 1
@@ -24,7 +23,7 @@ def trace_of(evidence: Evidence) -> dict[str, Any]:
 
 def write_trace(folder: Path, evidence: Evidence) -> None:
     """Write it beside the evidence."""
-    write_atomically(folder / NAME, json.dumps(trace_of(evidence)) + "\n")
+    write_json(folder / NAME, trace_of(evidence))
 
 
 def _flows(evidence: Evidence) -> Iterator[dict[str, Any]]:

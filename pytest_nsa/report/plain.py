@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import re
 
+from pytest_nsa.wire import masking
+
 # Colours stay; what moves a cursor, sets a title, or ends a line elsewhere does not.
 _CONTROL = re.compile(
     r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -19,8 +21,10 @@ def _name(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` for a terminal: control characters by name ('\\x1b'), but for colours, tabs and ends of lines."""
-    return _CONTROL.sub(_name, text)
+    """Return ``text`` for a terminal: control characters by name ('\\x1b'), but for colours, tabs and ends of lines; without
+    secrets, where the session masks them.
+    """
+    return _CONTROL.sub(_name, masking.text(text))
 
 
 def escape(text: str) -> str:

@@ -16,7 +16,7 @@ from pytest_nsa.report import html, summary
 from pytest_nsa.report.last_green import last_greens
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
-from pytest_nsa.wire.files import append, parse, read_bytes, read_text, write_atomically
+from pytest_nsa.wire.files import append, parse, read_bytes, read_text, write_atomically, write_json
 from pytest_nsa.wire.messages import SCHEMA
 
 DECISION = "decision.json"
@@ -60,12 +60,12 @@ def _revision() -> str:
 def write_environment(run: Path, gpus: int) -> None:
     """env.json, once a run, as soon as it begins."""
     if not (run / "env.json").exists():
-        write_atomically(run / "env.json", json.dumps(environment(gpus), indent=1) + "\n")
+        write_json(run / "env.json", environment(gpus), indent=1)
 
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
     """verdict.json, and result.txt with the outcome's one word."""
-    write_atomically(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1) + "\n")
+    write_json(folder / "verdict.json", verdict.to_json(), indent=1)
     write_atomically(folder / "result.txt", verdict.outcome + "\n")
 
 
@@ -78,7 +78,7 @@ def write_reports(
     """
     entries = summary.read_entries(run)
     decision = left or summary.decision_of(entries, decide)
-    write_atomically(run / DECISION, json.dumps(decision.to_json(), indent=1) + "\n")
+    write_json(run / DECISION, decision.to_json(), indent=1)
     write_environment(run, gpus)
     _write_lists(run, entries)
     env = parse(read_text(run / "env.json"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_nsa.report.summary import VERDICTS
-from pytest_nsa.wire.files import parse, read_lines, read_text, write_atomically
+from pytest_nsa.wire.files import parse, read_lines, read_text, write_json
 from pytest_nsa.wire.messages import SCHEMA
 
 FINISHED = "run.json"
@@ -61,7 +60,7 @@ def hold(run: Path) -> int:
 def finish(run: Path, failed: int, *, interrupted: bool) -> None:
     """run.json, when all else is written."""
     facts = {"schema": SCHEMA, "time": time.time(), "failed": failed, "interrupted": interrupted}
-    write_atomically(run / FINISHED, json.dumps(facts) + "\n")
+    write_json(run / FINISHED, facts)
 
 
 def runs_in(root: Path) -> list[Run]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from pytest_nsa.diagnosis.causes import CAUSES, Cause
 from pytest_nsa.diagnosis.engine import Rule
 from pytest_nsa.diagnosis.verdict import Fact
 from pytest_nsa.report.summary import SCENARIOS
-from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire.files import write_json
 
 EVIDENCE_LIMIT_S = 5.0
 
@@ -73,7 +72,7 @@ class Extensions:
     def write_scenarios(self, run: Path) -> None:
         """Leave the table in the run's folder, where the reports find it."""
         if self.scenarios and not (run / SCENARIOS).exists():
-            write_atomically(run / SCENARIOS, json.dumps(self.scenarios, indent=1) + "\n")
+            write_json(run / SCENARIOS, self.scenarios, indent=1)
 
     def name_of(self, item: pytest.Item) -> str:
         """Return the name of a test's folder; '' for the one that it has by its id."""

@@ -28,6 +28,7 @@ from pytest_nsa.system.room import (
     reserve,
     where_there_is_room,
 )
+from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
 
 MAX_NAME = 100
@@ -185,7 +186,7 @@ class RunFolder:
     def note(self, text: str) -> None:
         """A line with the time in the run's ``test_execution.log``."""
         with where_there_is_room():
-            line = f"{time.strftime('%H:%M:%S')} {text}\n"
+            line = f"{time.strftime('%H:%M:%S')} {masking.text(text)}\n"
             append(self.path / "test_execution.log", line.encode(errors="backslashreplace"))
 
     def tell(self, text: str) -> None:

@@ -52,7 +52,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
         _check(request, function, world_size, timeout, outer, arguments or {})
         runner = request.config.stash[runner_key]
         nodeid = plain_nodeid(request.node.nodeid)
-        folder = runner.folder.test_folder(safe_name(nodeid), range(world_size))
+        folder = runner.folder.test_folder(safe_name(runner.shown_id(request.session, nodeid)), range(world_size))
         folders.append(folder)
         job = Job(
             nodeid=nodeid,
@@ -118,4 +118,5 @@ def artifacts(request: pytest.FixtureRequest) -> Path:
     rank = current_rank()
     if rank is not None:
         return Path(rank.job.folder)
-    return request.config.stash[runner_key].folder.test_folder(safe_name(plain_nodeid(request.node.nodeid)))
+    runner = request.config.stash[runner_key]
+    return runner.folder.test_folder(safe_name(runner.shown_id(request.session, plain_nodeid(request.node.nodeid))))

@@ -1,55 +1,86 @@
-"""Secrets in what ranks printed and raised: masked in their files on request, before any report is made of them."""
+"""Secrets in what ranks have left: masked in their files on request, before any report is made of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from pytest_nsa.evidence.snapshots import FILE
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import parse, read_bytes, write_atomically
+from pytest_nsa.wire.masking import Mask, mask_with, masked_value
+from pytest_nsa.wire.messages import plain_nodeid
 
-_TEXTS = ("output.log", "traces.log")
-_LINES = ("events.jsonl", "reports.jsonl")
+_TEXTS = ("output.log", "traces.log", "stacks.txt", "fatal.txt", "native.txt")
+_LINES = ("events.jsonl", "reports.jsonl", "checksums.jsonl")
+_WHOLE = ("standing.json", "counters.json")
 
 
-def mask_files(folder: Path, mask: Callable[[str], str]) -> None:
+def mask_all() -> None:
+    """Mask what this process writes from now on."""
+    from nsa.trace.secrets import masked, masked_source  # not before a session requests it
+
+    mask_with(masked, masked_source)
+
+
+def mask_files(folder: Path) -> None:
     """Rewrite what the ranks of a test have left, once they have ended."""
+    from nsa.trace.secrets import masked, masked_in_place
+
     for rank in folder.glob("rank*"):
-        for name in (*_TEXTS, *_LINES):
-            _rewrite(rank / name, mask, lines=name in _LINES)
+        (rank / "cold.json").unlink(missing_ok=True)  # which told a rank its job
+        for name in _TEXTS:
+            _rewrite(rank / name, masked)
+        for name in (*_LINES, *_WHOLE):
+            _rewrite(
+                rank / name, lambda text: "".join(_mask_line(line, masked) for line in text.splitlines(keepends=True))
+            )
+        # A board's fields have their size.
+        _rewrite(rank / "board.bin", masked_in_place, encoding="latin-1")
 
 
-def mask_snapshots(folder: Path, mask: Callable[[str], str]) -> None:
+def mask_text(path: Path) -> None:
+    """Rewrite a file of text."""
+    from nsa.trace.secrets import masked
+
+    _rewrite(path, masked)
+
+
+def mask_snapshots(folder: Path) -> None:
     """Rewrite what ranks compared with snapshots, once it is read: what the host writes has the values that the test gave."""
+    from nsa.trace.secrets import masked
+
     for rank in folder.glob("rank*"):
-        _rewrite(rank / FILE, mask, lines=True)
+        _rewrite(rank / FILE, lambda text: "".join(_mask_line(line, masked) for line in text.splitlines(keepends=True)))
 
 
-def _rewrite(path: Path, mask: Callable[[str], str], *, lines: bool) -> None:
+def _rewrite(path: Path, mask: Callable[[str], str], encoding: str = "utf-8") -> None:
     try:
-        text = read_bytes(path, path.stat().st_size).decode(errors="replace")
+        text = read_bytes(path, path.stat().st_size).decode(encoding, errors="replace")
     except OSError:  # it left none
         return
-    masked = "".join(_mask_line(line, mask) for line in text.splitlines(keepends=True)) if lines else mask(text)
+    masked = mask(text)
     if masked != text:
         with where_there_is_room():
-            write_atomically(path, masked)
+            write_atomically(path, masked.encode(encoding, errors="backslashreplace"))
 
 
-def _mask_line(line: str, mask: Callable[[str], str]) -> str:
+def _mask_line(line: str, mask: Mask) -> str:
     value = parse(line)
-    return json.dumps(_mask_value(value, mask)) + "\n" if value is not None else mask(line)
+    return json.dumps(masked_value(value, mask)) + "\n" if value is not None else mask(line)
 
 
-def _mask_value(value: Any, mask: Callable[[str], str]) -> Any:
-    """Return a value of JSON with its texts masked."""
-    if isinstance(value, str):
-        return mask(value)
-    if isinstance(value, list):
-        return [_mask_value(v, mask) for v in value]
-    if isinstance(value, dict):
-        return {k: _mask_value(v, mask) for k, v in value.items()}
-    return value
+def shown_ids(nodeids: Iterable[str]) -> dict[str, str]:
+    """Return tests' ids without what has the form of a secret, by the ids; those that are equal then have a number."""
+    from nsa.trace.secrets import masked
+
+    found: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for nodeid in map(plain_nodeid, nodeids):
+        shown = masked(nodeid)
+        if shown != nodeid:
+            counts[shown] = counts.get(shown, 0) + 1
+            shown += f"-{counts[shown]}" if counts[shown] > 1 else ""
+        found[nodeid] = shown
+    return found

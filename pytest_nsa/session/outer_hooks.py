@@ -160,7 +160,7 @@ class OuterHooks:
         }  # fmt: skip
         self.log.start_clock(
             self.screen.descriptor, junit=given, artifacts=str(self.settings.artifacts), gpus=self.settings.gpus,
-            mode=self.settings.folder_mode,
+            mode=self.settings.folder_mode, masks=self.settings.mask_output,
         )  # fmt: skip
         runner = self.config.stash[runner_key]
         if runner.folder.is_made and not self.follows:

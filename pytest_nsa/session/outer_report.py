@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import lines, short_path
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.masking import mask_all, mask_files
 from pytest_nsa.session.outer_clock import ENDED, Session
-from pytest_nsa.wire.files import parse, read_lines, read_text, write_atomically
+from pytest_nsa.wire.files import parse, read_lines, read_text, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
 
 KEPT = "evidence"  # of the last look at the launch, as the folder of a test
@@ -43,7 +43,7 @@ def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: fl
         nodeid=nodeid, folder=str(kept), root=setup["root"], world_size=setup["world_size"], backend="", timeout=limit,
         created=setup["created"],
     )  # fmt: skip
-    write_atomically(kept / "job.json", json.dumps({"schema": 1, **asdict(job)}, indent=1) + "\n")
+    write_json(kept / "job.json", job.to_json(), indent=1)
     for path in (*launch.glob("heartbeat_rank*.jsonl"), launch / "host.jsonl"):
         if path.is_file():
             shutil.copy(path, kept)
@@ -75,6 +75,9 @@ def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) ->
     run = RunFolder(made.parent if made else Path(setup["artifacts"]), made.name if made else None, setup["mode"])
     folder = run.test_folder(safe_name(session.nodeid))
     shutil.copytree(launch / KEPT, folder, dirs_exist_ok=True)
+    if setup["masks"]:
+        mask_all()
+        mask_files(folder)
     verdict, evidence = conclude(folder, keep=True)
     Recorder(run).add(folder, verdict)
     session_report.write_reports(run.path, setup["gpus"], decide, interrupted=True)
@@ -83,11 +86,13 @@ def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) ->
         "nodeid": session.nodeid, "lines": lines(verdict, evidence), "rank": setup["rank"],
         "summary": short_path(run.path / "SUMMARY.md"),
     }  # fmt: skip
-    write_atomically(launch / ENDED, json.dumps(told))
+    write_json(launch / ENDED, told)
 
 
 def report_session(launch: Path, setup: Mapping[str, Any], session: Session, why: str) -> None:
     """Print and keep what a session has come to that cannot report by itself: its failures, and the test that ran."""
+    if setup["masks"]:
+        mask_all()
     ended = parse(read_text(launch / ENDED))
     verdict = ended if isinstance(ended, dict) else {}
     text = "\n".join([why, *verdict.get("lines", ())])

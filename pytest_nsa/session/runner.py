@@ -25,13 +25,14 @@ from pytest_nsa.session.extensions import Extensions
 from pytest_nsa.session.folders import RunFolder, discard, safe_name
 from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
-from pytest_nsa.session.masking import mask_files, mask_snapshots
+from pytest_nsa.session.masking import mask_files, mask_snapshots, shown_ids
 from pytest_nsa.session.needs import Needs, needs_of
 from pytest_nsa.session.outer_launcher import Attachment
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
-from pytest_nsa.settings import Settings, mask_secrets
-from pytest_nsa.wire.files import append_line, read_lines, to_json, write_atomically
+from pytest_nsa.settings import Settings
+from pytest_nsa.wire import masking
+from pytest_nsa.wire.files import append_line, read_lines, write_json
 from pytest_nsa.wire.messages import GroupSpec, Job, plain_nodeid
 from pytest_nsa.wire.protocols import Launcher, LaunchError, Limits, Monitor
 
@@ -54,6 +55,13 @@ class RankRunner:
         self.attachment: Attachment | None = None
         self._terminal = Terminal(config)
         self._debugger: DebuggerServer | None = None
+        self._shown_ids: dict[str, str] = {}
+
+    def shown_id(self, session: pytest.Session, nodeid: str) -> str:
+        """Return a test's id as it is written."""
+        if self.settings.mask_output and not self._shown_ids:
+            self._shown_ids = shown_ids(item.nodeid for item in session.items)
+        return self._shown_ids.get(nodeid, nodeid)
 
     def attach(self, nodeids: list[str]) -> None:
         """Meet the other processes of an outer launcher, and agree on the tests."""
@@ -90,7 +98,7 @@ class RankRunner:
         """
         nodeid, scenario = plain_nodeid(item.nodeid), scenario_of(item, tried)
         needs = needs_of(item, self.settings)
-        name = scenario or safe_name(self.extensions.name_of(item) or nodeid)
+        name = scenario or safe_name(masking.text(self.extensions.name_of(item)) or self.shown_id(item.session, nodeid))
         if tried is not None:
             name = f"{within}/bisect-{safe_name(tried.label)}"
             needs = replace(needs, environment={**needs.environment, **tried.environment})
@@ -167,7 +175,7 @@ class RankRunner:
             hang_after=self.settings.hang_after,
         )
         folder = Path(job.folder)
-        write_atomically(folder / "job.json", to_json(job.to_json(), indent=1) + "\n")
+        write_json(folder / "job.json", {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)}, indent=1)
         try:
             launcher = self.launcher.ready(session)
             launcher.expect(self._ranks_ahead(job))
@@ -192,10 +200,10 @@ class RankRunner:
 
     def _conclude(self, folder: Path, *, keep: bool) -> tuple[Verdict, Evidence]:
         if self.settings.mask_output:
-            mask_files(folder, mask_secrets)
+            mask_files(folder)
         concluded = conclude(folder, keep=keep, rules=self.extensions.rules)
         if self.settings.mask_output:
-            mask_snapshots(folder, mask_secrets)
+            mask_snapshots(folder)
         return concluded
 
     def _run_ranks(self, job: Job, launcher: Launcher, limits: Limits) -> None:
@@ -220,7 +228,7 @@ class RankRunner:
         return found
 
     def _print_live(self, text: str) -> None:
-        self._terminal(mask_secrets(text) if self.settings.mask_output else text)
+        self._terminal(masking.text(text))
 
     def _announce(self, text: str) -> None:
         """Print it now; an xdist worker's controller passes it on."""

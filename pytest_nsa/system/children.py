@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from pytest_nsa.system.commands import command_line
 from pytest_nsa.system.procfs import stat_of
 
 _MAX_ROUNDS = 100
@@ -98,10 +99,9 @@ def _describe(pid: int) -> tuple[str, str]:
     """State letter and command line of a child."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return "Z", ""
-    return state, (command or "?")[:200]
+    return state, command_line(pid) or "?"
 
 
 def _end(pid: int) -> None:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.system.commands import command_line
+
 REST_S = 0.02
 REST_LOOKS = 10
 
@@ -42,7 +44,6 @@ def look_at(pid: int) -> ProcessState | None:
     switches = next(
         (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
     )
-    commands = tuple(_read(Path(f"/proc/{c}/cmdline")).replace("\0", " ").strip()[:200] for c in children_of(pid))
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
@@ -52,7 +53,7 @@ def look_at(pid: int) -> ProcessState | None:
         voluntary_switches=int(switches),
         written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
         wchan=_read(proc / "wchan").strip(),
-        children=commands,
+        children=tuple(map(command_line, children_of(pid))),
         threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
     )

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.wire import masking
+
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -49,6 +51,11 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False) 
     with replacing(path, follow=follow) as fd:
         while data:
             data = data[os.write(fd, data) :]
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Replace a file by a value as JSON, masked where the session masks."""
+    write_atomically(path, to_json(masking.value(value), indent=indent) + "\n")
 
 
 def open_to_append(path: Path) -> int:
@@ -98,8 +105,8 @@ def with_numbers(value: Any) -> Any:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a JSON line in one write: a killed writer loses at most the line in hand."""
-    append(path, (to_json(record) + "\n").encode())
+    """Append a JSON line, masked where the session masks, in one write: a killed writer loses at most the line in hand."""
+    append(path, (to_json(masking.value(record)) + "\n").encode())
 
 
 LARGEST = 64 << 20  # bytes that are read of a file
