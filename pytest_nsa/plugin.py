@@ -320,7 +320,10 @@ def _write_reports(config: pytest.Config, *, interrupted: bool) -> None:
 
 def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
     """Name the newest that was cut off; delete those beyond the ``keep`` newest, unless it is 0."""
-    found = runs.runs_in(folder.path.parent)
+    unread: list[str] = []
+    found = runs.runs_in(folder.path.parent, unread)
+    if unread:
+        folder.tell(f"{short_path(folder.path.parent)}: left alone: {runs.in_short(unread)}")
     for path in runs.cut_off(found)[:1]:
         folder.tell(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
     for path in runs.delete(runs.surplus(found, keep)) if keep else ():

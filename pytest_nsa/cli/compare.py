@@ -9,7 +9,7 @@ from pathlib import Path
 from pytest_nsa.report import compare as comparing
 from pytest_nsa.report.history import history
 from pytest_nsa.report.plain import visible
-from pytest_nsa.report.runs import runs_in
+from pytest_nsa.report.runs import in_short, runs_in
 from pytest_nsa.report.summary import VERDICTS, read_entries
 from pytest_nsa.wire.files import write_atomically
 
@@ -40,12 +40,16 @@ def _name(folder: Path) -> str:
 
 def tell_history(root: Path) -> int:
     """Print of which tests the runs of a folder have something to say."""
-    runs = sorted((run for run in runs_in(root) if run.finished), key=lambda run: run.time)
+    unread: list[str] = []
+    runs = sorted((run for run in runs_in(root, unread) if run.finished), key=lambda run: run.time)
+    if unread:
+        print(visible(f"left out: {in_short(unread)}"), file=sys.stderr)
     if not runs:
         print(f"error: {str(root)!r}: no finished run here; give the folder of runs, as artifacts", file=sys.stderr)
         return 2
     found = history([(run.path.name, {e.name: e.verdict for e in read_entries(run.path)}) for run in runs])
-    print(f"{len(runs)} runs, from {runs[0].path.name} to {runs[-1].path.name}; a letter per run, the newest last")
+    first, last = visible(runs[0].path.name), visible(runs[-1].path.name)
+    print(f"{len(runs)} runs, from {first} to {last}; a letter per run, the newest last")
     width = max((len(past.test) for past in found), default=0)
     for past in found:
         print(visible(f"{past.test:<{width}}  {past.letters}  {past.says}"))

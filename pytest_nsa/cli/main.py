@@ -166,7 +166,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         write_atomically(
             first / "report.html", html.render(first, entries, read_decision(first, entries), interrupted=False)
         )
-        print(first / "report.html", file=sys.stderr)
+        print(visible(str(first / "report.html")), file=sys.stderr)
     return 2 if not entries else 1 if failed else 0
 
 

@@ -40,7 +40,7 @@ def report(folders: Sequence[Path], *, sources: bool) -> int:
         failed = sum(entry.verdict.failed for entry in entries)
         if not was_finished:
             runs.finish(run, failed, interrupted=True)
-        print(f"{visible(decision.sentence)}\n{run / 'SUMMARY.md'}\n{run / 'report.html'}")
+        print(visible(f"{decision.sentence}\n{run / 'SUMMARY.md'}\n{run / 'report.html'}"))
         status = status or int(failed > 0)
     return status
 
@@ -81,7 +81,10 @@ def clean(root: Path, keep: int, keep_failed: int, *, dry_run: bool) -> int:
     if not root.is_dir():
         print(f"error: {str(root)!r}: no such folder; give the one that has the runs, as in artifacts", file=sys.stderr)
         return 2
-    beyond = runs.surplus(runs.runs_in(root), keep, keep_failed)
+    unread: list[str] = []
+    beyond = runs.surplus(runs.runs_in(root, unread), keep, keep_failed)
     for path in [run.path for run in beyond] if dry_run else runs.delete(beyond):
-        print(path)
+        print(visible(str(path)))
+    if unread:
+        print(visible(f"left alone: {runs.in_short(unread)}"), file=sys.stderr)
     return 0

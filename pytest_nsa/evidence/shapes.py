@@ -6,12 +6,12 @@ alone, so that an older reader reads a newer folder.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from pytest_nsa.wire.files import read_lines
+from pytest_nsa.wire.messages import SCHEMA
 
 Check = Callable[[Any], bool]
 LARGEST = 1e18
@@ -19,13 +19,21 @@ LARGEST = 1e18
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Finite, and no larger than what a clock or a counter gives."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and abs(value) < LARGEST
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def is_count(value: Any) -> bool:
+    """A whole number from 0 on."""
+    return _int(value) and value >= 0
+
+
+def is_schema(value: Any) -> bool:
+    """The number of the files' schema, of this version."""
+    return _int(value) and value == SCHEMA
 
 
 def is_text(value: Any) -> bool:
@@ -39,6 +47,7 @@ def is_flag(value: Any) -> bool:
 
 
 def is_map(value: Any) -> bool:
+    """An object."""
     return isinstance(value, dict)
 
 

@@ -1,7 +1,7 @@
 """The runs that lie in an artifacts folder: which are finished, which of them are kept, and the reports of one that was cut off.
 
 A run is known by its env.json, finished by its run.json, and in use while a process of it holds its lock. Nothing else in the
-folder is ever deleted, and no link is followed.
+folder is ever deleted, nor what another user has made, or what is mounted there; and no link is followed.
 """
 
 from __future__ import annotations
@@ -9,30 +9,36 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pytest_nsa.evidence.shapes import Check, has, is_count, is_flag, is_map, is_number, is_schema, is_text
 from pytest_nsa.report.summary import VERDICTS
+from pytest_nsa.system.trees import has_mounts, remove_tree
 from pytest_nsa.wire.files import parse, read_lines, read_text, write_json
 from pytest_nsa.wire.messages import SCHEMA
 
 FINISHED = "run.json"
 LOCK = ".in_use"
 KEPT, KEPT_FAILED = 20, 5
+DAY_S = 86400.0  # by which clocks may differ
 _RUNS = "test_engineer_*"
+# What of env.json and run.json only a run has, and every run.
+_ENV: dict[str, Check] = {"schema": is_schema, "python": is_text, "system": is_text, "variables": is_map}
+_END: dict[str, Check] = {"schema": is_schema, "time": is_number, "failed": is_count, "interrupted": is_flag}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder; ``failed`` is how many of its tests did."""
+    """A run's folder; ``failed`` is how many of its tests did, ``is_ours`` whether it is this user's."""
 
     path: Path
     time: float
     finished: bool
     failed: int
+    is_ours: bool
 
 
 def is_in_use(run: Path) -> bool:
@@ -63,40 +69,68 @@ def finish(run: Path, failed: int, *, interrupted: bool) -> None:
     write_json(run / FINISHED, facts)
 
 
-def runs_in(root: Path) -> list[Run]:
-    """Return the runs in an artifacts folder, the newest first. What is no run of ours is left out."""
+def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
+    """Return the runs in an artifacts folder, the newest first. What is no run of ours is left out.
+
+    A run that cannot be read is left out, too, and ``unread`` is given a sentence on it.
+    """
     found = []
     for path in root.glob(_RUNS):
-        if path.is_symlink() or not path.is_dir():
+        try:
+            run = None if path.is_symlink() or not path.is_dir() else _read(path)
+        except (OSError, ValueError) as error:
+            if unread is not None:
+                unread.append(f"{path.name}: {error}")
             continue
-        env = parse(read_text(path / "env.json"))
-        if not isinstance(env, dict) or "schema" not in env:
-            continue
-        end = parse(read_text(path / FINISHED))
-        end = end if isinstance(end, dict) else {}
-        failed, at = end.get("failed"), end.get("time")
-        at = float(at) if isinstance(at, int | float) else path.stat().st_mtime
-        found.append(Run(path, at, bool(end), failed if isinstance(failed, int) else 0))
+        if run is not None:
+            found.append(run)
     return sorted(found, key=lambda run: (run.time, run.path.name), reverse=True)
 
 
+def _read(path: Path) -> Run | None:
+    """Return a run; None where a folder is no run. Raises ValueError with what is wrong in its files."""
+    status = path.lstat()
+    env = parse(read_text(path / "env.json"))
+    if not isinstance(env, dict) or "schema" not in env:
+        return None
+    if not has(env, _ENV):
+        raise ValueError("its env.json is not as this version writes it")
+    if not os.path.lexists(path / FINISHED):
+        return Run(path, status.st_mtime, finished=False, failed=0, is_ours=status.st_uid == os.getuid())
+    end = parse(read_text(path / FINISHED))
+    if not isinstance(end, dict) or not has(end, _END) or not 0 <= end["time"] <= time.time() + DAY_S:
+        raise ValueError(f"its {FINISHED} is not as this version writes it")
+    return Run(path, end["time"], finished=True, failed=end["failed"], is_ours=status.st_uid == os.getuid())
+
+
+def in_short(unread: list[str]) -> str:
+    """Return on one line what `runs_in` could not read."""
+    return unread[0] + (f", and {len(unread) - 1} more" if len(unread) > 1 else "")
+
+
 def surplus(runs: list[Run], keep: int, keep_failed: int = KEPT_FAILED) -> list[Run]:
-    """Return the finished runs beyond the ``keep`` newest, and beyond the ``keep_failed`` newest of those that failed."""
-    finished = [run for run in runs if run.finished]
+    """Return the user's finished runs beyond the ``keep`` newest, and beyond the ``keep_failed`` newest of those that failed."""
+    finished = [run for run in runs if run.finished and run.is_ours]
     kept = {run.path for run in finished[:keep]} | {run.path for run in [r for r in finished if r.failed][:keep_failed]}
     return [run for run in finished if run.path not in kept]
 
 
 def delete(runs: list[Run]) -> Iterator[Path]:
-    """Delete runs that are not in use; yields those that went. First renamed, so that no reader meets half of one."""
+    """Delete runs that are not in use, and in which nothing is mounted; yields those that went.
+
+    First renamed, so that no reader meets half of one; what an earlier process has left of that goes, too.
+    """
     for run in runs:
-        if is_in_use(run.path):
+        if is_in_use(run.path) or has_mounts(run.path):
             continue
-        doomed = run.path.with_name(f".{run.path.name}.{os.getpid()}.deleted")
+        doomed = run.path.with_name(f".{run.path.name}.{os.urandom(8).hex()}.deleted")
         with contextlib.suppress(OSError):
             run.path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
             yield run.path
+    for doomed in {path for run in runs for path in run.path.parent.glob(f".{_RUNS}.deleted")}:
+        with contextlib.suppress(OSError):
+            if doomed.lstat().st_uid == os.getuid():
+                remove_tree(doomed)
 
 
 def cut_off(runs: list[Run]) -> list[Path]:

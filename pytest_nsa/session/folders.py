@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from pytest_nsa.system.room import (
     reserve,
     where_there_is_room,
 )
+from pytest_nsa.system.trees import remove_tree
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
 
@@ -208,4 +208,4 @@ class RunFolder:
 
 def discard(folder: Path) -> None:
     """Delete a test's folder that this run made."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)

@@ -165,9 +165,9 @@ def test_a_killed_run_is_reported_later_and_the_next_session_notices(tmp_path: P
 def make_run(root: Path, number: int, *, failed: int = 0, finished: bool = True) -> Path:
     run = root / f"test_engineer_20260101_{number:06}"
     run.mkdir(parents=True)
-    (run / "env.json").write_text('{"schema": 1}')
+    (run / "env.json").write_text('{"schema": 1, "python": "3.11", "system": "Linux", "variables": {}}')
     if finished:
-        (run / "run.json").write_text(f'{{"schema": 1, "failed": {failed}, "time": {number}}}')
+        (run / "run.json").write_text(f'{{"schema": 1, "failed": {failed}, "time": {number}, "interrupted": false}}')
     os.utime(run, (number, number))
     return run
 
