@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from pytest_nsa.evidence.shapes import is_number
 from pytest_nsa.wire.messages import check_kinds
 
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
@@ -92,7 +93,10 @@ class Verdict:
         check_kinds(cls, data)
         names = set(cls.__dataclass_fields__)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
+        values["figures"] = {name: n for name, n in data.get("figures", {}).items() if is_number(n)}
         known = set(Fact.__dataclass_fields__)
+        for fact in values.get("evidence", ()):
+            check_kinds(Fact, fact)
         values["evidence"] = tuple(
             Fact(**{k: v for k, v in fact.items() if k in known}) for fact in values.get("evidence", ())
         )

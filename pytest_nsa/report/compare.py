@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
-from pytest_nsa.report.markup import Markup, tag
-from pytest_nsa.report.plain import code, markdown
+from pytest_nsa.report.markup import Markup, document, tag
+from pytest_nsa.report.plain import cell, code, markdown
 
 Kind = Literal["worse", "better", "changed"]
 SLOWER = 0.15  # of a step's time, at least
@@ -21,6 +21,8 @@ FEW_STEPS = 8  # fewer are no measure
 HEAVIER, HEAVIER_MIB = 0.15, 32.0
 LOSS = 0.01  # relative
 FEW_TESTS = 4  # with steps, from which on a common factor is the machine's
+
+_TIMES = {"step_ms", "step_ms_low", "step_ms_high"}
 
 Run = Mapping[str, Verdict]  # by scenario or test
 
@@ -96,7 +98,7 @@ def _of_figures(test: str, a: list[dict[str, float]], b: list[dict[str, float]],
 
 
 def _of_times(test: str, a: list[dict[str, float]], b: list[dict[str, float]], drift: float) -> Difference | None:
-    a, b = ([f for f in side if f.get("steps", 0) >= FEW_STEPS] for side in (a, b))
+    a, b = ([f for f in side if f.get("steps", 0) >= FEW_STEPS and f.keys() >= _TIMES] for side in (a, b))
     if not a or not b:
         return None
     x, y = (statistics.median(f["step_ms"] for f in side) for side in (a, b))
@@ -161,15 +163,11 @@ def as_markdown(found: list[Difference], names: tuple[str, str], tests: int) -> 
         out += ["| test | what | before | now | |", "| --- | --- | --- | --- | --- |"]
         out += [
             "| "
-            + " | ".join(_cell(c) for c in (markdown(d.test), d.what, f"`{code(d.base)}`", f"`{code(d.new)}`", d.kind))
+            + " | ".join((cell(markdown(d.test)), cell(markdown(d.what)), code(d.base), code(d.new), d.kind))
             + " |"
             for d in found
         ]
     return "\n".join(out) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def sentence(found: list[Difference], names: tuple[str, str], tests: int) -> str:
@@ -195,12 +193,5 @@ def as_html(found: list[Difference], names: tuple[str, str], tests: int, style: 
     ]  # fmt: skip
     head = tag("tr", *(tag("th", t, scope="col") for t in ("test", "what", "before", "now", "")))
     table = tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="scroll") if rows else None
-    meta = (tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"))
-    title = f"{names[0]} and {names[1]}"
-    page = tag(
-        "html",
-        tag("head", *meta, tag("title", title), tag("style", Markup(style))),
-        tag("body", tag("h1", sentence(found, names, tests)), table),
-        lang="en",
-    )
-    return f"<!doctype html>\n{page}\n"
+    body = tag("body", tag("h1", sentence(found, names, tests)), table)
+    return document(f"{names[0]} and {names[1]}", Markup(style), body)

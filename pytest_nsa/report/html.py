@@ -14,10 +14,10 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
-from pytest_nsa.report.failure import failure, outcome_tag
+from pytest_nsa.report.failure import anchor, failure, outcome_tag
 from pytest_nsa.report.lanes import PHASES, lanes
 from pytest_nsa.report.last_green import Green
-from pytest_nsa.report.markup import Markup, tag
+from pytest_nsa.report.markup import Markup, document, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import write_trace
 from pytest_nsa.report.summary import Entry
@@ -38,6 +38,7 @@ def render(
     and writes a trace into each.
     """
     failed = [e for e in entries if e.verdict.failed]
+    script = Markup(_FILES.joinpath("report.js").read_text(encoding="utf-8"))
     evidence = {e.folder: found for e in entries if e.folder and (found := _read(run, e)) is not None}
     body = tag(
         "body",
@@ -64,14 +65,10 @@ def render(
             _announcements(run),
             _all(run, entries, evidence),
         ),
-        tag("script", Markup(_FILES.joinpath("report.js").read_text(encoding="utf-8"))),
+        tag("script", script),
     )
     style = Markup(_FILES.joinpath("report.css").read_text(encoding="utf-8"))
-    head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", run.name), tag("style", style),
-    )  # fmt: skip
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return document(run.name, style, body, script)
 
 
 def _read(run: Path, entry: Entry) -> Evidence | None:
@@ -167,7 +164,7 @@ def _row(run: Path, entry: Entry, evidence: Evidence | None) -> Markup:
     shown_ranks = ", ".join(map(str, v.ranks[:8])) + (" …" if len(v.ranks) > 8 else "") if v.failed else ""
     name: Markup
     if v.failed and entry.folder:
-        name = tag("a", entry.name, href=f"#{entry.folder}")
+        name = tag("a", entry.name, href=f"#{anchor(entry)}")
     elif evidence is not None:
         trace = tag("p", tag("a", TRACE, href=f"{quote(entry.folder)}/{TRACE}"), class_="quiet")
         name = tag("details", tag("summary", entry.name), lanes(evidence, ()), curves(run / entry.folder), trace)

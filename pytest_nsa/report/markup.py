@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable
 
 from pytest_nsa.report.plain import escape
@@ -45,3 +47,19 @@ def tag(element: str, /, *children: Child, **attributes: str | float | bool | No
 
 def _text(value: str | float) -> str:
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def document(title: str, style: Markup, body: Markup, script: Markup | None = None) -> str:
+    """Return a page that requests nothing, whatever a stranger's run has put on it: its policy allows ``script``, and no other."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    if script is not None:
+        policy += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", style),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"

@@ -12,7 +12,13 @@ _CONTROL = re.compile(
     r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+# What could become markup, as an entity. A backslash escapes nothing of it, as none is left in front of a mark.
+_MARKS = re.compile(
+    r"<(?=[A-Za-z/!?])|&(?=\#?\w+;)|\\(?=[!-/:-@\[-`{-~])|(?<=\])[(:\[]"
+    r"|^[#>+*=~`|_-]|^\d(?=\d{0,8}[.)])"  # at the begin of a line: a heading, a list, a block
+)
+
+_PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 
 
 def _name(match: re.Match[str]) -> str:
@@ -33,14 +39,24 @@ def escape(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return ``text`` for a line of Markdown: no tag, no link and no image of its own."""
-    return _TAG.sub(r"\<", _line(text)).replace("](", "]\\(")
+    """Return ``text`` for a line of Markdown: no tag, no link, no image and no block of its own."""
+    return _MARKS.sub(_entity, _line(text))
 
 
 def code(text: str) -> str:
-    """Return ``text`` for between two backticks."""
-    return _line(text).replace("`", "'")
+    """Return ``text`` as a code span, in a cell of a table, too; '' for none."""
+    line = _line(text).replace("`", "'")
+    return "" if not line else f"`{line}`" if "|" not in line else f"<code>{_PUNCTUATION.sub(_entity, line)}</code>"
+
+
+def cell(text: str) -> str:
+    """Return a line of Markdown for a cell of a table."""
+    return text.replace("|", "&#124;")
+
+
+def _entity(match: re.Match[str]) -> str:
+    return f"&#{ord(match[0])};"
 
 
 def _line(text: str) -> str:
-    return visible(_COLOUR.sub("", text)).replace("\n", " ")
+    return visible(_COLOUR.sub("", text)).replace("\n", " ").strip()

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
-from pytest_nsa.report.plain import code, markdown
+from pytest_nsa.report.plain import cell, code, markdown
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.report.way import mermaid
 from pytest_nsa.wire.files import parse, read_lines, read_text
@@ -115,7 +115,7 @@ def render(
         out += ["", markdown(decision.readiness)]
     if decision.hypotheses:
         out += ["", "## Hypotheses", "", "| hypothesis | state | rests on |", "| --- | --- | --- |"]
-        out += ["| " + " | ".join(_cell(markdown(cell)) for cell in row) + " |" for row in decision.hypotheses]
+        out += ["| " + " | ".join(cell(markdown(text)) for text in row) + " |" for row in decision.hypotheses]
     failed = [entry for entry in entries if entry.verdict.failed]
     if failed:
         out += ["", "## Verdicts"]
@@ -126,13 +126,13 @@ def render(
             out.append(f"- passed last: {markdown(green)}")
     out += ["", "## Environment", "", "| | |", "| --- | --- |"]
     out += [
-        f"| {key} | {_cell(markdown(str(value)))} |"
+        f"| {cell(markdown(str(key)))} | {cell(markdown(str(value)))} |"
         for key, value in env.items()
         if key != "schema" and not isinstance(value, dict)
     ]
     variables = env.get("variables")
     if isinstance(variables, dict):
-        out += [f"| `{code(str(k))}` | `{_cell(code(str(v)))}` |" for k, v in variables.items()]
+        out += [f"| {code(str(k))} | {code(str(v))} |" for k, v in variables.items()]
     return "\n".join(out) + "\n"
 
 
@@ -146,15 +146,11 @@ def _row(entry: Entry) -> str:
         v.outcome + (" (expected)" if v.expected else ""),
         markdown(v.cause),
         ranks,
-        f"`{code(short_place(v.where))}`" if v.where else "",
+        code(short_place(v.where)),
         missing,
         f"{v.duration_s:.1f}",
     )
-    return "| " + " | ".join(map(_cell, cells)) + " |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return "| " + " | ".join(map(cell, cells)) + " |"
 
 
 def _verdict(entry: Entry) -> list[str]:
@@ -164,17 +160,17 @@ def _verdict(entry: Entry) -> list[str]:
         "",
         f"- ranks: {v.culprits()} of {v.world_size} ({markdown(v.backend)}, {markdown(v.parallel)})",
     ]
-    out.append(f"- cause: `{code(v.cause)}`, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
+    out.append(f"- cause: {code(v.cause)}, {'certain' if v.certain else f'{v.confidence:.0%} sure'}")
     if v.where:
-        out.append(f"- where: `{code(short_place(v.where))}`" + (f", module `{code(v.module)}`" if v.module else ""))
+        out.append(f"- where: {code(short_place(v.where))}" + (f", module {code(v.module)}" if v.module else ""))
         if v.called_from:
-            out.append(f"- called from: `{code(short_place(v.called_from))}`")
+            out.append(f"- called from: {code(short_place(v.called_from))}")
     if v.machines:
         out.append(f"- on: {markdown('; '.join(v.machines))}")
     out.append(f"- why: {markdown(v.reason)}")
     if v.parameters_missing:
         # Last first: backward goes from the model's end, so these are the ones that were due next.
-        shown = ", ".join(f"`{code(p)}`" for p in v.parameters_missing[:-6:-1])
+        shown = ", ".join(code(p) for p in v.parameters_missing[:-6:-1])
         rest = len(v.parameters_missing) - 5
         out.append(
             f"- gradients that never arrived, the next one first: {shown}" + (f" and {rest} more" if rest > 0 else "")

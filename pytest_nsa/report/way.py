@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.report.markup import Markup, tag
+from pytest_nsa.report.plain import visible
 
 WIDTH, MARGIN, LINE = 400, 14, 17  # as wide as a phone
 LETTERS = 52  # of a line in a box
@@ -94,7 +95,7 @@ def _split(step: str) -> tuple[str, str]:
 
 def _quoted(text: str) -> str:
     """As Mermaid's quoted text: no mark-up of its own, nor HTML's."""
-    return '"' + re.sub(r'["<>`#&]', "'", " ".join(text.split())) + '"'
+    return '"' + re.sub(r'["<>`#&]', "'", visible(" ".join(text.split()))) + '"'
 
 
 class _Drawing:

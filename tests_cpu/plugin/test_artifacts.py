@@ -168,7 +168,7 @@ def test_it(group, x):
         assert "\u202e" not in text
     for tag in ("<img", "<b>a"):
         assert tag not in page
-        assert tag not in summary.replace(f"\\{tag}", "")
+        assert tag not in summary
     assert "](http://x)" not in summary
     capsys.readouterr()
     assert main(["diagnose", str(result.run)]) == 1

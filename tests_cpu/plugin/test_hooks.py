@@ -38,7 +38,7 @@ def pytest_nsa_decide(verdicts):
     assert summary.startswith("Our plan: ['warm_up'].")
     assert "**Call the network team.**" in summary
     assert "1. is it the link? yes" in summary
-    assert "- the plan reads it as: the link \\<between> nodes" in summary
+    assert "- the plan reads it as: the link &#60;between> nodes" in summary
     page = (result.run / "report.html").read_text()
     assert "<dt>the plan reads it as</dt><dd>the link &lt;between&gt; nodes</dd>" in page
     decision = json.loads((result.run / "decision.json").read_text())
