@@ -15,9 +15,9 @@ import pytest
 
 from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.decision import Decision
-from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Verdict
 from pytest_nsa.report import compare, summary
-from pytest_nsa.report.plain import cell, code, markdown
+from pytest_nsa.report.plain import cell, code, inline, markdown
 
 markdown_it = pytest.importorskip("markdown_it", reason="the extra 'test' has it")
 RENDER = markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render
@@ -73,7 +73,7 @@ def test_a_text_is_one_paragraph_of_text(text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_in_a_table_is_one_cell(text: str) -> None:
-    rows = f"| {cell(markdown(text))} | {code(text)} | last |"
+    rows = f"| {cell(inline(text))} | {code(text)} | last |"
     page = _Reader(RENDER(f"| a | b | c |\n| --- | --- | --- |\n{rows}\n"))
     assert [e for e in page.elements if e != "code"] == [
         "table",
@@ -94,6 +94,7 @@ def test_summary_has_the_same_structure_whatever_the_texts_are(text: str) -> Non
         verdict = Verdict(
             nodeid=text, outcome="FAIL", cause=text, where=text, module=text, reason=text, advice=text, called_from=text,
             parameters_missing=(text,), machines=(text,), reads_as=text, backend=text, ranks=(0,),
+            evidence=(Fact(rank=0, kind=text, file=text, says=text), Fact(rank=NO_RANK, kind=text, file=text, says=text)),
         )  # fmt: skip
         decision = Decision(
             sentence=text, action=text, path=(text,), hypotheses=((text, text),), readiness=text, tree=((text, text),), taken=text
@@ -104,10 +105,11 @@ def test_summary_has_the_same_structure_whatever_the_texts_are(text: str) -> Non
         return _Reader(RENDER(rendered))
 
     def structure(found: _Reader) -> list[str]:
-        return [e for e in found.elements if e != "code"]
+        return [e for e in found.elements if e not in ("code", "s")]  # what is emphasised acts on nothing
 
     found = page(text)
     assert structure(found) == structure(page("x"))
+    assert found.elements.count("li") == page("x").elements.count("li") == 13
     assert {name for name, _ in found.attributes} <= {"class", "start"}
 
 

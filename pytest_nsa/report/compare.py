@@ -13,7 +13,7 @@ from typing import Literal
 
 from pytest_nsa.diagnosis.verdict import Verdict, describe_ranks
 from pytest_nsa.report.markup import Markup, document, tag
-from pytest_nsa.report.plain import cell, code, markdown
+from pytest_nsa.report.plain import cell, code, inline, markdown
 
 Kind = Literal["worse", "better", "changed"]
 SLOWER = 0.15  # of a step's time, at least
@@ -162,9 +162,7 @@ def as_markdown(found: list[Difference], names: tuple[str, str], tests: int) -> 
     if found:
         out += ["| test | what | before | now | |", "| --- | --- | --- | --- | --- |"]
         out += [
-            "| "
-            + " | ".join((cell(markdown(d.test)), cell(markdown(d.what)), code(d.base), code(d.new), d.kind))
-            + " |"
+            "| " + " | ".join((cell(inline(d.test)), cell(inline(d.what)), code(d.base), code(d.new), d.kind)) + " |"
             for d in found
         ]
     return "\n".join(out) + "\n"

@@ -13,10 +13,8 @@ _CONTROL = re.compile(
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # What could become markup, as an entity. A backslash escapes nothing of it, as none is left in front of a mark.
-_MARKS = re.compile(
-    r"<(?=[A-Za-z/!?])|&(?=\#?\w+;)|\\(?=[!-/:-@\[-`{-~])|(?<=\])[(:\[]"
-    r"|^[#>+*=~`|_-]|^\d(?=\d{0,8}[.)])"  # at the begin of a line: a heading, a list, a block
-)
+_MARKS = re.compile(r"<(?=[A-Za-z/!?])|&(?=\#?\w+;)|\\(?=[!-/:-@\[-`{-~])|(?<=\])[(:\[]")
+_BLOCK = re.compile(r"^[#>+*=~`|_-]|^\d(?=\d{0,8}[.)])")  # at the begin of a line: a heading, a list, a block
 
 _PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 
@@ -39,7 +37,12 @@ def escape(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return ``text`` for a line of Markdown: no tag, no link, no image and no block of its own."""
+    """Return ``text`` as a line of Markdown: no tag, no link, no image and no block of its own."""
+    return _BLOCK.sub(_entity, inline(text))
+
+
+def inline(text: str) -> str:
+    """Return ``text`` for a line of Markdown that has begun."""
     return _MARKS.sub(_entity, _line(text))
 
 

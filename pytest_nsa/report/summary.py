@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
-from pytest_nsa.report.plain import cell, code, markdown
+from pytest_nsa.report.plain import cell, code, inline, markdown
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.report.way import mermaid
 from pytest_nsa.wire.files import parse, read_lines, read_text
@@ -115,7 +115,7 @@ def render(
         out += ["", markdown(decision.readiness)]
     if decision.hypotheses:
         out += ["", "## Hypotheses", "", "| hypothesis | state | rests on |", "| --- | --- | --- |"]
-        out += ["| " + " | ".join(cell(markdown(text)) for text in row) + " |" for row in decision.hypotheses]
+        out += ["| " + " | ".join(cell(inline(text)) for text in row) + " |" for row in decision.hypotheses]
     failed = [entry for entry in entries if entry.verdict.failed]
     if failed:
         out += ["", "## Verdicts"]
@@ -126,7 +126,7 @@ def render(
             out.append(f"- passed last: {markdown(green)}")
     out += ["", "## Environment", "", "| | |", "| --- | --- |"]
     out += [
-        f"| {cell(markdown(str(key)))} | {cell(markdown(str(value)))} |"
+        f"| {cell(inline(str(key)))} | {cell(inline(str(value)))} |"
         for key, value in env.items()
         if key != "schema" and not isinstance(value, dict)
     ]
@@ -137,14 +137,14 @@ def render(
 
 
 def _row(entry: Entry) -> str:
-    v, name = entry.verdict, markdown(entry.name)
+    v, name = entry.verdict, inline(entry.name)
     name = f"[{name}]({quote(entry.folder)}/)" if entry.folder else name
     ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
     missing = str(len(v.parameters_missing)) if v.parameters_missing else ""
     cells = (
         name,
         v.outcome + (" (expected)" if v.expected else ""),
-        markdown(v.cause),
+        inline(v.cause),
         ranks,
         code(short_place(v.where)),
         missing,
@@ -183,10 +183,12 @@ def _verdict(entry: Entry) -> list[str]:
     if v.reads_as:
         out.append(f"- the plan reads it as: {markdown(v.reads_as)}")
     out += [
-        markdown(f"- evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})")
+        f"- {inline(f'evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})')}"
         for fact in [fact for fact in v.evidence if fact.rank != NO_RANK][:8]
     ]
-    out += [markdown(f"- {fact.kind.replace('_', ' ')}: {fact.says}") for fact in v.evidence if fact.rank == NO_RANK]
+    out += [
+        "- " + markdown(f"{fact.kind.replace('_', ' ')}: {fact.says}") for fact in v.evidence if fact.rank == NO_RANK
+    ]
     return out
 
 
