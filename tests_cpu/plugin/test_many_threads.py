@@ -50,6 +50,7 @@ def test_makes_an_extra_call(group):
 """
 
 
+@pytest.mark.slow
 def test_the_main_thread_s_wait_is_the_rank_s(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, SOURCE)
     found = {name: (v.cause, v.ranks, v.where.rpartition(" in ")[0]) for name, v in result.verdicts.items()}

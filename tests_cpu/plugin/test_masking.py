@@ -91,6 +91,7 @@ def where(canaries: tuple[str, ...], result: ExampleResult) -> set[tuple[str, st
     return {(canary, name) for canary in canaries for name, text in texts.items() if canary in text}
 
 
+@pytest.mark.slow
 def test_no_canary_is_in_a_file_of_a_masked_run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(pytester, monkeypatch, "-o", "ranks_mask_output=true", "--ranks-keep=all")
     assert where(CANARIES, result) == set()
@@ -108,6 +109,7 @@ def test_no_canary_is_in_a_file_of_a_masked_run(pytester: pytest.Pytester, monke
         assert all(snippet.statements() for snippet in snippets)
 
 
+@pytest.mark.slow
 def test_arguments_of_children_are_masked_in_any_run(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

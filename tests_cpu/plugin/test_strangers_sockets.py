@@ -48,6 +48,7 @@ def sockets() -> set[str]:
     }
 
 
+@pytest.mark.slow
 @needs_root
 def test_another_user_cannot_fill_the_queue_of_the_zygote(tmp_path: Path) -> None:
     before = sockets()
@@ -77,6 +78,7 @@ def test_another_user_cannot_fill_the_queue_of_the_zygote(tmp_path: Path) -> Non
     assert tried["connections"] == 0
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_one_line_and_ends_the_session(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import pytest\n"
