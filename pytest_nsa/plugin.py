@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_nsa import hookspecs, marks, settings
-from pytest_nsa.diagnosis.decision import Decision, decide
+from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
 from pytest_nsa.rank.context import current_rank
@@ -20,6 +20,7 @@ from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import snapshots
 from pytest_nsa.session.boxed import keep_from_forking
+from pytest_nsa.session.failures import Failures
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
 from pytest_nsa.session.items import (
@@ -31,7 +32,7 @@ from pytest_nsa.session.items import (
     timeout_key,
     verdict_key,
 )
-from pytest_nsa.session.launch import artifacts, failed_key, launch
+from pytest_nsa.session.launch import artifacts, failed_key, launch, launched_key
 from pytest_nsa.session.launched import outer_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
@@ -50,6 +51,7 @@ entries_key = pytest.StashKey[list[Entry]]()
 decision_key = pytest.StashKey[Decision]()
 problem_key = pytest.StashKey[str]()  # what is wrong with a test's marks; '' for nothing
 unwritten_key = pytest.StashKey[str]()
+failures_key = pytest.StashKey[Failures]()
 
 _LETTERS = {"HANG": "H", "CRASH": "C", "SLOW": "L"}
 
@@ -83,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[signals_key] = Signals()
     config.pluginmanager.register(config.stash[signals_key], "nsa-signals")
     config.pluginmanager.register(UnreachedSnapshots(), "nsa-unreached-snapshots")
+    config.stash[failures_key] = Failures()
+    config.pluginmanager.register(config.stash[failures_key], "nsa-failures")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
     config.stash[runner_key] = RankRunner(
         config, resolved, RunFolder(resolved.artifacts, worker.get("nsa_run"), resolved.folder_mode)
@@ -268,6 +272,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.nsa_outcome = verdict.outcome
         if call.excinfo is not None and getattr(call.excinfo.value, "in_setup", False):
             report.when = "setup"
+    if call.when == "call" and report.failed:  # for the controller, where this is an xdist worker
+        report.nsa_explained = any(
+            v.failed for v in (*item.stash.get(launched_key, ()), *([verdict] if verdict else ()))
+        )
     return report
 
 
@@ -307,14 +315,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def _write_reports(config: pytest.Config, *, interrupted: bool) -> None:
-    runner = config.stash[runner_key]
+    runner, failures = config.stash[runner_key], config.stash[failures_key]
+    failures.conclude_lost(runner.folder.path, runner.recorder, runner.extensions)
+    others = failures.without_verdict()
     config.stash[entries_key], config.stash[decision_key] = session_report.write_reports(
         runner.folder.path,
         runner.settings.gpus,
-        lambda verdicts: _decide(config, verdicts),
+        lambda verdicts: with_failures(_decide(config, verdicts), verdicts, others),
         interrupted=interrupted,
     )
-    failed = sum(entry.verdict.failed for entry in config.stash[entries_key])
+    failed = sum(entry.verdict.failed for entry in config.stash[entries_key]) + len(others)
     runs.finish(runner.folder.path, failed, interrupted=interrupted)
 
 
@@ -349,7 +359,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     failed = [entry for entry in entries if entry.verdict.failed]
     terminalreporter.write_sep("=", "nsa diagnosis")
-    if entries:
+    if entries or config.stash[failures_key].without_verdict():
         terminalreporter.write_line(visible(config.stash[decision_key].sentence))
     for notice in runner.folder.notices():
         terminalreporter.write_line(visible(f"  {notice}"))

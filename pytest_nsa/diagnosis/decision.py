@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Verdict
 
 SCHEMA = 1
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,26 @@ def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
     counted = ", ".join(f"{number} {word}" for number, word in counts if number)
     text = f"Nothing is wrong: of {count(len(verdicts), _noun(verdicts))}, {counted}."
     return Decision(sentence=text, action="nothing to do", path=("nothing failed",))
+
+
+def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: Mapping[str, str]) -> Decision:
+    """Return the decision of a run in which pytest counts failures that no verdict explains: ``others``, with their reasons."""
+    if not others:
+        return decision
+    name, reason = next(iter(others.items()))
+    first = f"{name}: {reason}"
+    named = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:MOST_NAMED])
+    more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+    path = (*decision.path, f"did tests fail that have no failing verdict? yes, {len(others)}: {named}{more}")
+    if any(v.failed for v in verdicts.values()):
+        also = f"{len(others)} more failed without a verdict{', the first of them' if len(others) > 1 else ''}: {first}"
+        return replace(decision, sentence=f"{decision.sentence} {also}", path=path)
+    subject = f"{count(len(others), 'test')} failed without a verdict{', the first of them' if len(others) > 1 else ''}"
+    rest = f" Of {count(len(verdicts), _noun(verdicts))} on ranks, none failed." if verdicts else ""
+    # Whether what was tested is ready cannot be said by the verdicts alone.
+    return replace(
+        decision, sentence=f"{subject}: {first}.{rest}", action="read what pytest prints of it", path=path, readiness=""
+    )
 
 
 def most_frequent(failed: Mapping[str, Verdict]) -> dict[str, Verdict]:

@@ -123,6 +123,7 @@ class Ranked(pytest.Function):
                 reason=passed,
                 advice="take fails_as away, or mend it",
             )
+            self.stash[verdict_key] = verdict
             runner.recorder.replace(evidence.folder, verdict)
             pytest.fail(passed, pytrace=False)
         if verdict.failed:

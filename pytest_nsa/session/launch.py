@@ -19,6 +19,7 @@ from pytest_nsa.session.outcome import Outcome
 from pytest_nsa.wire.messages import Job, plain_nodeid
 
 failed_key = pytest.StashKey[bool]()
+launched_key = pytest.StashKey[list[Verdict]]()
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -34,6 +35,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     """
     folders: list[Path] = []
     verdicts: list[Verdict] = []
+    request.node.stash[launched_key] = verdicts
 
     def run(
         function: Callable[..., Any],

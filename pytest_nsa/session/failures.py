@@ -1,0 +1,75 @@
+"""What pytest counts as failed though no verdict does: a run's report names it. The test of a killed worker gets its verdict."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_nsa.diagnosis.verdict import Verdict
+from pytest_nsa.evidence.load import find_test_folders
+from pytest_nsa.report.summary import read_entries
+from pytest_nsa.session.conclude import Recorder, conclude
+from pytest_nsa.session.extensions import Extensions
+from pytest_nsa.wire import masking
+from pytest_nsa.wire.files import parse, read_text
+from pytest_nsa.wire.messages import plain_nodeid
+
+LONGEST = 200
+
+
+class Failures:
+    """Registered where a run's reports are written: in the pytest process, under xdist in the controller."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep a failure until the test runs again, as plugins for retries do."""
+        nodeid = plain_nodeid(report.nodeid)
+        if report.when == "setup":
+            self._found.pop(nodeid, None)
+        if report.failed and not getattr(report, "nsa_explained", False):
+            self._found.setdefault(nodeid, _reason(report))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that cannot be collected."""
+        if report.failed:
+            self._found.setdefault(report.nodeid, _reason(report))
+
+    def without_verdict(self) -> dict[str, str]:
+        """Return pytest's reason for each failure that no verdict explains, by the test's id, as they may be written."""
+        return {masking.text(nodeid): masking.text(reason) for nodeid, reason in self._found.items()}
+
+    def conclude_lost(self, run: Path, recorder: Recorder, extensions: Extensions) -> None:
+        """Give a verdict to each test that a worker was killed in, by the evidence that its ranks have left."""
+        known = {entry.folder for entry in read_entries(run)}
+        for folder in find_test_folders(run) if self._found else ():
+            nodeid = self._lost(folder)
+            if folder.name in known or not nodeid:
+                continue
+            verdict: Verdict = conclude(folder, keep=True, rules=extensions.rules)[0]
+            recorder.add(folder, verdict)
+            if verdict.failed:
+                del self._found[nodeid]
+
+    def _lost(self, folder: Path) -> str:
+        """Return the id of the failed test that a folder is of; '' for another."""
+        job = parse(read_text(folder / "job.json"))
+        written = str(job.get("nodeid")) if isinstance(job, dict) else ""
+        for nodeid in self._found:
+            # Ids that are equal once they are masked have a number.
+            if written == nodeid or re.fullmatch(re.escape(masking.text(nodeid)) + r"(-\d+)?", written):
+                return nodeid
+        return ""
+
+
+def _reason(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else report.longreprtext
+    lines = [line for line in text.splitlines() if line.strip()]
+    return (lines[0] if crash is not None else lines[-1]).strip()[:LONGEST] if lines else "no reason given"
