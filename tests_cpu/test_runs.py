@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.runs import runs_in
+from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.trees import has_mounts, remove_tree
 from pytest_nsa.testing import run_example
 from tests_cpu.strangers import NUMBER, needs_root, shared_folder
@@ -118,6 +120,50 @@ def test_another_user_s_runs_are_not_deleted_and_push_out_none_of_ours() -> None
         assert all(run.is_dir() for run in (*ours, *theirs))
         assert main(["clean", "--keep", "0", "--keep-failed", "0", str(root)]) == 0
         assert [run.is_dir() for run in (*ours, *theirs)] == [False, False, True, True, True]
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_run_s_folder_that_another_user_has_made_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with shared_folder(0o1777) as root:
+        (root / "trap").mkdir()
+        if kind == "link":
+            (root / "run").symlink_to("trap")
+        else:
+            (root / "trap").rename(root / "run")
+        (root / "run").chmod(0o777)
+        os.chown(root / "run", NUMBER, NUMBER, follow_symlinks=False)
+        folder = RunFolder(root, "run")
+        folder.test_folder("test_x", [0])
+        assert folder.path == tmp_path / f"pytest-nsa-{os.getuid()}" / "artifacts" / "run"
+        assert [*(root / "run").iterdir()] == []
+        assert "another user has made it: evidence goes to" in folder.notices()[0]
+        assert RunFolder(root, "another").path == root / "another"
+        assert not [*root.glob(".owner.*")]
+
+
+def test_a_file_system_may_give_every_file_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: NUMBER)  # in place of a mount that does it
+    runs = [make_run(tmp_path, number) for number in (1, 2)]
+    assert main(["clean", "--keep", "1", "--keep-failed", "0", str(tmp_path)]) == 0
+    assert [run.is_dir() for run in runs] == [False, True]
+    assert RunFolder(tmp_path, runs[1].name).path == runs[1]
+
+
+def test_other_users_cannot_write_into_the_folder_of_runs(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o777)
+    before = os.umask(0)
+    try:
+        run = RunFolder(there / "new" / "artifacts").path
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run, run.parent, run.parent.parent, there)]
+    assert modes == [0o700, 0o755, 0o755, 0o777]
 
 
 MOUNTS = """

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pytest_nsa.evidence.shapes import Check, has, is_count, is_flag, is_map, is_number, is_schema, is_text
 from pytest_nsa.report.summary import VERDICTS
+from pytest_nsa.system.room import owner_in
 from pytest_nsa.system.trees import has_mounts, remove_tree
 from pytest_nsa.wire.files import parse, read_lines, read_text, write_json
 from pytest_nsa.wire.messages import SCHEMA
@@ -32,13 +33,13 @@ _END: dict[str, Check] = {"schema": is_schema, "time": is_number, "failed": is_c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder; ``failed`` is how many of its tests did, ``is_ours`` whether it is this user's."""
+    """A run's folder; ``failed`` is how many of its tests did, ``owner`` the number of the user that it belongs to."""
 
     path: Path
     time: float
     finished: bool
     failed: int
-    is_ours: bool
+    owner: int
 
 
 def is_in_use(run: Path) -> bool:
@@ -96,11 +97,11 @@ def _read(path: Path) -> Run | None:
     if not has(env, _ENV):
         raise ValueError("its env.json is not as this version writes it")
     if not os.path.lexists(path / FINISHED):
-        return Run(path, status.st_mtime, finished=False, failed=0, is_ours=status.st_uid == os.getuid())
+        return Run(path, status.st_mtime, finished=False, failed=0, owner=status.st_uid)
     end = parse(read_text(path / FINISHED))
     if not isinstance(end, dict) or not has(end, _END) or not 0 <= end["time"] <= time.time() + DAY_S:
         raise ValueError(f"its {FINISHED} is not as this version writes it")
-    return Run(path, end["time"], finished=True, failed=end["failed"], is_ours=status.st_uid == os.getuid())
+    return Run(path, end["time"], finished=True, failed=end["failed"], owner=status.st_uid)
 
 
 def in_short(unread: list[str]) -> str:
@@ -110,7 +111,10 @@ def in_short(unread: list[str]) -> str:
 
 def surplus(runs: list[Run], keep: int, keep_failed: int = KEPT_FAILED) -> list[Run]:
     """Return the user's finished runs beyond the ``keep`` newest, and beyond the ``keep_failed`` newest of those that failed."""
-    finished = [run for run in runs if run.finished and run.is_ours]
+    finished, ours = [run for run in runs if run.finished], {os.getuid()}
+    if not ours.issuperset(run.owner for run in finished):
+        ours.add(owner_in(finished[0].path.parent))
+    finished = [run for run in finished if run.owner in ours]
     kept = {run.path for run in finished[:keep]} | {run.path for run in [r for r in finished if r.failed][:keep_failed]}
     return [run for run in finished if run.path not in kept]
 
@@ -129,7 +133,7 @@ def delete(runs: list[Run]) -> Iterator[Path]:
             yield run.path
     for doomed in {path for run in runs for path in run.path.parent.glob(f".{_RUNS}.deleted")}:
         with contextlib.suppress(OSError):
-            if doomed.lstat().st_uid == os.getuid():
+            if doomed.lstat().st_uid in {run.owner for run in runs}:
                 remove_tree(doomed)
 
 

@@ -19,9 +19,11 @@ from pytest_nsa.report.runs import hold
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
 from pytest_nsa.system.room import (
+    check_owner,
     check_room,
     check_space,
     largest_file,
+    make_folder,
     private_folder,
     private_path,
     reserve,
@@ -124,12 +126,13 @@ class RunFolder:
         return [root / name / file for root in roots]
 
     def _make(self, root: Path) -> Path:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         if not os.path.lexists(root / ".gitignore"):
             write_atomically(root / ".gitignore", "*\n", follow=True)
         if self.name:  # xdist workers write into the run that the controller named
             path = root / self.name
             path.mkdir(mode=self.mode, exist_ok=True)
+            check_owner(path)
             return path
         stamp = time.strftime("test_engineer_%Y%m%d_%H%M%S")
         for attempt in range(1000):

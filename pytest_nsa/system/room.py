@@ -89,3 +89,43 @@ def own_folder(folder: Path) -> Path:
             errno.EPERM, "belongs to another user; remove it, or set XDG_RUNTIME_DIR or TMPDIR", str(folder)
         )
     return folder
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that other users cannot write into them, whatever the umask."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return  # another process has made it
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & stat.S_IWOTH:  # no umask: what it would keep from the group is not known
+        folder.chmod(mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+
+
+def owner_in(folder: Path) -> int:
+    """Return the user that owns what this process makes in a folder.
+
+    Some file systems have another owner for every file: NFS for root, those that a machine shares with its containers.
+    """
+    try:
+        made = tempfile.mkdtemp(prefix=".owner.", dir=folder)
+    except OSError:
+        return os.getuid()
+    try:
+        return os.lstat(made).st_uid
+    finally:
+        os.rmdir(made)
+
+
+def check_owner(folder: Path) -> None:
+    """Raise PermissionError for a folder in a shared place that another user has made, and for a link."""
+    status = folder.lstat()
+    is_own = status.st_uid == os.getuid() or status.st_uid == owner_in(folder.parent)
+    if not is_own or not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(errno.EPERM, "another user has made it", str(folder))
