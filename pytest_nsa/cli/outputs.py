@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ class VerdictCommand:
 
     command: str
     _told: set[str] = field(default_factory=set)
-    _running: list[subprocess.Popen[str]] = field(default_factory=list)
+    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def give(self, statuses: Sequence[Status]) -> None:
         """Run it for each verdict that is new."""
@@ -46,19 +46,19 @@ class VerdictCommand:
             **os.environ, "NSA_CAUSE": verdict["cause"], "NSA_RANKS": ",".join(map(str, verdict["ranks"])),
             "NSA_RETRY": verdict["retry"], "NSA_CERTAIN": str(int(verdict["certain"])),
         }  # fmt: skip
-        run = subprocess.Popen(
-            self.command, shell=True, env=environment, stdin=subprocess.PIPE, stdout=sys.stderr, text=True
-        )
-        assert run.stdin is not None
-        with contextlib.suppress(BrokenPipeError), run.stdin:  # it need not read
-            run.stdin.write(json.dumps(verdict) + "\n")
+        # In memory: a pipe would wait for a command that does not read it, and a disk may be full.
+        with open(os.memfd_create("verdict"), "w+", encoding="utf-8") as given:
+            given.write(json.dumps(verdict) + "\n")
+            given.seek(0)
+            run = subprocess.Popen(self.command, shell=True, env=environment, stdin=given, stdout=sys.stderr)
         self._running.append(run)
 
     def finish(self, seconds: float = 60.0) -> None:
-        """Wait for the commands that still run."""
+        """Wait for the commands that still run, for ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
         for run in self._running:
             try:
-                run.wait(seconds)
+                run.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 print(f"warning: --on-verdict {self.command!r}: still runs after {seconds:g} s", file=sys.stderr)
 

@@ -84,6 +84,20 @@ def test_a_command_that_does_not_read_is_no_error(tmp_path: Path) -> None:
     command.finish()
 
 
+def test_a_command_that_neither_reads_nor_ends_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    command = VerdictCommand("exec sleep 1000")
+    for cause in ("slow", "sleeping"):
+        verdict = {"cause": cause, "ranks": [0], "certain": False, "retry": "once", "reason": "x" * (1 << 20)}
+        command.give([{"folder": "run", "ranks": [], "verdict": verdict}])
+    running = list(command._running)
+    assert [run.poll() for run in running] == [None, None]
+    command.finish(0.1)
+    assert capfd.readouterr().err.count("still runs after 0.1 s") == 2
+    for run in running:
+        run.kill()
+        run.wait()
+
+
 def test_the_board_of_this_process_is_alive(tmp_path: Path) -> None:
     (tmp_path / "rank0").mkdir()
     board = Board(tmp_path / "rank0" / "board.bin", 0, 1)
