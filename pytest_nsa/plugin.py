@@ -272,10 +272,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.nsa_outcome = verdict.outcome
         if call.excinfo is not None and getattr(call.excinfo.value, "in_setup", False):
             report.when = "setup"
-    if call.when == "call" and report.failed:  # for the controller, where this is an xdist worker
-        report.nsa_explained = any(
-            v.failed for v in (*item.stash.get(launched_key, ()), *([verdict] if verdict else ()))
-        )
+    verdicts = (*item.stash.get(launched_key, ()), *([verdict] if verdict else ()))
+    if call.when == "call" and report.failed and any(v.failed for v in verdicts):
+        report.nsa_explained = True  # for the controller, where this is an xdist worker
     return report
 
 

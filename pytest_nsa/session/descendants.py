@@ -261,6 +261,7 @@ class StartedRanks:
             if report.failed:
                 _put_first(report, text)
             if verdict is not None:
+                report.nsa_explained = verdict.failed
                 says = ("nsa.verdict", headline(verdict))
                 report.user_properties.append(says)
                 item.user_properties.append(says)  # of its later reports

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,10 @@ from pytest_nsa.monitor.observed import ObservedJob
 from pytest_nsa.report.terminal import failures_of_ranks, headline, lines
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
+from pytest_nsa.session.masking import mask_files
 from pytest_nsa.system.descendants import Process
-from pytest_nsa.wire.files import parse, read_text, write_atomically
+from pytest_nsa.wire import masking
+from pytest_nsa.wire.files import parse, read_text, write_json
 
 NO_JOB = "no process of the test has joined a process group"
 COME_S = 10.0  # ranks have waited so long for one that never came: the group counts as not formed
@@ -78,7 +79,7 @@ def conclude_jobs(
         return []
     for job in jobs:
         _record(job, processes, occasion)
-    folder = run.test_folder(safe_name(occasion.nodeid or "after the last test"))
+    folder = run.test_folder(safe_name(masking.text(occasion.nodeid) or "after the last test"))
     alive = {p.pid for p in processes if not p.has_ended}
     found = [_diagnose(job, folder / job.folder.name, owner_of, occasion, alive) for job in jobs]
     found.sort(key=lambda concluded: concluded.order)
@@ -111,7 +112,7 @@ def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) 
     """Complete a job's evidence: the test that it belongs to, why it is looked at, how its ranks have ended."""
     described = _described(job.folder)
     described |= {"nodeid": occasion.nodeid, "root": occasion.root, "timeout": occasion.timeout}
-    write_atomically(job.folder / "job.json", json.dumps(described, indent=1) + "\n")
+    write_json(job.folder / "job.json", described, indent=1)
     reason = occasion.reason
     if reason == "deadline":
         is_late = len(job.watch.boards) < described["world_size"] and job.watch.stood_still >= COME_S
@@ -127,6 +128,8 @@ def _diagnose(
     job: ObservedJob, target: Path, owner_of: Callable[[int], str], occasion: Occasion, alive: set[int]
 ) -> Concluded:
     shutil.copytree(job.folder, target, ignore=shutil.ignore_patterns("*.asked"))
+    if masking.is_on():
+        mask_files(target)
     verdict, evidence = conclude(target, keep=True)
     pids = frozenset(int(board.numbers["pid"]) for board in job.watch.boards.values())
     owner = next((of for pid in pids if (of := owner_of(pid))), "")

@@ -7,12 +7,12 @@ from pathlib import Path
 MOST = 200  # characters
 
 
-def command_line(pid: int) -> str:
-    """Return a process's command line, without secrets; '' when it has gone."""
+def command_line(pid: int, most: int = MOST) -> str:
+    """Return the first ``most`` characters of a process's command line, without secrets; '' when it has gone."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:
         return ""
     from nsa.trace.secrets import masked_arguments  # not before a process is looked at
 
-    return " ".join(masked_arguments(arguments)).strip()[:MOST]
+    return " ".join(masked_arguments(arguments)).strip()[:most]

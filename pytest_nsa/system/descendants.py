@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_nsa.system.commands import command_line
 from pytest_nsa.system.procfs import stat_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
+MOST = 1000  # characters of a command, in which a helper is recognised
 GONE_S = 2.0  # for ended processes to go: their ports are free then
 # Servers of multiprocessing and compilers, which serve the whole session.
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
@@ -47,10 +49,8 @@ class Process:
 
     @property
     def command(self) -> str:
-        """The command line; '' of a process that has ended."""
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        return ""
+        """The command line, without secrets; '' of a process that has ended."""
+        return command_line(self.pid, MOST)
 
     @property
     def is_helper(self) -> bool:

@@ -17,6 +17,11 @@ def mask_with(of_text: Mask | None, of_source: Mask | None) -> None:
     _text, _source = of_text, of_source
 
 
+def is_on() -> bool:
+    """Return whether the session masks."""
+    return _text is not None
+
+
 def text(value: str) -> str:
     """Return a text as it may be written."""
     return value if _text is None else _text(value)

@@ -296,6 +296,16 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(folder:
     assert "--- rank 1 ---\nTraceback (most recent call last):" in (failure.text or "")
 
 
+def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(folder: Path) -> None:
+    (folder / "raises.py").write_text(RAISES_SCRIPT.replace("beyond tolerance", "beyond tolerance token=urltoken55"))
+    done = run(folder, RAISES, "-o", "ranks_mask_output=true")
+    latest = folder / "artifacts" / "latest"
+    files = [path for path in latest.rglob("*") if path.is_file()]
+    assert [path for path in files if b"urltoken55" in path.read_bytes()] == []
+    assert "beyond tolerance token=***" in (latest / "SUMMARY.md").read_text(), done.stdout
+    assert (latest / "SUMMARY.md").read_text().splitlines()[0].endswith("1 of 1 test fails.")
+
+
 @pytest.mark.parametrize(("ini", "code"), [("false", 0), ("true", 1)])
 def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: Path, ini: str, code: int) -> None:
     done = run(folder, EXIT, "-o", f"ranks_left_fails={ini}")
