@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown
-from nsa.validate import validate
+from nsa.validate import check_model, validate
 
 __all__ = ["Config", "ConfigError", "load_config", "parse_layer_range", "validate"]
 
 Branch = Literal["cmp", "sel", "win"]
+MOST_TEXT = 256 << 10  # bytes of a configuration
+MOST_PROBLEM = 200  # characters of what is wrong with it
 BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
 
 
@@ -211,11 +213,11 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     An override names a field (``steps=3``), a dotted field (``**{"train.steps": 3}``) or a section
     (``model={"n_layers": 2}``). Raises ConfigError, one line, for any key or value that cannot be used.
     """
-    import yaml
-
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:
+            data = opened.read(MOST_TEXT + 1)
+        text = data.decode()
     except UnicodeError:
         raise ConfigError(
             f"config {str(path)!r}: not text in UTF-8; give a YAML file, as in configs/tiny_cpu.yaml"
@@ -224,11 +226,9 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
         raise ConfigError(
             f"config {str(path)!r}: {error.strerror or error}; give a YAML file, as in configs/tiny_cpu.yaml"
         ) from None
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"config {str(path)!r}: not valid YAML: {problem}") from None
+    if len(data) > MOST_TEXT:
+        raise ConfigError(f"config {str(path)!r}: has more than {MOST_TEXT >> 10} KiB; give a YAML file")
+    tree = _parse(text, f"config {str(path)!r}")
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -246,14 +246,32 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
     return _build(values, str(path))
 
 
-def value_of(text: str, where: str) -> Any:
-    """Return what YAML reads ``text`` as; numbers such as 3e-4, which YAML 1.1 takes for text, too. Raises ConfigError."""
+def _parse(text: str, where: str) -> Any:
     import yaml
 
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())[:80]}") from None
+        return yaml.safe_load(text)
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date that there is not, a number of thousands of digits
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())[:MOST_PROBLEM]}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply; a configuration has sections, and keys in them") from None
+
+
+def model_config(entries: Any, where: str) -> ModelConfig:
+    """Return the model of a section's keys and values, each checked. Raises ConfigError."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    _merge_tree(values, {"model": entries}, where)
+    shape = ModelConfig(**values["model"])
+    check_model(shape)
+    return shape
+
+
+def value_of(text: str, where: str) -> Any:
+    """Return what YAML reads ``text`` as; numbers such as 3e-4, which YAML 1.1 takes for text, too. Raises ConfigError."""
+    value = _parse(text, where)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return float(value)

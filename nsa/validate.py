@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def validate(config: Config) -> None:
     """Check what fields must be to each other. Raises ConfigError naming the field."""
-    _check_model(config.model)
+    check_model(config.model)
     _check_limits(config)
     _check_checkpointing(config.train, config.model)
     _check_compile(config)
@@ -25,7 +25,8 @@ def validate(config: Config) -> None:
         raise ConfigError(f"NSA_MEM_DUMP_EVERY={config.trace.mem_dump_every}: must be 0 (never) or a number of steps")
 
 
-def _check_model(m: ModelConfig) -> None:
+def check_model(m: ModelConfig) -> None:
+    """Check a model's shape. Raises ConfigError naming the field."""
     sizes = (
         "dim",
         "n_layers",

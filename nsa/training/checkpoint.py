@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import pickle
 import shutil
 import warnings
 import zlib
@@ -23,13 +25,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
-from nsa.config import Config, ConfigError, ModelConfig
+from nsa.config import Config, ConfigError, ModelConfig, model_config
 from nsa.data.packing import Position
 from nsa.trace.files import write_atomically
 from nsa.trace.strict_json import to_json
-from nsa.training.safe_reader import SafePlanner, SafeReader
+from nsa.training.safe_reader import SafePlanner, SafeReader, is_name, open_file, read_file
 
 SCHEMA = 1
 DESCRIPTION = "checkpoint.json"
@@ -176,7 +179,7 @@ def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
     else:
         saved = _saved(folder)
         if (folder / "latest").exists():
-            named = folder / (folder / "latest").read_text(encoding="utf-8").strip()
+            named = folder / read_file(folder / "latest").decode(errors="replace").strip()
             saved = [path for path in saved if path <= named]  # those of later steps are not this run's
         if not saved:
             return None
@@ -197,7 +200,7 @@ def damage(path: Path) -> str:
         return str(error).partition(": ")[2]
     for name, (size, crc) in described.files.items():
         try:
-            found = _size_and_crc(path / name)
+            found = _size_and_crc(path / name, size)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found != (size, crc):
@@ -212,13 +215,23 @@ def damage(path: Path) -> str:
 def describe(path: Path) -> Description:
     """Return what is in a checkpoint. ConfigError for a folder that is not one."""
     try:
-        fields = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+        fields = json.loads(read_file(path / DESCRIPTION))
         if fields.pop("schema") != SCHEMA:
             raise ValueError
-        files = {name: tuple(entry) for name, entry in fields.pop("files").items()}
+        files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}
         position = Position.from_json(fields.pop("position"))
-        return Description(**fields, position=position, files=files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        described = Description(**fields, position=position, files=files)
+        numbers = [
+            described.step,
+            position.samples,
+            position.tokens,
+            position.bad_rows,
+            *dataclasses.astuple(position.place),
+        ]
+        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(map(is_name, files)):
+            raise ValueError
+        return dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ConfigError(
             f"checkpoint {str(path)!r}: is not a checkpoint of this program; give a step_* folder that --save-every wrote"
         ) from None
@@ -244,11 +257,47 @@ def load_model(path: Path) -> tuple[nn.Module, Description]:
     found = find(path.parent, str(path))
     assert found is not None
     described = describe(found)
-    model = build_model(Config(model=ModelConfig(**described.model)))
+    shape = model_config(described.model, f"checkpoint {str(path)!r}")
+    _check_shapes(found, shape)
+    model = build_model(Config(model=shape))
     state = {"model": model.state_dict()}
     read(found, state)
     model.load_state_dict(state["model"])
     return model, described
+
+
+def _metadata(path: Path) -> Metadata:
+    """Return what its shards hold. ConfigError for what cannot be unpickled, or would run code."""
+    try:
+        return SafeReader(path).read_metadata()
+    except (pickle.UnpicklingError, OSError) as error:
+        raise ConfigError(f"checkpoint {str(path)!r}: .metadata cannot be read ({error}); give another one") from None
+
+
+def _check_shapes(path: Path, shape: ModelConfig) -> None:
+    """ConfigError where a checkpoint's shards do not hold a model of this shape: it is not built, however large it claims to be."""
+    from nsa.model.transformer import build_model
+
+    saved = {name: entry for name, entry in _metadata(path).state_dict_metadata.items() if name.startswith("model.")}
+    layers = {name.split(".")[2] for name in saved if name.startswith("model.blocks.")}
+    if len(layers) != shape.n_layers:
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: {DESCRIPTION} has n_layers={shape.n_layers}, and its weights are of {len(layers)} layers; "
+            "give another one"
+        )
+    wanted = {f"model.{k}": v for k, v in build_model(Config(model=shape), torch.device("meta")).state_dict().items()}
+    for name, tensor in wanted.items():
+        size = getattr(saved.get(name), "size", None)
+        if size != tensor.shape:
+            there = "is missing" if size is None else f"is {list(size)}"
+            raise ConfigError(
+                f"checkpoint {str(path)!r}: {name} {there}, and must be {list(tensor.shape)} by {DESCRIPTION}; give another one"
+            )
+    held, needed = sum(p.stat().st_size for p in path.iterdir()), sum(t.numel() for t in wanted.values())
+    if needed > held:  # a weight has 2 bytes or more
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: its files have {held} bytes, too few for {needed} weights; give another one"
+        )
 
 
 def data_settings(config: Config) -> dict[str, Any]:
@@ -279,7 +328,7 @@ def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Op
     # How it computes is this trainer's, whatever wrote the checkpoint: fused on a GPU, for example.
     ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    saved = SafeReader(path).read_metadata().state_dict_metadata
+    saved = _metadata(path).state_dict_metadata
     has_moments = any(name.startswith("optimizer.state.") for name in saved)
     if not has_moments:  # no step before it made an update: drop the state that `get_state_dict` has made
         del state["optimizer"]
@@ -346,9 +395,13 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _size_and_crc(path: Path) -> tuple[int, int]:
+def _size_and_crc(path: Path, most: int | None = None) -> tuple[int, int]:
+    """Return bytes and CRC-32 of a file; of one that has more than ``most`` bytes, or fewer, only how many."""
     size, crc = 0, 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if most not in (None, there):
+            return there, 0
         while chunk := file.read(_CHUNK):
             size, crc = size + len(chunk), zlib.crc32(chunk, crc)
     return size, crc

@@ -45,7 +45,11 @@ class Run:
         self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
         self.trainer = Trainer(config, ranks, folder)
         if resumed is not None:
-            load(resumed, config, self.trainer.model, self.trainer.optimizer, ranks.rank)
+            try:
+                load(resumed, config, self.trainer.model, self.trainer.optimizer, ranks.rank)
+            except BaseException as error:
+                self._end_traces(error)
+                raise
             self.trainer.steps_done = describe(resumed).step
             self.say(f"resumed from {resumed} after step {self.trainer.steps_done}")
         self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
@@ -79,12 +83,15 @@ class Run:
                 self._bar.close()
             signal.signal(signal.SIGTERM, before)
             self.watchdog.close()
-            self.traces.end(sys.exception())
+            self._end_traces(sys.exception())
             if self.metrics is not None:
                 self.metrics.close()
-            for handler in self._handlers:
-                logging.getLogger("nsa.trace").removeHandler(handler)
-                handler.close()
+
+    def _end_traces(self, error: BaseException | None) -> None:
+        self.traces.end(error)
+        for handler in self._handlers:
+            logging.getLogger("nsa.trace").removeHandler(handler)
+            handler.close()
 
     def _steps(self) -> int:
         train, every = self.config.train, self.config.checkpoint.every

@@ -125,6 +125,34 @@ def test_missing_file_is_named() -> None:
         load_config("nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 50_000,
+        "a: " * 50_000,
+        "{" * 50_000,
+        f"train: {{steps: {'9' * 5000}}}",
+        "train: {steps: 2026-13-45}",
+        "x" * (1 << 20),
+    ],
+    ids=["lists", "keys", "maps", "digits", "date", "size"],
+)
+def test_a_file_of_any_form_is_refused_in_one_short_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    message = str(refused.value)
+    assert message.startswith(f"config '{path}': ")
+    assert "\n" not in message
+    assert len(message) < 300 + len(str(path))
+
+
+def test_a_device_is_not_read_for_ever() -> None:
+    with pytest.raises(ConfigError, match="has more than 256 KiB"):
+        load_config("/dev/zero")
+
+
 def test_a_value_of_any_size_is_cut_in_the_message(tmp_path: Path) -> None:
     """A few lines with aliases expand to 9**8 values."""
     path = tmp_path / "bomb.yaml"

@@ -1,0 +1,135 @@
+"""Checkpoints that others may have made: what they claim is checked before anything is built, read for ever, or run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from nsa import generate, train
+from nsa.training.parallel import RankInfo
+from nsa.training.safe_reader import SafePlanner, SafeReader
+from tests_cpu.nsa.test_checkpoint import save, small, trained
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    config = small(folder)
+    trainer, position = trained(config, RankInfo(), folder, 1)
+    ((saved,), _) = save(config, RankInfo(), folder, trainer, position)
+    return saved
+
+
+CLAIMS: list[tuple[dict[str, Any], str]] = [
+    ({"files": {"/dev/zero": [1, 1]}}, "is not a checkpoint"),
+    ({"files": {"../step_00000001/.metadata": [1, 1]}}, "is not a checkpoint"),
+    ({"files": {"a pipe": [1, 1]}}, "a pipe cannot be read"),
+    ({"files": {"zeros": [1 << 40, 1]}}, "zeros is damaged (8796093022208 bytes, 1099511627776 were written)"),
+    ({"files": {"zeros": [1]}}, "is not a checkpoint"),
+    ({"step": "1"}, "is not a checkpoint"),
+    ({"step": -1}, "is not a checkpoint"),
+    ({"position": {"samples": "many", "place": {}}}, "is not a checkpoint"),
+    ({"model": {"n_layers": 10**9}}, "n_layers=1000000000, and its weights are of 1 layers"),
+    ({"model": {"dim": 1 << 40, "n_layers": 1}}, "must be [256, 1099511627776] by checkpoint.json"),
+    ({"model": {"dim": "16"}}, "model.dim: must be a whole number"),
+    ({"model": {"n_layers": 0}}, "model.n_layers=0: must be at least 1"),
+    ({"model": ["dim"]}, "is not a checkpoint"),
+    ({"data": {"tokenizer": "/dev/zero"}}, "data.tokenizer='/dev/zero': no such file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"), CLAIMS, ids=lambda value: None if isinstance(value, str) else str(value)[:40]
+)
+def test_what_a_checkpoint_claims_is_checked_before_it_is_believed(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], claim: dict[str, Any], says: str
+) -> None:
+    saved = tmp_path / "step_00000001"
+    shutil.copytree(whole, saved)
+    os.mkfifo(saved / "a pipe")
+    with (saved / "zeros").open("wb") as file:
+        file.truncate(1 << 43)
+    fields = json.loads((saved / "checkpoint.json").read_text())
+    for name, value in claim.items():
+        is_part = isinstance(value, dict) and name in ("model", "data")
+        fields[name] = {**fields[name], **value} if is_part else value
+    (saved / "checkpoint.json").write_text(json.dumps(fields))
+    assert generate.main([str(saved), "--prompt", "In the "]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert not out
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"schema": 1' + "0" * 5000 + "}", ""])
+@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata"])
+def test_files_of_a_checkpoint_that_cannot_be_read_are_named(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    saved = tmp_path / "step_00000001"
+    shutil.copytree(whole, saved)
+    (saved / name).write_text(text)
+    if name == ".metadata":
+        described = json.loads((saved / "checkpoint.json").read_text())
+        described["files"][name] = [len(text), zlib.crc32(text.encode())]
+        (saved / "checkpoint.json").write_text(json.dumps(described))
+    assert generate.main([str(saved), "--prompt", "x"]) == 2
+    command = ["--config", str(whole.parent / "small.yaml"), "--steps", "2", "--out", str(tmp_path / "out")]
+    assert train.main([*command, "--resume", str(saved)]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all("is not a checkpoint of this program" in e or ".metadata cannot be read" in e for e in errors)
+    if name == ".metadata":  # the trainer had been made: its evidence names what ended it
+        events = [json.loads(line) for line in (tmp_path / "out" / "rank0" / "events.jsonl").read_text().splitlines()]
+        assert events[-1] | {"event": "done", "passed": False} == events[-1]
+
+
+@pytest.mark.parametrize("place", ["../../secret", "/etc/hostname", ""])
+def test_metadata_names_files_of_its_folder_alone(whole: Path, tmp_path: Path, place: str) -> None:
+    saved = tmp_path / "step_00000001"
+    shutil.copytree(whole, saved)
+    metadata = SafeReader(saved).read_metadata()
+    moved = {index: dataclasses.replace(info, relative_path=place) for index, info in metadata.storage_data.items()}
+    (saved / ".metadata").write_bytes(pickle.dumps(dataclasses.replace(metadata, storage_data=moved)))
+    with pytest.raises(pickle.UnpicklingError, match="names a file that is not in its folder"):
+        SafeReader(saved).read_metadata()
+
+
+class Evil:
+    """An object that runs a command where it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_objects_that_are_no_tensors_are_checked_before_they_are_unpickled(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"betas": None}
+    planner = SafePlanner()
+    planner.set_up_planner(state, Metadata({}), is_coordinator=True)
+    index, none = MetadataIndex("betas"), torch.Size([0])
+    item = ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
+    for value in ((0.9, 0.95), Evil(f"touch {tmp_path / 'ran'}")):
+        given = io.BytesIO()
+        torch.save(value, given)
+        given.seek(0)
+        with pytest.raises(pickle.UnpicklingError) if isinstance(value, Evil) else contextlib.nullcontext():
+            planner.load_bytes(item, given)
+    assert state["betas"] == (0.9, 0.95)
+    assert not (tmp_path / "ran").exists()
