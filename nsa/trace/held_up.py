@@ -15,6 +15,7 @@ from nsa.trace.secrets import masked
 
 MOST_TASKS = 32
 MOST_CHARACTERS = 300
+MOST_FRAMES = 2000  # an endless recursion makes frames faster than they are walked
 _ONLY_ITS_OWN = 1  # an event loop listens to a socket of its own, by which other threads wake it
 
 
@@ -71,7 +72,9 @@ def asyncio_tasks(thread: int) -> dict[str, Any]:
 def _running_loop(frame: FrameType | None) -> tuple[Any, Any]:
     """Return the loop whose ``run_forever`` a thread is in, and what it runs for: the variables are of asyncio's own frames."""
     loop = None
-    while frame is not None:
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            break
         code = frame.f_code
         if code.co_filename.endswith("asyncio/base_events.py"):
             if code.co_name == "run_forever":

@@ -1,4 +1,4 @@
-"""Ranks with more threads than faulthandler dumps: their main thread is the one that counts."""
+"""Ranks with more threads, or frames, than a dump has: their main thread is the one that counts."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def test_holds_the_gil(group):
         re.match(r"(a+)+b", "a" * 40)
     dist.barrier()
 
+def descend(depth):
+    # Fast until the stack is much deeper than a dump, then slow enough for the machine's memory.
+    return descend(depth + 1) if depth < 2_000_000 else descend(depth + bool(sum(range(3000))))
+
+@pytest.mark.timeout(12)
+@world_size(2)
+def test_descends_without_an_end(group):
+    sys.setrecursionlimit(10**9)
+    if group.rank == 1:
+        descend(0)
+    dist.barrier()
+
 @pytest.mark.timeout(20)
 @world_size(2)
 def test_makes_an_extra_call(group):
@@ -57,7 +69,8 @@ def test_the_main_thread_s_wait_is_the_rank_s(pytester: pytest.Pytester) -> None
     assert found == {
         "test_sleeps": ("sleeping", (1,), "test_example.py:18"),
         "test_holds_the_gil": ("gil_held", (1,), "test_example.py:26"),
-        "test_makes_an_extra_call": ("extra_collective", (1,), "test_example.py:36"),
+        "test_descends_without_an_end": ("infinite_loop", (1,), "test_example.py:31"),
+        "test_makes_an_extra_call": ("extra_collective", (1,), "test_example.py:48"),
     }
     dump = parse_dump((result.folder("test_holds_the_gil") / "rank1" / "stacks.txt").read_text())
     assert [t.frames[-1].function for t in dump if t.is_main] != ["_bootstrap"]

@@ -59,6 +59,9 @@ class Why:
     holders: tuple[int, ...] = ()
 
 
+MOST_FRAMES = 100  # of a stack: by faulthandler, and by the rank itself
+
+
 def why_of(rank: RankEvidence) -> Why | None:
     """Return why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest
     first.
@@ -230,7 +233,11 @@ def _recursion(rank: RankEvidence) -> str:
         return ""
     inner = (frames[0].file, frames[0].function)
     depth = [i for i, f in enumerate(frames) if (f.file, f.function) == inner]
-    return frames[depth[-1] + 1].describe() if len(depth) > 2 and depth[-1] + 1 < len(frames) else ""
+    if len(depth) < 3:
+        return ""
+    is_cut = len(rank.stack.frames) >= MOST_FRAMES if rank.stack is not None else False
+    outer = depth[-1] + 1
+    return frames[outer].describe() if outer < len(frames) else frames[depth[-1]].describe() if is_cut else ""
 
 
 def _is_in_for_loops(rank: RankEvidence) -> bool:
