@@ -83,8 +83,9 @@ def _parent(path: Path) -> int:
 
 
 def _began(pid: int) -> tuple[int, int]:
+    """Return when a process began, in ticks since boot (0: it has gone), and its number."""
     fields = stat_of(Path(f"/proc/{pid}"))
-    return int(fields[19]) if fields else 0, pid
+    return int(fields[19]) if len(fields) > 19 else 0, pid
 
 
 def python_stacks(pid: int) -> tuple[str, str]:
@@ -133,23 +134,34 @@ class Unaided:
     _still_since: dict[int, float] = field(default_factory=dict)
     _stacks: dict[int, str] = field(default_factory=dict)
     _shares: dict[int, float] = field(default_factory=dict)
+    _began: dict[int, tuple[int, int]] = field(init=False)  # when each process did: the kernel gives a number again
+
+    def __post_init__(self) -> None:
+        self._began = {pid: _began(pid) for pid in self.pids.values()}
 
     @property
     def is_over(self) -> bool:
         """Whether no rank is left."""
-        return all(look_at(pid) is None for pid in self.pids.values())
+        return not any(map(self._is_there, self.pids.values()))
+
+    def _is_there(self, pid: int) -> bool:
+        return self._began[pid][0] > 0 and _began(pid) == self._began[pid]
+
+    def _look_at(self, pid: int) -> tuple[ProcessState | None, str, str]:
+        """Return a process's state, its stacks, and why there are none."""
+        return (look_at(pid), *python_stacks(pid)) if self._is_there(pid) else (None, "", "")
 
     def look(self) -> None:
         """Look twice, `APART_S` seconds apart."""
-        before = {rank: (look_at(pid), python_stacks(pid)[0]) for rank, pid in self.pids.items()}
+        before = {rank: self._look_at(pid) for rank, pid in self.pids.items()}
         began = time.monotonic()
         time.sleep(APART_S)
-        after = {rank: (look_at(pid), *python_stacks(pid)) for rank, pid in self.pids.items()}
+        after = {rank: self._look_at(pid) for rank, pid in self.pids.items()}
         elapsed = time.monotonic() - began
         self.problems = tuple(dict.fromkeys(why for *_, why in after.values() if why))
         facts: dict[int, dict[str, Any]] = {}
         for rank, (now, stacks, _) in after.items():
-            then, earlier = before[rank]
+            then, earlier, _ = before[rank]
             if then is None or now is None:
                 continue
             facts[rank] = difference(then, now, elapsed)

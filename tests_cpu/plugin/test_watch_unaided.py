@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.cli.main import main
-from pytest_nsa.cli.unaided import as_dump, ranks_of
+from pytest_nsa.cli.unaided import Unaided, as_dump, ranks_of
 from pytest_nsa.evidence.stacks import parse_dump
 from pytest_nsa.system import py_spy
+from pytest_nsa.system.descendants import now_in_ticks
 from tests_cpu.sockets import free_port
 
 WAITS = """
@@ -167,3 +168,27 @@ def test_stacks_of_py_spy_are_read_as_a_dump() -> None:
         "/home/me/job.py:5 in step",
         "/home/me/job.py:8 in <module>",
     ]
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="needs to choose a process's number")
+def test_a_process_that_has_the_number_of_one_that_ended_is_no_rank() -> None:
+    first = subprocess.Popen(["sleep", "1000"])
+    job = Unaided({0: first.pid}, 1)
+    assert not job.is_over
+    first.kill()
+    first.wait()
+    while now_in_ticks() <= job._began[first.pid][0]:
+        time.sleep(0.001)
+    for _ in range(100):  # another process may begin meanwhile, and take it
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(first.pid - 1))
+        other = subprocess.Popen(["sleep", "1000"])
+        try:
+            if other.pid == first.pid:
+                assert job.is_over
+                job.look()
+                assert job.finding is None
+                return
+        finally:
+            other.kill()
+            other.wait()
+    pytest.skip("the number was not given again")
