@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from nsa.config import ConfigError
 
+MOST = 4 << 30  # bytes of a row group's texts
+ROWS = 256  # that are decoded at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -54,11 +57,28 @@ class ParquetDocuments:
                 for part in range(place.part if number == place.file else 0, file.num_row_groups):
                     here = Place(place.epoch, number, part)
                     try:
-                        column = file.read_row_group(part, columns=["text"], use_threads=False).column(0)
+                        texts = [text for batch in _batches(file, path, part) for text in batch.to_pylist()]
                     except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
                         yield here, [None] * file.metadata.row_group(part).num_rows
                         continue
-                    yield here, _checked(column.cast(pa.large_binary()).to_pylist())
+                    yield here, _checked(texts)
+
+
+def _batches(file: Any, path: Path, part: int) -> Iterator[Any]:
+    """Yield the texts of a row group as arrays of binary. ConfigError where they have more than `MOST` bytes, as a file of a few
+    thousand may decode to any number.
+    """
+    import pyarrow as pa
+
+    size = 0
+    for batch in file.iter_batches(ROWS, row_groups=[part], columns=["text"], use_threads=False):
+        column = batch.column(0).cast(pa.large_binary())
+        size += column.nbytes
+        if size > MOST:
+            raise ConfigError(
+                f"dataset {str(path)!r}: row group {part} has more than {MOST >> 30} GiB of text; write it again with smaller ones"
+            )
+        yield column
 
 
 class HubDocuments:
@@ -130,8 +150,10 @@ def check_parquet(file: Path) -> int:
         columns, rows = reader.schema_arrow.names, reader.metadata.num_rows
         kind = reader.schema_arrow.field("text").type if "text" in columns else None
         # The footer may be whole while pages are not: read the last group, where truncation by copying shows.
-        if "text" in columns and rows:
-            reader.read_row_group(reader.num_row_groups - 1, columns=["text"])
+        is_text = kind is not None and (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind))
+        if is_text and rows:
+            for _ in _batches(reader, file, reader.num_row_groups - 1):
+                pass
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
@@ -139,7 +161,7 @@ def check_parquet(file: Path) -> int:
         raise ConfigError(
             f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"
         )
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if not is_text:
         raise ConfigError(f"dataset {str(file)!r}: column 'text' holds {kind}; it must hold strings")
     if rows == 0:
         raise ConfigError(f"dataset {str(file)!r}: 0 rows; give a parquet file with documents")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.config import Config, ConfigError, load_config
-from nsa.data import Batch, Loader, Position, batches, open_source
+from nsa.data import Batch, Loader, Position, batches, documents, open_source
 from nsa.data.documents import HubDocuments, ParquetDocuments, Place, check_parquet
 from nsa.data.packing import PackedSource
 from nsa.data.tokens import ByteTokenizer, open_tokenizer
@@ -144,6 +144,15 @@ def test_a_file_damaged_in_the_middle_loses_a_part(tmp_path: Path) -> None:
     parts = [texts for _, texts in ParquetDocuments(str(path)).read(Place())]
     assert len(parts) == 40
     assert 1 <= sum(texts == [None] for texts in parts) <= 3
+
+
+def test_a_small_file_that_decodes_to_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "bomb.parquet", ["x" * 10_000] * 1000, group=1000)
+    assert path.stat().st_size < 10_000
+    assert check_parquet(path) == 1000
+    monkeypatch.setattr(documents, "MOST", 1 << 20)
+    with pytest.raises(ConfigError, match=r"bomb.parquet': row group 0 has more than 0 GiB of text; write it again"):
+        check_parquet(path)
 
 
 def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
