@@ -1,7 +1,8 @@
 """Announce suspicions in the jobs that a test has started by itself, while the test runs.
 
 ``python announce.py TEST PID BEGAN SYS_PATH``: a file in the folder of a session's jobs; the session's process and its start, in
-clock ticks; a JSON list. The file names the test that runs (``nodeid``) and the processes of wider fixtures (``of_fixtures``).
+clock ticks; a JSON list. The file names the test that runs (``nodeid``), the processes of wider fixtures (``of_fixtures``),
+and whether the session masks secrets (``masks``).
 
 A session starts this program with the first process of its tests, by its path and without ``site``: where tests start processes,
 and no ranks, it costs an empty interpreter. What reads evidence is imported when a rank leaves some. The program is a child of
@@ -52,8 +53,13 @@ def _follow(folder: str, test: str, is_over: Callable[[], bool]) -> None:
     from pathlib import Path
 
     from pytest_nsa.cli.watch import Watcher
+    from pytest_nsa.wire import masking
     from pytest_nsa.wire.files import parse, read_text
 
+    if (parse(read_text(Path(test))) or {}).get("masks"):
+        from nsa.trace.secrets import masked, masked_source
+
+        masking.mask_with(masked, masked_source)  # as the session does
     watchers: dict[Path, Watcher] = {}
     announced: set[Path] = set()
     while not is_over():

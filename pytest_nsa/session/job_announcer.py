@@ -13,7 +13,8 @@ import pytest
 
 from pytest_nsa.monitor.terminal import past_capture
 from pytest_nsa.system.procfs import stat_of
-from pytest_nsa.wire.files import write_atomically
+from pytest_nsa.wire import masking
+from pytest_nsa.wire.files import write_json
 
 _PROGRAM = Path(__file__).parents[1] / "cli" / "announce.py"
 _BEGAN = 19  # field of /proc/PID/stat, behind the command's name
@@ -30,9 +31,9 @@ class JobAnnouncer:
 
     def follow(self, nodeid: str, of_fixtures: Collection[int]) -> None:
         """Announce suspicions in the jobs of a test from now on, those of processes in ``of_fixtures`` excepted; '' for no test."""
-        described = {"nodeid": nodeid, "of_fixtures": sorted(of_fixtures)}
+        described = {"nodeid": nodeid, "of_fixtures": sorted(of_fixtures), "masks": masking.is_on()}
         with contextlib.suppress(OSError):
-            write_atomically(self.path, json.dumps(described))
+            write_json(self.path, described)
             if not self._has_begun:
                 self._has_begun = True
                 self._begin()
