@@ -85,14 +85,19 @@ def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: M
     named = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:MOST_NAMED])
     more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
     path = (*decision.path, f"did tests fail that have no failing verdict? yes, {len(others)}: {named}{more}")
+    no_verdict = f"{'has no verdict' if len(others) == 1 else 'have no verdict, the first'}: {first}"
     if any(v.failed for v in verdicts.values()):
-        also = f"{len(others)} more failed without a verdict{', the first of them' if len(others) > 1 else ''}: {first}"
-        return replace(decision, sentence=f"{decision.sentence} {also}", path=path)
-    subject = f"{count(len(others), 'test')} failed without a verdict{', the first of them' if len(others) > 1 else ''}"
+        return replace(
+            decision, sentence=f"{decision.sentence} {count(len(others), 'more failure')} {no_verdict}", path=path
+        )
     rest = f" Of {count(len(verdicts), _noun(verdicts))} on ranks, none failed." if verdicts else ""
     # Whether what was tested is ready cannot be said by the verdicts alone.
     return replace(
-        decision, sentence=f"{subject}: {first}.{rest}", action="read what pytest prints of it", path=path, readiness=""
+        decision,
+        sentence=f"{count(len(others), 'failure')} {no_verdict}.{rest}",
+        action="read what pytest prints of it",
+        path=path,
+        readiness="",
     )
 
 

@@ -72,4 +72,7 @@ def _reason(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else report.longreprtext
     lines = [line for line in text.splitlines() if line.strip()]
-    return (lines[0] if crash is not None else lines[-1]).strip()[:LONGEST] if lines else "no reason given"
+    if not lines:
+        return "no reason given"
+    line = lines[0] if crash is not None else lines[-1].removeprefix("E  ")  # as pytest marks what was raised
+    return line.strip()[:LONGEST]

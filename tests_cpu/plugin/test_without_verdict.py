@@ -77,17 +77,28 @@ def test_passes_the_second_time(runs):
 
 
 def test_failures_without_a_verdict_are_named(pytester: pytest.Pytester) -> None:
-    result = run_example(pytester, PASSES + OTHERS, "-p", "no:randomly", "-p", "rerunfailures")
-    assert result.outcomes == {"failed": 2, "errors": 1, "passed": 2, "rerun": 1}
+    pytester.makepyfile(test_later="import nowhere_to_be_found")
+    options = (
+        "-p",
+        "no:randomly",
+        "-p",
+        "rerunfailures",
+        "--continue-on-collection-errors",
+        "test_example.py",
+        "test_later.py",
+    )
+    result = run_example(pytester, PASSES + OTHERS, *options)
+    assert result.outcomes == {"failed": 2, "errors": 2, "passed": 2, "rerun": 1}
     assert sentence(result) == (
-        "3 tests failed without a verdict, the first of them: test_example.py::test_passes_though_it_should_fail: "
-        "[XPASS(strict)]. Of 2 tests on ranks, none failed."
+        "4 failures have no verdict, the first: test_later.py: ModuleNotFoundError: "
+        "No module named 'nowhere_to_be_found'. Of 2 tests on ranks, none failed."
     )
     summary = (result.run / "SUMMARY.md").read_text()  # type: ignore[operator]
+    assert "test_passes_though_it_should_fail: [XPASS(strict)]; " in summary
     assert "test_has_a_broken_fixture: OSError: no such [host]; " in summary
     assert "test_fails: assert 1 == 2" in summary
     assert "test_passes_the_second_time" not in summary
-    assert json.loads((result.run / "run.json").read_text())["failed"] == 3  # type: ignore[operator]
+    assert json.loads((result.run / "run.json").read_text())["failed"] == 4  # type: ignore[operator]
 
 
 def test_a_failure_with_a_verdict_comes_first(pytester: pytest.Pytester) -> None:
@@ -112,7 +123,7 @@ def test_a_failure_with_a_verdict_comes_first(pytester: pytest.Pytester) -> None
     assert result.outcomes == {"failed": 3, "passed": 1, "errors": 1}
     assert sentence(result).startswith("test_example.py::test_fails ends in FAIL")
     assert sentence(result).endswith(
-        "2 of 2 tests fail, all of them so. 2 more failed without a verdict, the first of them: "
+        "2 of 2 tests fail, all of them so. 2 more failures have no verdict, the first: "
         "test_example.py::test_fails_before: assert 1 == 2"
     )
 
@@ -129,7 +140,7 @@ def test_leases_that_another_user_holds_back_are_named(
         source = PASSES + "\n@world_size(2)\n@pytest.mark.cores(1)\ndef test_leases(group): pass\n"
         result = run_example(pytester, source, "-p", "no:randomly")
     assert result.outcomes == {"failed": 1, "passed": 1}
-    assert sentence(result).startswith("1 test failed without a verdict: test_example.py::test_leases: ")
+    assert sentence(result).startswith("1 failure has no verdict: test_example.py::test_leases: ")
     assert str(folder) in sentence(result)
 
 
@@ -143,4 +154,4 @@ def test_what_is_ready_is_not_known_where_a_failure_has_no_verdict() -> None:
     found = with_failures(decision, one_verdict(), {str(n): "why" for n in range(7)})
     assert not found.readiness
     assert found.path[-1].endswith("4: why, and 2 more")
-    assert with_failures(decide({}), {}, {"x": "why"}).sentence == "1 test failed without a verdict: x: why."
+    assert with_failures(decide({}), {}, {"x": "why"}).sentence == "1 failure has no verdict: x: why."
