@@ -88,9 +88,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[failures_key] = Failures()
     config.pluginmanager.register(config.stash[failures_key], "nsa-failures")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
-    config.stash[runner_key] = RankRunner(
-        config, resolved, RunFolder(resolved.artifacts, worker.get("nsa_run"), resolved.folder_mode)
-    )
+    folder = RunFolder(resolved.artifacts, worker.get("nsa_run"), resolved.folder_mode)
+    if config.hook.pytest_nsa_scenarios.get_hookimpls() or len(config.hook.pytest_nsa_decide.get_hookimpls()) > 1:
+        folder.prefix = "test_engineer"  # a diagnostic plan
+    config.stash[runner_key] = RankRunner(config, resolved, folder)
     keep_from_forking(config, _is_for_ranks)
     if resolved.zygote_fd is not None:
         from pytest_nsa.spawn.zygote import ServeSession

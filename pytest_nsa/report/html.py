@@ -48,7 +48,10 @@ def render(
             tag("p", tag("strong", "INTERRUPTED"), ": what follows is what had run until then.")
             if interrupted
             else None,
-            tag("h1", short_place(decision.sentence)),
+            tag("h1", _title(entries, decision)),
+            tag("p", *_counts(entries), class_="counts"),
+            _table(failed),
+            tag("p", short_place(decision.sentence), class_="sentence") if failed else None,
             tag(
                 "p",
                 decision.action,
@@ -56,7 +59,6 @@ def render(
                 class_="action",
             ),
             tag("p", decision.readiness) if decision.readiness else None,
-            tag("p", *_counts(entries), class_="counts"),
         ),
         tag(
             "main",
@@ -81,6 +83,41 @@ def _read(run: Path, entry: Entry) -> Evidence | None:
     return evidence
 
 
+def _title(entries: list[Entry], decision: Decision) -> str:
+    """Return the page's title: how many tests fail; where none does, the decision."""
+    failed, noun = (
+        sum(e.verdict.failed for e in entries),
+        "scenario" if any(e.verdict.scenario for e in entries) else "test",
+    )
+    if not failed:
+        return short_place(decision.sentence)
+    return f"{failed} of {len(entries)} {noun}{'s' if len(entries) > 1 else ''} fail{'s' if failed == 1 else ''}"
+
+
+def _table(failed: list[Entry]) -> Markup | None:
+    """Return a row per failure; a click on its name opens it."""
+    if not failed:
+        return None
+    head = tag("tr", *(tag("th", t, scope="col") for t in ("test", "rank", "cause", "where", "seconds")))
+    rows = []
+    for number, entry in enumerate(failed):
+        v = entry.verdict
+        name = tag("a", entry.name, href=f"#{anchor(entry)}") if number < DETAILED and entry.folder else entry.name
+        rows.append(
+            tag(
+                "tr",
+                tag("td", outcome_tag(v), " ", name),
+                tag("td", v.culprits() if v.ranks else ""),
+                tag("td", v.cause),
+                tag("td", tag("code", short_place(v.where))),
+                tag("td", f"{v.duration_s:.1f}"),
+            )
+        )
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="list")
+    keys = tag("p", "j and k: the next failure, and the one before", class_="quiet keys") if len(failed) > 1 else None
+    return tag("div", tag("div", table, class_="scroll"), keys)
+
+
 def _counts(entries: list[Entry]) -> Iterator[Markup]:
     found = Counter((e.verdict.outcome, e.verdict.expected) for e in entries)
     for (outcome, expected), n in sorted(found.items(), key=lambda pair: (pair[0][0] in ("PASS", "SKIP"), pair[0])):
@@ -102,8 +139,10 @@ def _failures(
         like = first.setdefault((v.outcome, v.cause, v.ranks, v.where), entry.name)
         if entry.folder in evidence:
             whole = failure(run, entry, evidence[entry.folder], greens.get(entry.name))
-            alike = tag("summary", tag("b", entry.name), " ", outcome_tag(v), f" as {like}")
-            yield whole if like == entry.name else tag("details", alike, whole, class_="alike")
+            alike = "" if like == entry.name else f" as {like}"
+            head = tag("summary", tag("b", entry.name), " ", outcome_tag(v), alike)
+            # Of one name: a browser closes one where it opens another.
+            yield tag("details", head, whole, class_="one", name="failure", open=entry is failed[0])
         else:
             told = "Its evidence cannot be read." if entry.folder else "Its folder was not kept."
             name = tag("h2", entry.name, " ", outcome_tag(entry.verdict))

@@ -28,6 +28,26 @@ each(".sort", (button) => {
   });
 });
 
+// One failure at a time: a link to it opens it, j and k go on and back.
+const failures = [...document.querySelectorAll("details.one")];
+function open(one) {
+  for (const other of failures) other.open = other === one;
+  one.scrollIntoView();
+}
+function openLinked() {
+  const linked = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const one = linked && linked.closest("details.one");
+  if (one) open(one);
+}
+addEventListener("hashchange", openLinked);
+openLinked();
+document.addEventListener("keydown", (event) => {
+  const step = { j: 1, k: -1 }[event.key];
+  if (!step || !failures.length || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+  const at = failures.findIndex((one) => one.open);
+  open(failures[(at + step + failures.length) % failures.length]);
+});
+
 each("[data-copy]", (button) => {
   button.addEventListener("click", async () => {
     try {

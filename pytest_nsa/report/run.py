@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -83,7 +85,8 @@ def write_reports(
     _write_lists(run, entries)
     env = parse(read_text(run / "env.json"))
     greens = last_greens(run, {entry.name for entry in entries if entry.verdict.failed})
-    text = summary.render(
+    render = functools.partial(
+        summary.render,
         entries,
         decision,
         env if isinstance(env, dict) else {},
@@ -91,13 +94,19 @@ def write_reports(
         left_out=summary.not_run(run, entries),
         greens={name: green.describe() for name, green in greens.items()},
     )
-    write_atomically(run / "SUMMARY.md", text)
+    write_atomically(run / "SUMMARY.md", render())
     shown = step_summary()
     if shown is not None:
         with contextlib.suppress(OSError):
-            append(shown, text.encode(errors="backslashreplace"))
+            append(shown, render(blob=_repository_s_files()).encode(errors="backslashreplace"))
     write_atomically(run / "report.html", html.render(run, entries, decision, interrupted=interrupted, greens=greens))
     return entries, decision
+
+
+def _repository_s_files() -> str:
+    """Return the address of this commit's files, by the variables of GitHub Actions; '' where one is not set."""
+    parts = [os.environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_SHA")]
+    return f"{parts[0]}/{parts[1]}/blob/{parts[2]}" if all(parts) else ""
 
 
 def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:

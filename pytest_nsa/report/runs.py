@@ -25,7 +25,7 @@ FINISHED = "run.json"
 LOCK = ".in_use"
 KEPT, KEPT_FAILED = 20, 5
 DAY_S = 86400.0  # by which clocks may differ
-_RUNS = "test_engineer_*"
+_RUNS = ("run_*", "test_engineer_*")  # the latter where there is a diagnostic plan
 # What of env.json and run.json only a run has, and every run.
 _ENV: dict[str, Check] = {"schema": is_schema, "python": is_text, "system": is_text, "variables": is_map}
 _END: dict[str, Check] = {"schema": is_schema, "time": is_number, "failed": is_count, "interrupted": is_flag}
@@ -76,7 +76,7 @@ def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
     A run that cannot be read is left out, too, and ``unread`` is given a sentence on it.
     """
     found = []
-    for path in root.glob(_RUNS):
+    for path in (path for name in _RUNS for path in root.glob(name)):
         try:
             run = None if path.is_symlink() or not path.is_dir() else _read(path)
         except (OSError, ValueError) as error:
@@ -131,7 +131,8 @@ def delete(runs: list[Run]) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             run.path.rename(doomed)
             yield run.path
-    for doomed in {path for run in runs for path in run.path.parent.glob(f".{_RUNS}.deleted")}:
+    roots = {run.path.parent for run in runs}
+    for doomed in (path for root in roots for name in _RUNS for path in root.glob(f".{name}.deleted")):
         with contextlib.suppress(OSError):
             if doomed.lstat().st_uid in {run.owner for run in runs}:
                 remove_tree(doomed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
+from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.report.plain import cell, code, inline, markdown
 from pytest_nsa.report.terminal import short_place
 from pytest_nsa.report.way import mermaid
@@ -84,20 +86,22 @@ def render(
     interrupted: bool,
     left_out: Sequence[str] = (),
     greens: Mapping[str, str] | None = None,
+    blob: str | None = None,
 ) -> str:
-    """Return the text of SUMMARY.md; ``left_out`` are scenarios that did not run, ``greens`` where what fails passed last."""
+    """Return the text of SUMMARY.md; ``left_out`` are scenarios that did not run, ``greens`` where what fails passed last.
+
+    ``blob``: for a page that is read elsewhere, the address of the repository's files, '' where it is not known. Tests have no
+    links to their folders there, and lines have links to the files.
+    """
     out = [markdown(decision.sentence), ""]
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
-    out += [
-        "| scenario | result | cause | rank | where | parameters missing | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    out += [_row(entry) for entry in entries]
+    out += _table(entries, blob)
     if left_out:
         out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(left_out))}."]
     sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else ""
-    out += ["", "## Decision", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]
+    heading = "Decision" if any(entry.verdict.scenario for entry in entries) else "What to do"
+    out += ["", f"## {heading}", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]
     out += [f"{number}. {markdown(step)}" for number, step in enumerate(decision.path, 1)]
     drawn = mermaid(decision)
     if drawn:
@@ -136,21 +140,45 @@ def render(
     return "\n".join(out) + "\n"
 
 
-def _row(entry: Entry) -> str:
+def _table(entries: list[Entry], blob: str | None) -> list[str]:
+    """Return the table: of a diagnostic plan every scenario, else what failed, and the others' numbers."""
+    has_plan = any(entry.verdict.scenario for entry in entries)
+    names = ["scenario" if has_plan else "test", "result", "cause", "rank", "where", "parameters missing", "seconds"]
+    if not has_plan:
+        names.remove("parameters missing")
+    shown = entries if has_plan else [entry for entry in entries if entry.verdict.failed or entry.verdict.expected]
+    others = Counter(entry.verdict.outcome for entry in entries if entry not in shown)
+    rows = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"] if shown else []
+    for entry in shown:
+        cells = _cells(entry, blob)
+        rows.append("| " + " | ".join(cell(cells[name]) for name in names) + " |")
+    if others:
+        counted = ", ".join(f"{n} {outcome}" for outcome, n in sorted(others.items()))
+        rows += ["", f"Not in the table: {counted}."] if shown else [f"{counted}."]
+    return rows
+
+
+def _cells(entry: Entry, blob: str | None) -> dict[str, str]:
     v, name = entry.verdict, inline(entry.name)
-    name = f"[{name}]({quote(entry.folder)}/)" if entry.folder else name
-    ranks = ", ".join(map(str, v.ranks)) if v.failed else ""
-    missing = str(len(v.parameters_missing)) if v.parameters_missing else ""
-    cells = (
-        name,
-        v.outcome + (" (expected)" if v.expected else ""),
-        inline(v.cause),
-        ranks,
-        code(short_place(v.where)),
-        missing,
-        f"{v.duration_s:.1f}",
-    )
-    return "| " + " | ".join(map(cell, cells)) + " |"
+    name = f"[{name}]({quote(entry.folder)}/)" if entry.folder and blob is None else name
+    return {
+        "scenario": name,
+        "test": name,
+        "result": v.outcome + (" (expected)" if v.expected else ""),
+        "cause": inline(v.cause),
+        "rank": ", ".join(map(str, v.ranks)) if v.failed else "",
+        "where": _linked(short_place(v.where), blob),
+        "parameters missing": str(len(v.parameters_missing)) if v.parameters_missing else "",
+        "seconds": f"{v.duration_s:.1f}",
+    }
+
+
+def _linked(where: str, blob: str | None) -> str:
+    """Return a location, of a file of the repository with a link to its line."""
+    match = LOCATION.match(where)
+    if not blob or match is None or match["file"].startswith(("/", "..")):
+        return code(where)
+    return f"[{code(where)}]({blob}/{quote(match['file'])}#L{match['line']})"
 
 
 def _verdict(entry: Entry) -> list[str]:

@@ -54,11 +54,15 @@ SMALL_LIMIT = 1 << 20  # and below this not all
 
 
 class RunFolder:
-    """``ROOT/test_engineer_TIME``, made when first needed; ``ROOT/latest`` points to the newest. ``mode``: its permissions."""
+    """``ROOT/run_TIME``, made when first needed; ``ROOT/latest`` points to the newest. ``mode``: its permissions.
+
+    ``prefix``: ``test_engineer`` in place of ``run`` where the repository has a diagnostic plan, which has fixed this name.
+    """
 
     def __init__(self, root: Path, name: str | None = None, mode: int = 0o700) -> None:
         self.root = root
         self.name = name
+        self.prefix = "run"
         self.mode = mode
         self._path: Path | None = None
         self._left: Path | None = None  # the folder that had no room any more
@@ -134,7 +138,7 @@ class RunFolder:
             path.mkdir(mode=self.mode, exist_ok=True)
             check_owner(path)
             return path
-        stamp = time.strftime("test_engineer_%Y%m%d_%H%M%S")
+        stamp = time.strftime(f"{self.prefix}_%Y%m%d_%H%M%S")
         for attempt in range(1000):
             path = root / (stamp if not attempt else f"{stamp}_{attempt}")
             try:

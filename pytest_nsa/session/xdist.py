@@ -31,7 +31,7 @@ class XdistHooks:
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a new worker the run's name and this run's arguments."""
         runner = node.config.stash[runner_key]
-        name = runner.folder.name or time.strftime(f"test_engineer_%Y%m%d_%H%M%S_{os.getpid()}")
+        name = runner.folder.name or time.strftime(f"{runner.folder.prefix}_%Y%m%d_%H%M%S_{os.getpid()}")
         runner.folder.name = name
         node.workerinput["nsa_run"] = name
         self._zygote = self._zygote or SharedZygote()

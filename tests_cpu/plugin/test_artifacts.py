@@ -107,7 +107,7 @@ def test_b(group, trace):
 """
     result = run_example(pytester, source, "--artifacts", "evidence")
     run = (pytester.path / "evidence" / "latest").resolve()
-    assert re.fullmatch(r"test_engineer_\d{8}_\d{6}", run.name)
+    assert re.fullmatch(r"run_\d{8}_\d{6}", run.name)
     assert {p.name for p in run.iterdir()} >= {
         "test_execution.log", "SUMMARY.md", "report.html", "env.json", "all_missing_params.txt", "ddp_buckets.txt",
         "verdicts.jsonl", "one", "two",

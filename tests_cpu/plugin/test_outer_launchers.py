@@ -223,4 +223,4 @@ def test_torchrun_on_two_nodes(pytester: pytest.Pytester, two_nodes: list[str]) 
     texts = [node.communicate(timeout=150)[0] for node in nodes]
     check_report(texts[0], pytester.path / "artifacts" / "latest")
     assert "test session starts" not in texts[1]
-    assert len(list((pytester.path / "artifacts").glob("test_engineer*"))) == 1
+    assert len(list((pytester.path / "artifacts").glob("run_*"))) == 1

@@ -260,7 +260,7 @@ def test_a(group, n):
     assert len(result.verdicts) == 4
     assert result.run is not None
     assert "assertion" in (result.run / "SUMMARY.md").read_text()
-    assert len(list((pytester.path / "artifacts").glob("test_engineer_*"))) == 1
+    assert len(list((pytester.path / "artifacts").glob("run_*"))) == 1
 
 
 def test_wrong_marks_are_reported_under_xdist(pytester: pytest.Pytester) -> None:

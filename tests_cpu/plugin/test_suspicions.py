@@ -266,9 +266,13 @@ def test_the_report_draws_and_traces(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "step.md"))
+    for name, value in (("SERVER_URL", "https://github.com"), ("REPOSITORY", "me/repo"), ("SHA", "abc")):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
     result = run_example(pytester, TRAINS)
     assert result.verdicts["test_skips"].cause == "skipped_collective"
-    assert "skipped_collective" in (tmp_path / "step.md").read_text()
+    step = (tmp_path / "step.md").read_text()
+    assert "skipped_collective" in step
+    assert re.findall(r"\]\(([^)]*)\)", step) == ["https://github.com/me/repo/blob/abc/test_example.py#L12"], step
     assert result.run is not None
     page = (result.run / "report.html").read_text()
     assert page.count("rank 1 ◀") == 1
