@@ -18,6 +18,8 @@ from tests_cpu.plan.scenarios import BY_VARIABLE
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
+# No test modules, and nothing has imported them yet: what their assertions compare is a failed scenario's reason.
+pytest.register_assert_rewrite("tests_cpu.plan.running", "tests_cpu.plan.health")
 # Workers of xdist share the cores: threads of torch, as many per worker as there are cores, would spin waiting for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,19 @@ from torch import nn
 from nsa.trace import logger
 from nsa.trace.files import open_to_append
 from nsa.trace.names import plain_name
+
+
+def _ignore(step: int, missing: list[str]) -> None:
+    """No-op."""
+
+
+_listener: Callable[[int, list[str]], None] = _ignore
+
+
+def tell_missing_gradients(listener: Callable[[int, list[str]], None]) -> None:
+    """Call ``listener(step, names)``, and no earlier listener, after each backward that a `GradientTrace` here reports on."""
+    global _listener
+    _listener = listener
 
 
 class GradientTrace:
@@ -33,15 +47,21 @@ class GradientTrace:
         """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
         return [name for name in self.expected if name not in self.arrived]
 
-    def report(self, step: int, missing_file: Path | None = None) -> list[str]:
-        """Log what arrived after the backward of ``step``; returns what did not. ``missing_file`` is appended to."""
+    def report(self, step: int, missing_file: Path | None = None, rank: int = 0) -> list[str]:
+        """Log what arrived after the backward of ``step``, as a warning where something is missing; returns what is.
+
+        ``missing_file``, one for all ranks, gets a line 'step1 blocks.4.attn.out.weight rank=0' each.
+        """
         missing = self.missing()
-        logger.info("[GRAD-TRACE] after_backward_step%d arrived=%d missing=%d", step, len(self.arrived), len(missing))
+        level = logging.WARNING if missing else logging.INFO
+        text = "[GRAD-TRACE] after_backward_step%d arrived=%d missing=%d"
+        logger.log(level, text, step, len(self.arrived), len(missing))
         for name in missing:
-            logger.info("  - MISSING: %s", name)
+            logger.warning("  - MISSING: %s", name)
+        _listener(step, missing)
         if missing_file is not None and missing:
-            with open(open_to_append(missing_file), "a", encoding="utf-8") as file:
-                file.writelines(f"step{step} {name}\n" for name in missing)
+            with missing_file.open("a", encoding="utf-8") as file:
+                file.writelines(f"step{step} {name} rank={rank}\n" for name in missing)
         return missing
 
     def reset(self) -> None:

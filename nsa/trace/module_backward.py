@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,11 +49,12 @@ class ModuleBackwardTrace:
         return [name for name in self._names if name not in reached]
 
     def report(self, step: int) -> list[str]:
-        """Log the modules whose backward was never reached; returns them."""
+        """Log the modules whose backward was never reached, as warnings; returns them."""
         missing = self.not_reached()
-        logger.info("[MODULE-BWD] step=%d reached=%d not_reached=%d", step, len(set(self.reached)), len(missing))
+        level = logging.WARNING if missing else logging.INFO
+        logger.log(level, "[MODULE-BWD] step=%d reached=%d not_reached=%d", step, len(set(self.reached)), len(missing))
         for name in missing:
-            logger.info("  - NOT REACHED: %s", name)
+            logger.warning("  - NOT REACHED: %s", name)
         return missing
 
     def reset(self, step: int) -> None:

@@ -60,6 +60,11 @@ def _parallel_kind(root: nn.Module) -> str:
     return "fsdp" if is_sharded else "none"
 
 
+def _needs_every_gradient(model: DistributedDataParallel) -> bool:
+    """Return whether DDP waits for every parameter's gradient: it does not look for those that a step leaves without one."""
+    return not (model.find_unused_parameters or model.static_graph)
+
+
 @dataclass(slots=True, eq=False)
 class Known:
     """A module that has been called: by ``id``, as a hook of every call can afford no more.
@@ -87,9 +92,10 @@ _BACKWARD = Known(weakref.ref(nn.Identity()), "backward", b"", UNKNOWN)
 class Observer:
     """Installs the hooks in this process.
 
-    ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind)`` of
-    how it is shared (ddp, fsdp or none), ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_anomaly(kind, step,
-    **facts)`` of a step that did not go its usual way: "forward_failed", "no_backward", "not_synchronised", "not_finite".
+    ``on_change()`` is called at each new phase, ``on_names(parameters, modules)`` of a new model's names, ``on_model(kind,
+    needs_every_gradient)`` of how it is shared (ddp, fsdp or none) and of whether that needs a gradient of each parameter,
+    ``on_ddp(step, numbers)`` of DDP's own numbers now and then, ``on_anomaly(kind, step, **facts)`` of a step that
+    did not go its usual way: "forward_failed", "no_backward", "not_synchronised", "not_finite".
     """
 
     on_anomaly: Callable[..., None]
@@ -98,7 +104,7 @@ class Observer:
     _calls: list[Known]
     on_change: Callable[[], None]
     on_names: Callable[[list[str], list[str]], None]
-    on_model: Callable[[str], None]
+    on_model: Callable[[str, bool], None]
     on_ddp: Callable[[int, dict[str, Any]], None]
     parameter_names: list[str]
     _roots: WeakSet[nn.Module]
@@ -339,7 +345,7 @@ class Observer:
         for model in shared:
             ensure_hook(model)
         self._shared.update(shared)
-        self.on_model(_parallel_kind(root))
+        self.on_model(_parallel_kind(root), any(map(_needs_every_gradient, shared)))
         # Lazy parameters have no shape yet, and those of a functional call are not leaves.
         trained = [
             (plain_name(n), p) for n, p in root.named_parameters() if p.requires_grad and p.is_leaf and not is_lazy(p)

@@ -20,8 +20,8 @@ import torch
 
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.exceptions import record_exception
-from nsa.trace.files import write_atomically
-from nsa.trace.secrets import masked_arguments
+from nsa.trace.frames import call_site
+from nsa.trace.gradients import tell_missing_gradients
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
@@ -84,21 +84,31 @@ def trace_training(
 
 
 def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
-    """Into ``events.jsonl``: names and parallelism of the models that are called, and steps that went otherwise."""
-    anomalies = itertools.count()
+    """Into ``events.jsonl``: names and parallelism of the models that are called, steps that went otherwise, and gradients that a
+    requested trace found missing, where these are others than in the step before.
+    """
+    anomalies, missing_reports = itertools.count(), itertools.count()
+    last_missing: list[str] = []
 
     def saw_anomaly(kind: str, step: int, **facts: Any) -> None:
         if next(anomalies) < MAX_ANOMALIES:
             record(folder, event="anomaly", kind=kind, step=step, **facts)
 
-    def saw_model(kind: str) -> None:
+    def saw_model(kind: str, needs_every_gradient: bool) -> None:
         if kind != "none":
             heartbeat.label = kind.upper()
-            record(folder, event="parallel", kind=kind)
+            record(folder, event="parallel", kind=kind, needs_every_gradient=needs_every_gradient)
+
+    def saw_missing(step: int, names: list[str]) -> None:
+        nonlocal last_missing
+        if names != last_missing and next(missing_reports) < MAX_ANOMALIES:
+            record(folder, event="gradients_missing", step=step, names=names, where=call_site())
+        last_missing = names
 
     observer.on_anomaly = saw_anomaly
     observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
+    tell_missing_gradients(saw_missing)
     observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)
 
 

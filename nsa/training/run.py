@@ -191,17 +191,40 @@ class Run:
 
 
 def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
-    """Return `nsa.trace` speaks on stdout and in traces.log; on ranks above 0 only of what belongs to a rank."""
+    """Send what `nsa.trace` logs to stdout and to traces.log; return the handlers.
+
+    Of ranks above 0 these get the buckets and the warnings, which name the rank: a gradient that is missing on one rank alone, for
+    example. All that such a rank logs is in traces_rankN.log.
+    """
     trace_log = logging.getLogger("nsa.trace")
     trace_log.setLevel(logging.INFO)
     trace_log.propagate = False
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    handlers.append(
-        logging.FileHandler(folder / ("traces.log" if rank == 0 else f"traces_rank{rank}.log"), encoding="utf-8")
-    )
+    handlers: list[logging.Handler] = [
+        logging.StreamHandler(sys.stdout),
+        logging.FileHandler(folder / "traces.log", encoding="utf-8"),
+    ]
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(logging.Formatter("%(message)s") if rank == 0 else _OfRank(rank))
         if rank != 0:
-            handler.addFilter(lambda record: record.getMessage().startswith("[DDP]"))
+            handler.addFilter(lambda record: record.levelno >= logging.WARNING or _names_its_rank(record))
+    if rank != 0:
+        handlers.append(logging.FileHandler(folder / f"traces_rank{rank}.log", encoding="utf-8"))
+    for handler in handlers:
         trace_log.addHandler(handler)
     return handlers
+
+
+def _names_its_rank(record: logging.LogRecord) -> bool:
+    return record.getMessage().startswith("[DDP] rank=")
+
+
+class _OfRank(logging.Formatter):
+    """Puts the rank before what does not name it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("%(message)s")
+        self.rank = rank
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return line if _names_its_rank(record) else f"[rank {self.rank}] {line}"

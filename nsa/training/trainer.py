@@ -255,7 +255,7 @@ class Trainer:
 
     def _after_backward(self, step: int) -> None:
         if self.gradients:
-            self.gradients.report(step, self.folder / "all_missing_params.txt")
+            self.gradients.report(step, self.folder / "all_missing_params.txt", self.ranks.rank)
         if self.modules:
             self.modules.report(step)
         if self.config.parallel.mode == "average":

@@ -310,9 +310,9 @@ _REGISTRY = (
     Cause(
         name="unused_parameters",
         chapter="Autograd and DDP",
-        summary="DDP: parameters took no part in the last backward.",
-        advice="let every parameter take part in the loss on every rank, or set find_unused_parameters=True",
-        rules=("autograd.unused_parameters",),
+        summary="parameters got no gradient in a backward that ended.",
+        advice="let every parameter take part in the loss on every rank, or set DDP's find_unused_parameters=True",
+        rules=("autograd.unused_parameters", "gradients.never_arrived"),
         outcome="FAIL",
     ),
     Cause(

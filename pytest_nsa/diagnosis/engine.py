@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, signal_text
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, parameters_missing, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
     agreement,
@@ -18,6 +18,7 @@ from pytest_nsa.diagnosis.rules import (
     devices,
     dropped,
     exits,
+    gradients,
     groups,
     network,
     numbering,
@@ -71,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
+    gradients.never_arrived,  # DDP's reductions of such a step go wrong in many ways: what follows is its consequence
     numbering.numbered_apart,
     order.departed,
     groups.groups_apart,
@@ -180,7 +182,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         "scenario": job.scenario, "reads_as": job.reads_as, "nodeid": job.nodeid,
         "duration_s": round(evidence.duration_s, 3),
         "stood_still_s": round(evidence.stood_still_s, 3), "world_size": job.world_size,
-        "backend": job.backend, "parallel": evidence.parallel,
+        "backend": job.backend, "parallel": evidence.parallel, "parameters_missing": parameters_missing(evidence),
     }  # fmt: skip
     if evidence.stop == "interrupted":
         return _of_the_interrupted(evidence, common)
@@ -201,16 +203,13 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         said = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
         finding = replace(finding, reason=f"{finding.reason} (a consequence: {said})")
     culprits = [r for r in ranks if r.rank in finding.ranks]
-    in_backward = [r for r in culprits or ranks if r.board is not None and r.board.phase == "backward"]
-    missing = in_backward[0].missing if in_backward else ()
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
+    common["parameters_missing"] = parameters_missing(evidence, finding.ranks)
     outcome = _outcome(evidence, finding)
     finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence)))
     caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
-    verdict = _from(
-        finding, job.root, outcome=outcome, parameters_missing=missing, machines=machines, called_from=caller, **common
-    )
+    verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
     return replace(verdict, retry="elsewhere") if devices.is_of_the_machine(evidence) else verdict
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from pytest_nsa.diagnosis.verdict import Fact
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.stacks import Frame
-from pytest_nsa.evidence.values import RaisedException, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 
 def signal_text(number: int) -> str:
@@ -112,9 +112,41 @@ def ddp_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="ddp", file=f"rank{rank.rank}/events.jsonl", says=says)
 
 
+def in_backward(evidence: Evidence, ranks: Sequence[int]) -> RankEvidence | None:
+    """Return the first of ``ranks`` (of all where it is empty) that did not leave its last backward; None without one."""
+    of = [r for r in evidence.ranks if r.rank in ranks] or evidence.ranks
+    return next((r for r in of if r.board is not None and r.board.phase == "backward"), None)
+
+
+def parameters_missing(evidence: Evidence, ranks: Sequence[int] = ()) -> tuple[str, ...]:
+    """Return the parameters whose gradient never arrived: in the backward that one of ``ranks`` did not leave, by its board; else
+    after any backward, on any rank, as the requested trace found.
+    """
+    stalled = in_backward(evidence, ranks)
+    if stalled is not None:
+        return stalled.missing
+    found = (step.names for rank in evidence.ranks for step in rank.gradients_missing)
+    return tuple(dict.fromkeys(name for names in found for name in names))
+
+
+def missing_fact(rank: RankEvidence) -> Fact | None:
+    """Return the parameters that got no gradient in a backward that ended."""
+    if not rank.gradients_missing:
+        return None
+    first = rank.gradients_missing[0]
+    says = f"after the backward of step {first.step} no gradient had arrived for {few(first.names)}"
+    return Fact(rank=rank.rank, kind="gradients_missing", file=f"rank{rank.rank}/events.jsonl", says=says)
+
+
+def few(names: Iterable[str]) -> str:
+    """Return the first five names, and how many more there are."""
+    shown = list(names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
     """Every rank's location: cited by every verdict on a stall."""
-    kinds = stack_fact, counters_fact, board_fact, process_fact, native_fact, ddp_fact
+    kinds = stack_fact, counters_fact, board_fact, missing_fact, process_fact, native_fact, ddp_fact
     return tuple(fact for rank in ranks for kind in kinds if (fact := _made(kind, rank)) is not None)
 
 

@@ -17,7 +17,16 @@ from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, r
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse_dump
-from pytest_nsa.evidence.values import EventLoop, Evidence, Handled, RaisedException, RankEvidence, ThreadError, Told
+from pytest_nsa.evidence.values import (
+    EventLoop,
+    Evidence,
+    Handled,
+    MissingGradients,
+    RaisedException,
+    RankEvidence,
+    ThreadError,
+    Told,
+)
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
 
@@ -189,6 +198,12 @@ def _read_rank(
         loop=_loop(own.get("asyncio")),
         thread_errors=_thread_errors(events),
         snapshots=tuple(read_snapshots(folder / FILE)),
+        gradients_missing=tuple(
+            MissingGradients(e["step"], tuple(e["names"]), e["where"])
+            for e in events
+            if e["event"] == "gradients_missing" and e["names"]
+        ),
+        needs_every_gradient=any(e.get("needs_every_gradient", False) for e in events if e["event"] == "parallel"),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )
 

@@ -108,6 +108,15 @@ class EventLoop:
     failed: tuple[tuple[str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class MissingGradients:
+    """Parameters without a gradient after the backward of ``step``. ``where``: the user's line at which that was found."""
+
+    step: int
+    names: tuple[str, ...]
+    where: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
@@ -168,6 +177,8 @@ class RankEvidence:
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()  # of syrupy's, that its test compared with
+    gradients_missing: tuple[MissingGradients, ...] = ()  # as a requested trace found; one of steps that lack the same
+    needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
 
     @property
     def rounds(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report import html, summary
 from pytest_nsa.report.last_green import last_greens
+from pytest_nsa.report.traces import missing_in
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
 from pytest_nsa.wire.files import append, parse, read_bytes, read_text, write_atomically, write_json
@@ -118,15 +119,14 @@ def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
 
 
 def _write_lists(run: Path, entries: list[summary.Entry]) -> None:
-    """all_missing_params.txt and ddp_buckets.txt over all scenarios."""
+    """all_missing_params.txt, a line 'scenario parameter rank=0,1' each, and ddp_buckets.txt, over all scenarios."""
     missing, buckets = [], []
     for entry in entries:
-        names = list(entry.verdict.parameters_missing)
-        if entry.folder:
-            traces = run / entry.folder / "traces.log"
-            lines = read_text(traces).splitlines()
-            names += [line.partition("MISSING:")[2].strip() for line in lines if "- MISSING:" in line]
-            buckets += [f"{entry.name} {line}\n" for line in lines if line.startswith("[DDP] ")]
-        missing += [f"{entry.name} {name}\n" for name in dict.fromkeys(names)]
+        lines = read_text(run / entry.folder / "traces.log").splitlines() if entry.folder else []
+        buckets += [f"{entry.name} {line}\n" for line in lines if line.startswith("[DDP] ")]
+        found = missing_in(lines, entry.verdict.world_size)
+        missing += [f"{entry.name} {name} rank={ranks}\n" for name, ranks in found.items()]
+        # Without the logs the ranks are not known.
+        missing += [f"{entry.name} {name}\n" for name in entry.verdict.parameters_missing if name not in found]
     write_atomically(run / "all_missing_params.txt", "".join(missing))
     write_atomically(run / "ddp_buckets.txt", "".join(buckets))

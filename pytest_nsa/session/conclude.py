@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from pytest_nsa.diagnosis.engine import Rule, diagnose
+from pytest_nsa.diagnosis.facts import in_backward
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.figures import figures_of
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
+from pytest_nsa.report.traces import merge
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line, replacing, write_atomically
@@ -60,18 +63,21 @@ def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
     A backward that did not end printed no list of what is missing: traces.log has it from the board, in the tracer's form.
     """
     several = len(evidence.ranks) > 1
-    with _text_of(folder / "output.log") as output, _text_of(folder / "traces.log") as traces:
+    stalled = in_backward(evidence, verdict.ranks) if verdict.failed else None
+    logs: dict[int, Iterable[str]] = {rank.rank: _lines(rank.folder / "traces.log") for rank in evidence.ranks}
+    if stalled is not None:
+        listed = (f"  - MISSING: {name}" for name in stalled.missing)
+        logs[stalled.rank] = itertools.chain(logs[stalled.rank], listed)
+    with (folder / "traces.log").open("w", encoding="utf-8") as traces:
+        traces.writelines(f"{line}\n" for line in merge(logs))
+    with (folder / "output.log").open("w", encoding="utf-8") as output:
         for rank in evidence.ranks:
             prefix = f"[rank {rank.rank}] " if several else ""
             output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))
-            lines = _lines(rank.folder / "traces.log")
-            traces.writelines(f"{line}\n" for line in lines if rank.rank == 0 or line.startswith("[DDP]"))
             dump = rank.folder / "stacks.txt"
             if dump.is_file() and dump.stat().st_size:
                 text = dump.read_text(encoding="utf-8", errors="replace")
-                write_atomically(folder / f"watchdog_stackdump_rank{rank.rank}.txt", text)
-        if verdict.failed:
-            traces.writelines(f"  - MISSING: {name}\n" for name in verdict.parameters_missing)
+                (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

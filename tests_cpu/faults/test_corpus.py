@@ -28,6 +28,7 @@ MODULES = (
     "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
     "exchanges",
     "schedules", "threads", "shares", "states", "turns", "reports", "sides", "replicas", "onward", "members", "payloads",
+    "missing",
 )  # fmt: skip
 
 

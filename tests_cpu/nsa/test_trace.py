@@ -40,14 +40,14 @@ def test_missing_gradients_are_named_in_the_fixed_format(lines: pytest.LogCaptur
     model = Detached()
     with GradientTrace(model) as trace:
         model(torch.ones(1, 4)).sum().backward()
-        missing = trace.report(1, tmp_path / "missing.txt")
+        missing = trace.report(1, tmp_path / "missing.txt", rank=3)
     assert missing == ["layers.1.weight", "layers.1.bias"]
     assert lines.messages == [
         "[GRAD-TRACE] after_backward_step1 arrived=2 missing=2",
         "  - MISSING: layers.1.weight",
         "  - MISSING: layers.1.bias",
     ]
-    assert (tmp_path / "missing.txt").read_text() == "step1 layers.1.weight\nstep1 layers.1.bias\n"
+    assert (tmp_path / "missing.txt").read_text() == "step1 layers.1.weight rank=3\nstep1 layers.1.bias rank=3\n"
 
 
 def test_modules_whose_backward_never_ran_are_named(lines: pytest.LogCaptureFixture) -> None:

@@ -24,11 +24,12 @@ TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
 
 
-def under_torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the program under torchrun, on two ranks."""
+def under_torchrun(*arguments: str, program: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the program under torchrun, on two ranks; or the file ``program``, which changes something and calls it."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    started = [program] if program else ["-m", "nsa.train"]
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "nsa.train", "--config", TINY, *arguments],
+        [sys.executable, *launcher, *started, "--config", TINY, *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, text=True, capture_output=True, timeout=150,
     )  # fmt: skip
 
@@ -96,6 +97,51 @@ def test_two_ranks_under_torchrun_with_every_trace(tmp_path: Path) -> None:
     beats = [json.loads(line) for line in (tmp_path / "heartbeat_rank1.jsonl").read_text().splitlines()]
     assert {b["phase"] for b in beats} >= {"forward", "backward", "optimizer"}
     assert {b["backend"] for b in beats} == {"DDP"}
+
+
+PLANTED = """
+import os, sys
+import torch.nn.functional as F
+from nsa.model import transformer
+from nsa.training import trainer
+
+build = transformer.build_model
+
+def planted(config, device):
+    model = build(config, device)
+    {body}
+    return model
+
+trainer.build_model = planted
+from nsa.train import main
+sys.exit(main())
+"""
+DETACHED_ON_RANK_1 = """
+    if os.environ["RANK"] == "1":
+        gate = model.blocks[4].attn.gate.fc2
+        gate.forward = lambda x: F.linear(x, gate.weight.detach(), gate.bias)
+"""
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(tmp_path: Path) -> None:
+    """DDP looks for unused parameters here, so that the run goes on: the traces alone have it."""
+    (tmp_path / "train.py").write_text(PLANTED.format(body=DETACHED_ON_RANK_1.strip()))
+    arguments = ("--ddp", "1", "--steps", "1", "--set", "parallel.find_unused_parameters=true", "--out", str(tmp_path))
+    result = under_torchrun(
+        *arguments, program=str(tmp_path / "train.py"), NSA_TRACE_GRADS="1", TORCH_BACKEND="gloo", PYTHONPATH=str(ROOT)
+    )
+    assert result.returncode == 0, result.stderr
+    name = "blocks.4.attn.gate.fc2.weight"
+    of_rank_1 = [
+        "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=194 missing=1",
+        f"[rank 1]   - MISSING: {name}",
+    ]
+    for text in (result.stdout, (tmp_path / "traces.log").read_text()):
+        assert [line for line in text.splitlines() if line.startswith("[rank 1]")] == of_rank_1
+        assert "[GRAD-TRACE] after_backward_step1 arrived=195 missing=0\n" in text
+    assert f"  - MISSING: {name}\n" in (tmp_path / "traces_rank1.log").read_text()
+    assert (tmp_path / "all_missing_params.txt").read_text() == f"step1 {name} rank=1\n"
 
 
 @pytest.mark.parametrize(

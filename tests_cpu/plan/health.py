@@ -220,8 +220,10 @@ class Criteria(Check):
             flush=True,
         )
         if on_gpu:
-            assert peak < MAX_GPU_BYTES
-            assert rate > MIN_TOKENS_PER_S
+            assert peak < MAX_GPU_BYTES, (
+                f"a rank takes {peak / 1e9:.1f} GB, where {MAX_GPU_BYTES / 1e9:.0f} are allowed"
+            )
+            assert rate > MIN_TOKENS_PER_S, f"{rate:,.0f} tokens/s, where more than {MIN_TOKENS_PER_S} are needed"
 
 
 class Stability(Criteria):

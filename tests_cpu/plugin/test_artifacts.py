@@ -117,7 +117,7 @@ def test_b(group, trace):
     }  # fmt: skip
     assert (run / "one" / "result.txt").read_text() == "PASS\n"
     assert (run / "two" / "result.txt").read_text() == "FAIL\n"
-    assert (run / "all_missing_params.txt").read_text() == "two 1.weight\ntwo 1.bias\n"
+    assert (run / "all_missing_params.txt").read_text() == "two 1.weight rank=0\ntwo 1.bias rank=0\n"
     assert "one [DDP] rank=1 bucket_elems=6 dtype=torch.float32" in (run / "ddp_buckets.txt").read_text()
     assert "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=2 missing=0" in (run / "one" / "output.log").read_text()
     assert "FAIL two" in (run / "test_execution.log").read_text()
@@ -234,3 +234,33 @@ def test_killed(group):
 """
     result = run_example(pytester, source)
     assert "NCCL INFO from C" in (result.folder("test_killed") / "rank1" / "output.log").read_text()
+
+
+def test_what_is_missing_on_some_ranks_is_in_every_list_with_the_ranks(pytester: pytest.Pytester) -> None:
+    """One parameter is missing on all three ranks in step 1, another on ranks 1 and 2 in step 2; nothing but the trace sees it."""
+    source = """
+@scenario("parts")
+@trace("grads", "module_bwd")
+@world_size(3)
+def test_a(group, trace):
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
+    for parts in ((0, 1), (0, 1, 2) if group.rank == 0 else (0, 2)):
+        with trace(model):
+            sum(model[part](torch.ones(1, 2, requires_grad=True)).sum() for part in parts).backward()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 1}
+    assert result.run is not None
+    lines = (result.run / "parts" / "traces.log").read_text().splitlines()
+    assert [line for line in lines if "[GRAD-TRACE]" in line or "MISSING" in line] == [
+        "[GRAD-TRACE] after_backward_step1 arrived=2 missing=1",
+        "  - MISSING: 2.weight",
+        "[rank 0] [GRAD-TRACE] after_backward_step2 arrived=3 missing=0",
+        "[rank 1,2] [GRAD-TRACE] after_backward_step2 arrived=2 missing=1",
+        "[rank 1,2]   - MISSING: 1.weight",
+    ]
+    assert "[rank 1,2]   - NOT REACHED: 1" in lines
+    assert (result.run / "all_missing_params.txt").read_text() == "parts 2.weight rank=0-2\nparts 1.weight rank=1,2\n"
+    assert result.verdicts["parts"].parameters_missing == ("2.weight", "1.weight")
+    row = next(line for line in (result.run / "SUMMARY.md").read_text().splitlines() if line.startswith("| [parts]"))
+    assert row.split(" | ")[5] == "2"

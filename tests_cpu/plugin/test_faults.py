@@ -316,8 +316,8 @@ def test_traces_log_of_a_stall_has_what_the_tracer_could_not_print(faults: tuple
     """`grep MISSING artifacts/*/traces.log`, as the plan's readers do."""
     text = (faults[0].folder("test_lock_in_backward") / "traces.log").read_text()
     assert [line for line in text.splitlines() if "- MISSING: " in line] == [
-        "  - MISSING: 0.weight",
-        "  - MISSING: 0.bias",
+        "[rank 1]   - MISSING: 0.weight",
+        "[rank 1]   - MISSING: 0.bias",
     ]
 
 

@@ -1,0 +1,64 @@
+"""traces.log of a whole test, merged from its ranks' own, and what it has on gradients that never arrived.
+
+What all ranks report alike is there once. A report of some ranks only has them before each line: ``[rank 1]   - MISSING: name``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pytest_nsa.diagnosis.verdict import runs_of
+
+# Reports that every rank makes of itself; the buckets' lines name their rank, and the rest is of the whole test.
+_OF_EACH_RANK = ("[GRAD-TRACE]", "[MODULE-BWD]", "  - MISSING: ")
+_MISSING = re.compile(r"(?:\[rank ([\d,-]+)\] )?  - MISSING: (\S+)$")
+
+
+def merge(logs: Mapping[int, Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of the merged log, from those of each rank, in the order of the ranks."""
+    ranks: dict[tuple[tuple[str, ...], int], list[int]] = {}  # of each report, and which of its kind it is on the rank
+    for rank, lines in logs.items():
+        seen: Counter[tuple[str, ...]] = Counter()
+        for report in _reports(lines):
+            ranks.setdefault((report, seen[report]), []).append(rank)
+            seen[report] += 1
+    for (report, _), of in ranks.items():
+        is_of_all = len(of) == len(logs) or not report[0].startswith(_OF_EACH_RANK)
+        prefix = "" if is_of_all else f"[rank {listed(of)}] "
+        yield from (f"{prefix}{line}" for line in report)
+
+
+def _reports(lines: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield lines together with the items ("  - ...") that follow them."""
+    report: list[str] = []
+    for line in lines:
+        if report and not line.startswith("  - "):
+            yield tuple(report)
+            report = []
+        report.append(line)
+    if report:
+        yield tuple(report)
+
+
+def missing_in(lines: Iterable[str], world_size: int) -> dict[str, str]:
+    """Return the parameters that a merged log names as missing, with the ranks: '1', '0,2-7'."""
+    found: dict[str, set[int]] = {}
+    for match in filter(None, map(_MISSING.match, lines)):
+        found.setdefault(match[2], set()).update(_numbers(match[1]) if match[1] else range(world_size))
+    return {name: listed(ranks) for name, ranks in found.items()}
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return '1', '0,1' or '0-5,8'."""
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs_of(ranks))
+
+
+def _numbers(text: str) -> Sequence[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found += range(int(first), int(last or first) + 1)
+    return found
