@@ -17,9 +17,10 @@ def block_level(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
+            prefix = f"{name}." if name else ""
             for index, block in module.named_children():
-                found.append((f"{name}.{index}", block))
-                found.extend((f"{name}.{index}.{child}", m) for child, m in block.named_children())
+                found.append((f"{prefix}{index}", block))
+                found.extend((f"{prefix}{index}.{child}", m) for child, m in block.named_children())
     return found or [(name, m) for name, m in model.named_children()]
 
 

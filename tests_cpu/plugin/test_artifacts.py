@@ -261,6 +261,6 @@ def test_a(group, trace):
     ]
     assert "[rank 1,2]   - NOT REACHED: 1" in lines
     assert (result.run / "all_missing_params.txt").read_text() == "parts 2.weight rank=0-2\nparts 1.weight rank=1,2\n"
-    assert result.verdicts["parts"].parameters_missing == ("2.weight", "1.weight")
+    assert result.verdicts["test_a"].parameters_missing == ("2.weight", "1.weight")
     row = next(line for line in (result.run / "SUMMARY.md").read_text().splitlines() if line.startswith("| [parts]"))
     assert row.split(" | ")[5] == "2"
