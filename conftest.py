@@ -14,7 +14,7 @@ from pytest_nsa import testing
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from tests_cpu.plan.decision import decide, is_of_the_plan
-from tests_cpu.plan.scenarios import BY_VARIABLE
+from tests_cpu.plan.scenarios import BY_VARIABLE, Scenario
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
@@ -37,7 +37,9 @@ def _phases(text: str) -> range:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault", choices=FAULTS, help="Plant a fault in every scenario of the plan that it can affect")
     parser.addoption(
-        "--phases", default="all", type=_phases, help="Phases of the plan to run: 3, 1-5 or all (default: all)"
+        "--phases",
+        type=_phases,
+        help="Run scenarios of the plan alone, of these phases: 3, 1-5 or all (default: all, and other tests)",
     )
     parser.addoption(
         "--real-sizes",
@@ -58,15 +60,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Have -k find a scenario by its other names, too."""
+    if (
+        isinstance(item, pytest.Function)
+        and item.get_closest_marker("scenario") is not None
+        and hasattr(item, "callspec")
+    ):
+        row = item.callspec.params.get("row")
+        item.extra_keyword_matches.update(row.other_names if isinstance(row, Scenario) else ())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked slow or long unless -m names that mark, and scenarios of a phase that --phases leaves out."""
+    """Deselect tests marked slow or long unless -m names that mark; with --phases all but the scenarios of these phases."""
     phases = config.getoption("--phases")
     unasked = [mark for mark in ("slow", "long") if mark not in config.option.markexpr]
 
     def is_left_out(item: pytest.Item) -> bool:
         phase = item.get_closest_marker("phase")
         takes_long = any(item.get_closest_marker(mark) is not None for mark in unasked)
-        return takes_long or (phase is not None and phase.args[0] not in phases)
+        return takes_long or (phases is not None and (phase is None or phase.args[0] not in phases))
 
     left_out = [item for item in items if is_left_out(item)]
     if left_out:

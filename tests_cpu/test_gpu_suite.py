@@ -25,7 +25,7 @@ def run(*arguments: str) -> str:
 def test_every_scenario_is_listed() -> None:
     listed = run("tests_gpu", "--collect-only", "-q", "-m", "long or not long")
     for row in TABLE:
-        assert f"test_scenario[{row.id}]" in listed
+        assert f"test_scenario[{row.name}]" in listed
 
 
 def test_they_are_skipped_for_one_reason(tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ class Scenario:
     """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what its outcome means.
 
     ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`). ``on_cpu`` is what makes the row
-    affordable on a CPU; where that changes what the name says, ``name_on_cpu`` says what is run. ``needs`` is what alone heeds
+    affordable on a CPU; where that changes what the name says, ``name_on_cpu`` says what is run. The name is the test's id; -k
+    finds ``alias``, which was that once, too. ``needs`` is what alone heeds
     what the row changes, "nccl" or "cuda": elsewhere it is skipped, as it could tell nothing. ``environment`` is its ranks' own.
     """
 
     phase: int
     name: str
-    id: str
     reads_as: str
     parallel: str = "ddp"
     steps: int = 2
@@ -41,6 +41,12 @@ class Scenario:
     uses: int = 1  # of each block in a forward
     needs: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    alias: str = ""
+
+    @property
+    def other_names(self) -> set[str]:
+        """By what -k finds the row beside its id: its name at the other size, and its alias."""
+        return {self.name, self.name_on_cpu, self.alias} - {""}
 
     @property
     def num_ranks(self) -> int:
@@ -84,34 +90,34 @@ TWO_TRACES = {"trace.grads": True, "trace.module_bwd": True}
 
 SEEDS: tuple[Scenario, ...] = (
     Scenario(
-        phase=1, name="ddp_onestep_trace", id="onestep", steps=1, overrides=ALL_TRACES,
+        phase=1, name="ddp_onestep_trace", alias="onestep", steps=1, overrides=ALL_TRACES,
         reads_as="which parameters are missing, which buckets were reduced",
     ),
     Scenario(
-        phase=2, name="ddp_gloo_sanity", id="gloo", steps=1, overrides={**ALL_TRACES, "parallel.backend": "gloo"},
+        phase=2, name="ddp_gloo_sanity", alias="gloo", steps=1, overrides={**ALL_TRACES, "parallel.backend": "gloo"},
         reads_as="fails too: autograd or graph; passes: NCCL transport",
     ),
     *(
         Scenario(
-            phase=3, name=f"branch_{name}_only", id=name, overrides={**TWO_TRACES, "model.force_branch": name},
+            phase=3, name=f"branch_{name}_only", overrides={**TWO_TRACES, "model.force_branch": name},
             reads_as=f"fails alone: the backward of {name}",
         )
         for name in ("cmp", "sel", "win")
     ),
     Scenario(
-        phase=4, name="ddp_static_graph", id="static_graph", overrides={**TWO_TRACES, "parallel.static_graph": True},
+        phase=4, name="ddp_static_graph", overrides={**TWO_TRACES, "parallel.static_graph": True},
         reads_as="passes where the others fail: a mitigation for production",
     ),
     Scenario(
-        phase=5, name="gc_baseline_full", id="all", parallel="none", overrides=TWO_TRACES,
+        phase=5, name="gc_baseline_full", parallel="none", overrides=TWO_TRACES,
         reads_as="checkpointing all layers",
     ),
     Scenario(
-        phase=5, name="gc_bisect_layers_0_5", id="0:6", parallel="none",
+        phase=5, name="gc_bisect_layers_0_5", alias="0:6", parallel="none",
         overrides={**TWO_TRACES, "train.gc_range": "0:6"}, reads_as="checkpointing layers 0 to 5",
     ),
     Scenario(
-        phase=5, name="gc_bisect_layers_6_11", id="6:12", parallel="none",
+        phase=5, name="gc_bisect_layers_6_11", alias="6:12", parallel="none",
         overrides={**TWO_TRACES, "train.gc_range": "6:12"}, reads_as="checkpointing layers 6 to 11",
     ),
 )  # fmt: skip
@@ -128,7 +134,7 @@ def _with_ddp(uses: int, reentrant: bool, ddp: str, fails_as: str = "") -> Scena
     options = {"plain": {}, "find_unused": UNUSED, "static": STATIC}[ddp]
     kind = "reentrant" if reentrant else "nonreentrant"
     return Scenario(
-        phase=6, name=f"gc_{kind}_{ddp}_{'once' if uses == 1 else 'twice'}", id=f"{kind}-{ddp}-{uses}", uses=uses,
+        phase=6, name=f"gc_{kind}_{ddp}_{'once' if uses == 1 else 'twice'}", alias=f"{kind}-{ddp}-{uses}", uses=uses,
         overrides={**ONE, **options, **(REENTRANT if reentrant else {})}, fails_as=fails_as,
         check="" if fails_as == "silent_divergence" else "gradients",  # the plugin must find it
         reads_as="the gradients are those of one process; reentrant checkpointing is what breaks DDP",
@@ -146,21 +152,21 @@ CHECKPOINTING = (
 
 def _mitigation(name: str, reads_as: str, parallel: str = "ddp", **rest: Any) -> Scenario:
     overrides = {**ONE, **rest.pop("overrides", {})}
-    return Scenario(phase=7, name=name, id=name, parallel=parallel, reads_as=reads_as, overrides=overrides, **rest)
+    return Scenario(phase=7, name=name, parallel=parallel, reads_as=reads_as, overrides=overrides, **rest)
 
 
 # Checkpointing's own questions, one by one, in one process: the tree asks them where backward fails there.
 ALONE = (
     Scenario(
-        phase=6, name="gc_reentrant_one_process", id="reentrant-alone", parallel="none", overrides={**ONE, **REENTRANT},
+        phase=6, name="gc_reentrant_one_process", alias="reentrant-alone", parallel="none", overrides={**ONE, **REENTRANT},
         check="gradients", reads_as="fails where gc_baseline_full passes: the reentrant form",
     ),
     Scenario(
-        phase=6, name="gc_boundaries", id="boundaries", parallel="none", overrides=ONE, check="boundaries", steps=1,
+        phase=6, name="gc_boundaries", parallel="none", overrides=ONE, check="boundaries", steps=1,
         reads_as="fails: checkpointing one layer changes its gradients",
     ),
     Scenario(
-        phase=6, name="gc_inplace_writes", id="inplace", parallel="none", overrides=ONE, check="inplace", steps=1,
+        phase=6, name="gc_inplace_writes", parallel="none", overrides=ONE, check="inplace", steps=1,
         reads_as="fails: a checkpointed region writes into what it did not make",
     ),
 )  # fmt: skip
@@ -170,7 +176,7 @@ def _shaped(layers: int, seq_len: int, name: str) -> dict[str, Any]:
     """Return a row's fields for a shape that its name tells: ``name`` with its {shape}, at a sixteenth of the length on a CPU."""
     short = seq_len // 16
     return {
-        "name": name.format(shape=f"{layers}x{seq_len}"), "id": name.format(shape=f"{layers}x{seq_len}"),
+        "name": name.format(shape=f"{layers}x{seq_len}"),
         "name_on_cpu": name.format(shape=f"{layers}x{short}"), "on_cpu": {"train.seq_len": short},
     }  # fmt: skip
 
@@ -228,7 +234,7 @@ def _in_one_process(layers: int, seq_len: int, checkpointing: bool) -> Scenario:
 
 def _long(name: str, steps: int, parallel: str, reads_as: str, **overrides: Any) -> Scenario:
     return Scenario(
-        phase=9, name=name, id=name, steps=steps, check="stability", parallel=parallel, reads_as=reads_as,
+        phase=9, name=name, steps=steps, check="stability", parallel=parallel, reads_as=reads_as,
         overrides={"trace.mem_dump_every": 10, **overrides},
         on_cpu={"model.n_layers": 2, "train.seq_len": 64, "trace.mem_dump_every": 5 if steps == 100 else 10},
     )  # fmt: skip
@@ -243,15 +249,15 @@ STABILITY = (
         **{**ALL_TRACES, "trace.mem_dump_every": 10},
     ),
     Scenario(
-        phase=9, name="sequence_4096", id="sequence_4096", check="criteria", overrides={**ONE, "train.seq_len": 4096},
+        phase=9, name="sequence_4096", check="criteria", overrides={**ONE, "train.seq_len": 4096},
         on_cpu={"train.seq_len": 256}, name_on_cpu="sequence_256", reads_as="fails: the length of a sequence, or its memory",
     ),
     Scenario(
-        phase=9, name="batch_4", id="batch_4", check="criteria", overrides={**ONE, "train.batch_size": 4},
+        phase=9, name="batch_4", check="criteria", overrides={**ONE, "train.batch_size": 4},
         reads_as="fails: several sequences a rank, or their memory",
     ),
     Scenario(
-        phase=9, name="data_under_load", id="data_under_load", parallel="none", steps=20, check="data",
+        phase=9, name="data_under_load", parallel="none", steps=20, check="data",
         overrides={"data.dataset": "fineweb_edu"}, reads_as="fails: the model waits for its data",
     ),
 )  # fmt: skip
@@ -265,7 +271,8 @@ TABLE = (
 
 # Of the table DDP x checkpointing, what `make test` runs on a CPU: a cell per outcome; `make plan PHASES=all` runs them all.
 SAMPLED_CELLS = (
-    "nonreentrant-plain-1", "nonreentrant-static-2", "reentrant-find_unused-1", "reentrant-plain-2", "boundaries", "inplace",
+    "gc_nonreentrant_plain_once", "gc_nonreentrant_static_twice", "gc_reentrant_find_unused_once", "gc_reentrant_plain_twice",
+    "gc_boundaries", "gc_inplace_writes",
 )  # fmt: skip
 
 
@@ -283,7 +290,7 @@ BY_VARIABLE = {
 
 def rows(size: Size) -> list[Any]:
     """Return the scenarios as parameters of a test, with their marks."""
-    return [pytest.param(row, id=row.id, marks=_marks(row, size)) for row in TABLE]
+    return [pytest.param(row, id=size.name_of(row), marks=_marks(row, size)) for row in TABLE]
 
 
 def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
@@ -305,6 +312,6 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(gpu(memory=GPU_MEMORY))
     if size.is_real and row.steps > 100:
         marks.append(pytest.mark.long)
-    if not size.is_real and (row.steps > 100 or (row.phase == 6 and row.id not in SAMPLED_CELLS)):
+    if not size.is_real and (row.steps > 100 or (row.phase == 6 and row.name not in SAMPLED_CELLS)):
         marks.append(pytest.mark.slow)
     return [*marks, pytest.mark.phase(row.phase)]

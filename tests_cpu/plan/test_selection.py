@@ -1,0 +1,42 @@
+"""How scenarios are chosen on the command line: by the plan's names, and by phase."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa import testing
+from tests_cpu.plan.scenarios import CPU, TABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def collected(*arguments: str) -> list[str]:
+    """Return the ids of the tests that pytest would run."""
+    options = ["--collect-only", "-q", "-m", "slow or not slow", "-p", "no:cacheprovider"]
+    done = testing.run_pytest(ROOT, [*options, *arguments], 100)
+    return re.findall(r"^tests_\S+::\S+$", done.stdout.str(), re.M)
+
+
+@pytest.mark.parametrize(
+    ("expression", "name"),
+    [
+        ("branch_sel_only", "branch_sel_only"),
+        ("gc_bisect_layers_0_5", "gc_bisect_layers_0_5"),
+        ("0:6", "gc_bisect_layers_0_5"),
+        ("onestep", "ddp_onestep_trace"),
+        ("one_process_12x2048_no_gc", "one_process_12x128_no_gc"),
+    ],
+)
+def test_a_scenario_is_chosen_by_its_name_and_by_its_other_names(expression: str, name: str) -> None:
+    found = collected("tests_cpu/plan", "--phases", "all", "-k", expression)
+    assert found == [f"tests_cpu/plan/test_plan.py::test_scenario[{name}]"]
+
+
+def test_phases_choose_scenarios_and_no_other_tests() -> None:
+    found = collected("tests_cpu/plan", "--phases", "3")
+    assert [name.partition("[")[2] for name in found] == ["branch_cmp_only]", "branch_sel_only]", "branch_win_only]"]
+    everything = collected("tests_cpu/plan", "--phases", "all")
+    assert everything == [f"tests_cpu/plan/test_plan.py::test_scenario[{CPU.name_of(row)}]" for row in TABLE]
