@@ -198,7 +198,7 @@ def resolve(config: pytest.Config) -> Settings:
         raise pytest.UsageError(f"NSA_TRACE_LEVEL={level!r}: must be full or light")
     named_plugins(config)  # a line that cannot be used is refused now, not in the ranks
     settings = Settings(
-        artifacts=config.rootpath / directory,
+        artifacts=(config.rootpath / directory).resolve(),  # '..' in it would be refused of a child's cache
         launch=config.getoption("--ranks-launch"),
         fsdp_version=int(config.getoption("--ranks-fsdp-version")),
         timeout=_seconds(config, "ranks_timeout", at_least=1),

@@ -10,7 +10,7 @@ from typing import Any
 from pytest_nsa.diagnosis.verdict import Verdict
 
 SCHEMA = 1
-MOST_NAMED = 5
+REFUSED = "engine.refused"  # the rule that no rank was started by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +59,9 @@ def decide(verdicts: Mapping[str, Verdict]) -> Decision:
         )
     if not failed:
         return nothing_wrong(verdicts)
+    refused = without_ranks(verdicts)
+    if refused is not None:
+        return refused
     name, first = surest(most_frequent(failed))
     action, step = advice_of(failed, name, first)
     return Decision(sentence=sentence(verdicts, failed, name, first), action=action, path=(step,))
@@ -76,28 +79,16 @@ def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
     return Decision(sentence=text, action="nothing to do", path=("nothing failed",))
 
 
-def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: Mapping[str, str]) -> Decision:
-    """Return the decision of a run in which pytest counts failures that no verdict explains: ``others``, with their reasons."""
-    if not others:
-        return decision
-    name, reason = next(iter(others.items()))
-    first = f"{name}: {reason}"
-    named = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:MOST_NAMED])
-    more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
-    path = (*decision.path, f"did tests fail that have no failing verdict? yes, {len(others)}: {named}{more}")
-    no_verdict = f"{'has no verdict' if len(others) == 1 else 'have no verdict, the first'}: {first}"
-    if any(v.failed for v in verdicts.values()):
-        return replace(
-            decision, sentence=f"{decision.sentence} {count(len(others), 'more failure')} {no_verdict}", path=path
-        )
-    rest = f" Of {count(len(verdicts), _noun(verdicts))} on ranks, none failed." if verdicts else ""
-    # Whether what was tested is ready cannot be said by the verdicts alone.
-    return replace(
-        decision,
-        sentence=f"{count(len(others), 'failure')} {no_verdict}.{rest}",
-        action="read what pytest prints of it",
-        path=path,
-        readiness="",
+def without_ranks(verdicts: Mapping[str, Verdict]) -> Decision | None:
+    """Return the decision where each failure is that no ranks could be started, which tells nothing of the tests; else None."""
+    failed = [v for v in verdicts.values() if v.failed]
+    if not failed or any(v.rule != REFUSED for v in failed):
+        return None
+    reason, noun = failed[0].reason, _noun(verdicts)
+    return Decision(
+        sentence=f"{reason[:1].upper()}{reason[1:]}. {len(failed)} of {count(len(verdicts), noun)} did not run.",
+        action="mend what kept the ranks from starting, and run again: nothing is known of the tests",
+        path=(f"could the ranks be started? no, of {len(failed)} of {count(len(verdicts), noun)}",),
     )
 
 

@@ -35,7 +35,7 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
         evidence = with_sources(evidence)
     verdict = diagnose(evidence, rules)
     verdict = replace(verdict, figures=_figures(evidence))
-    known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=began)
+    known = evidence.stop_time or max((r.exit_time for r in evidence.ranks), default=0.0) or began
     if verdict.failed:  # from the stop, or the end of the first rank that ended, to here
         verdict = replace(verdict, time_to_verdict_s=round(max(0.0, time.time() - known), 3))
     if keep or verdict.failed:
