@@ -1,28 +1,47 @@
-"""The plan's hypotheses on why a step may hang: which scenarios speak of each, and whether these confirm or refute it."""
+"""The plan's hypotheses on why a step may hang: the scenarios that speak of each, its controls, and what these show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pytest_nsa.diagnosis.verdict import Verdict
+from tests_cpu.plan.reading import (
+    BRANCHES,
+    CORE,
+    FIND_UNUSED,
+    GLOO,
+    LONG,
+    ONE_PROCESS,
+    ONE_STEP,
+    STATIC,
+    STOPPED_GATES,
+    VANILLA,
+    WITH_CHECKPOINTING,
+    WITHOUT_CHECKPOINTING,
+    WITHOUT_P2P,
+    Verdicts,
+    absent,
+    backward_fails,
+    contradicts,
+    failing,
+    lone_branch,
+    passing,
+    ran,
+    same_backend,
+)
 
-BRANCHES = ("branch_cmp_only", "branch_sel_only", "branch_win_only")
-ONE_PROCESS = ("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
-ONE_STEP, GLOO, STATIC = "ddp_onestep_trace", "ddp_gloo_sanity", "ddp_static_graph"
-LONG = ("stability_100", "fsdp_synthetic_200", "fsdp_fineweb_300", "fsdp_diagnosed_500")
 # Production's criteria: a rank's memory with checkpointing, and the tokens that all ranks train on.
 MAX_GPU_BYTES, MIN_TOKENS_PER_S = 30e9, 50
-CORE = (ONE_STEP, GLOO, *BRANCHES, STATIC, *ONE_PROCESS)
 
-Verdicts = Mapping[str, Verdict]
 CONFIRMED, REFUTED, NOT_TESTED = "confirmed", "refuted", "not tested"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """``judge`` is asked when all of ``scenarios`` have run; it returns the state and what it rests on."""
+    """``judge`` is asked when all of ``scenarios`` have run; it reads the controls that have, and returns the state and what it
+    rests on.
+    """
 
     text: str
     scenarios: tuple[str, ...]
@@ -33,26 +52,22 @@ def table(verdicts: Verdicts) -> tuple[tuple[str, str, str], ...]:
     """Return (hypothesis, state, what it rests on) of each."""
     rows = []
     for h in HYPOTHESES:
-        absent = [
-            name for name in h.scenarios if name not in verdicts or verdicts[name].outcome in ("SKIP", "INTERRUPTED")
-        ]
-        state, why = (NOT_TESTED, f"did not run: {', '.join(absent)}") if absent else h.judge(verdicts)
+        lacking = absent(verdicts, h.scenarios)
+        state, why = (NOT_TESTED, f"did not run: {', '.join(lacking)}") if lacking else h.judge(verdicts)
         rows.append((h.text, state, why))
     return tuple(rows)
 
 
-def same_backend(verdicts: Verdicts) -> bool:
-    """Whether the step and its repetition on gloo ran on one backend: then nothing is known of the transport."""
-    return ONE_STEP in verdicts and GLOO in verdicts and verdicts[ONE_STEP].backend == verdicts[GLOO].backend
+def _fails_in_one_process(verdicts: Verdicts, without: str) -> tuple[str, str] | None:
+    """Return the refutation of what several ranks alone have, where backward fails in one process."""
+    alone = backward_fails(verdicts, (*WITH_CHECKPOINTING, *WITHOUT_CHECKPOINTING))
+    return (REFUTED, f"it fails in one process too, {without}: {', '.join(alone)}") if alone else None
 
 
-def contradicts(verdicts: Verdicts) -> bool:
-    """Whether one and the same step, on one backend, failed once and passed once: the failure comes and goes."""
-    return same_backend(verdicts) and {verdicts[ONE_STEP].outcome, verdicts[GLOO].outcome} > {"PASS"}
-
-
-def _failing(verdicts: Verdicts, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if verdicts[name].failed]
+def _with(verdicts: Verdicts, names: tuple[str, ...]) -> str:
+    """Return how controls ended: '; vanilla_attention passes'; '' where they did not run."""
+    parts = [f"{n} {'fails too' if verdicts[n].failed else 'passes'}" for n in ran(verdicts, names)]
+    return "".join(f"; {part}" for part in parts)
 
 
 def _dynamic(verdicts: Verdicts) -> tuple[str, str]:
@@ -61,55 +76,87 @@ def _dynamic(verdicts: Verdicts) -> tuple[str, str]:
         return CONFIRMED, ", ".join(sorted(causes))
     if contradicts(verdicts):
         return NOT_TESTED, "the step fails and passes by turns: repeat it"
+    alone = _fails_in_one_process(verdicts, "where no DDP follows the graph")
+    if alone is not None:
+        return alone
     if verdicts[ONE_STEP].failed and not verdicts[STATIC].failed:
-        return CONFIRMED, f"{STATIC} passes where {ONE_STEP} fails"
+        return CONFIRMED, f"{STATIC} passes where {ONE_STEP} fails{_with(verdicts, FIND_UNUSED)}"
     return REFUTED, f"{STATIC} ends as {ONE_STEP} does" if verdicts[ONE_STEP].failed else f"{ONE_STEP} passes"
 
 
 def _one_branch(verdicts: Verdicts) -> tuple[str, str]:
-    failing = _failing(verdicts, BRANCHES)
-    if 0 < len(failing) < len(BRANCHES):
-        return CONFIRMED, f"{', '.join(failing)} fails alone"
-    return REFUTED, "all three fail alone: what they share is at fault" if failing else "each passes alone"
+    wrong = failing(verdicts, BRANCHES.values())
+    if 0 < len(wrong) < len(BRANCHES):
+        right = ", ".join(passing(verdicts, BRANCHES.values()))
+        return CONFIRMED, f"{', '.join(wrong)} fails alone; {right} passes{_with(verdicts, VANILLA)}"
+    shared = f"{', '.join(wrong)} fail alike: what they share is at fault{_with(verdicts, VANILLA)}"
+    return REFUTED, shared if wrong else "each passes alone"
 
 
 def _together(verdicts: Verdicts) -> tuple[str, str]:
-    if _failing(verdicts, BRANCHES):
-        return REFUTED, "a branch fails alone already"
-    return (
-        (CONFIRMED, "each branch passes alone, all together fail")
-        if verdicts[ONE_STEP].failed
-        else (REFUTED, "all together pass")
-    )
+    wrong = failing(verdicts, BRANCHES.values())
+    if wrong:
+        return REFUTED, f"a branch fails alone already: {', '.join(wrong)}"
+    if not verdicts[ONE_STEP].failed:
+        return REFUTED, "all together pass"
+    against = failing(verdicts, (*VANILLA, *STOPPED_GATES))
+    if against:
+        return (
+            REFUTED,
+            f"each branch alone passes, all together fail, but without their gates' gradient too: {', '.join(against)}",
+        )
+    return CONFIRMED, f"each branch alone passes, all together fail{_with(verdicts, STOPPED_GATES)}"
 
 
 def _checkpointing(verdicts: Verdicts) -> tuple[str, str]:
-    failing = _failing(verdicts, ONE_PROCESS)
-    return (
-        (CONFIRMED, ", ".join(failing))
-        if failing
-        else (REFUTED, "backward ends in one process, with each range of layers")
-    )
+    wrong = backward_fails(verdicts, WITH_CHECKPOINTING)
+    if not wrong:
+        return REFUTED, "backward ends in one process, with each range of layers"
+    without = failing(verdicts, WITHOUT_CHECKPOINTING)
+    if without:
+        return REFUTED, f"it fails without checkpointing too: {', '.join(without)}"
+    branch = lone_branch(verdicts)
+    if branch:
+        right = ", ".join(passing(verdicts, BRANCHES.values()))
+        return REFUTED, f"branch {branch} alone fails; {right}, checkpointed alike, pass"
+    right = passing(verdicts, (*WITHOUT_CHECKPOINTING, *ONE_PROCESS))
+    if not right:
+        return NOT_TESTED, f"{', '.join(wrong)} fail; no row without checkpointing ran (--phases 8)"
+    return CONFIRMED, f"{', '.join(wrong)} fail, {', '.join(right)} pass{_with(verdicts, VANILLA)}"
 
 
 def _transport(verdicts: Verdicts) -> tuple[str, str]:
+    alone = _fails_in_one_process(verdicts, "where there is no transport")
+    if alone is not None:
+        return alone
     if same_backend(verdicts):
         return NOT_TESTED, f"both ran on {verdicts[GLOO].backend}"
     if not verdicts[ONE_STEP].failed:
         return REFUTED, f"{ONE_STEP} passes on {verdicts[ONE_STEP].backend}"
-    return (REFUTED, "it fails on gloo, too") if verdicts[GLOO].failed else (CONFIRMED, "the same step passes on gloo")
+    if verdicts[GLOO].failed:
+        return REFUTED, f"it fails on gloo, too: {GLOO}"
+    return CONFIRMED, f"{GLOO}, the same step, passes{_with(verdicts, WITHOUT_P2P)}"
 
 
 def _unused(verdicts: Verdicts) -> tuple[str, str]:
     found = [name for name, v in verdicts.items() if v.failed and v.cause == "unused_parameters"]
-    return (CONFIRMED, ", ".join(found)) if found else (REFUTED, "no scenario names one")
+    if found:
+        return CONFIRMED, ", ".join(found)
+    looks = passing(verdicts, FIND_UNUSED)
+    if verdicts[ONE_STEP].failed and looks:
+        return CONFIRMED, f"{looks[0]}, which looks for them, passes where {ONE_STEP} fails"
+    return REFUTED, f"no scenario names one{_with(verdicts, FIND_UNUSED)}"
 
 
 HYPOTHESES = (
     Hypothesis(text="the graph changes from step to step", scenarios=(ONE_STEP, STATIC), judge=_dynamic),
     Hypothesis(text="a step leaves parameters unused", scenarios=(ONE_STEP,), judge=_unused),
-    Hypothesis(text="one branch's own backward does not signal its gradients", scenarios=BRANCHES, judge=_one_branch),
-    Hypothesis(text="the branches depend on each other", scenarios=(ONE_STEP, *BRANCHES), judge=_together),
+    Hypothesis(
+        text="one branch's own backward does not signal its gradients",
+        scenarios=(*BRANCHES.values(),),
+        judge=_one_branch,
+    ),
+    Hypothesis(text="the branches depend on each other", scenarios=(ONE_STEP, *BRANCHES.values()), judge=_together),
     Hypothesis(
         text="checkpointing and the custom backward do not go together", scenarios=ONE_PROCESS, judge=_checkpointing
     ),
@@ -119,7 +166,7 @@ HYPOTHESES = (
 
 def readiness(verdicts: Verdicts) -> str:
     """Return whether the run shows that the model is ready for production, and by which criteria."""
-    absent = [name for name in CORE if name not in verdicts or verdicts[name].outcome in ("SKIP", "INTERRUPTED")]
+    lacking = absent(verdicts, CORE)
     failed = [name for name, v in verdicts.items() if v.failed]
     missing = sum(len(v.parameters_missing) > 0 for v in verdicts.values() if v.failed)
     reasons = []
@@ -127,8 +174,8 @@ def readiness(verdicts: Verdicts) -> str:
         reasons.append(f"{len(failed)} scenarios fail" if len(failed) > 1 else f"{failed[0]} fails")
     if missing:
         reasons.append(f"gradients are missing in {missing} of them")
-    if absent:
-        reasons.append(f"{len(absent)} of the {len(CORE)} of phases 1 to 5 did not run")
+    if lacking:
+        reasons.append(f"{len(lacking)} of the {len(CORE)} of phases 1 to 5 did not run")
     measured = _measured(verdicts)
     if measured is None:
         reasons.append("memory and throughput at production size were not measured (no GPU)")

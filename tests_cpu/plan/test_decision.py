@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import escape
 
 import pytest
@@ -11,6 +12,7 @@ from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.way import mermaid, way
 from tests_cpu.plan.decision import CHECKPOINTING, decide
+from tests_cpu.plan.reading import WITHOUT_CHECKPOINTING
 
 PLAN = (
     "ddp_onestep_trace", "ddp_gloo_sanity", "branch_cmp_only", "branch_sel_only", "branch_win_only", "ddp_static_graph",
@@ -170,8 +172,8 @@ def test_ready_for_production_by_its_criteria() -> None:
 @pytest.mark.parametrize(
     ("failing", "action"),
     [
-        ((), "look at gradient checkpointing"),
-        (("gc_reentrant_one_process",), "look at gradient checkpointing: reentrant or not"),
+        ((), "look at gradient checkpointing: reentrant or not"),
+        (("gc_reentrant_one_process",), "look at gradient checkpointing: told by gc_reentrant_one_process"),
         (("gc_boundaries",), "look at gradient checkpointing: told by gc_boundaries"),
         (
             ("gc_boundaries", "gc_inplace_writes"),
@@ -183,11 +185,21 @@ def test_checkpointing_is_asked_its_questions_one_by_one(failing: tuple[str, ...
     verdicts = plan("gc_baseline_full", "gc_bisect_layers_0_5", "gc_bisect_layers_6_11")
     assert "is it a write in place, into what the region did not make? not run (--phases 6)" in decide(verdicts).path
     for name in CHECKPOINTING:
-        verdicts[name] = a_verdict(name, hangs=name in failing, cause="assertion", reason=f"told by {name}")
+        verdicts[name] = checked(name, hangs=name in failing)
     decision = decide(verdicts)
     assert decision.action.startswith(action)
-    answers = [step.partition("? ")[2] for step in decision.path[1:]]
-    assert answers == [f"yes: told by {name}" if name in failing else "no" for name in CHECKPOINTING]
+    if failing:  # what a check has found ends the way
+        assert decision.path == (
+            f"has a check of checkpointing found the operation or the layer? yes: {failing[-1]}: told by {failing[-1]}",
+        )
+    else:
+        assert [step.partition("? ")[2] for step in decision.path[1:]] == ["not run (--phases 8)", "no", "no", "no"]
+
+
+def checked(name: str, *, hangs: bool) -> Verdict:
+    """Return the verdict of a row by its own check: its assertion is in the module of checks."""
+    fields = {"reason": f"AssertionError: told by {name}", "where": "tests_cpu/plan/health.py:9 in before_step"}
+    return replace(a_verdict(name, hangs=hangs, cause="assertion"), **fields, ranks=(0,))  # type: ignore[arg-type]
 
 
 def test_what_fails_in_backward_as_all_others_answers_no_question_of_checkpointing() -> None:
@@ -196,7 +208,7 @@ def test_what_fails_in_backward_as_all_others_answers_no_question_of_checkpointi
     verdicts |= {name: a_verdict(name, hangs=True, reason="it waits for a lock") for name in CHECKPOINTING}
     decision = decide(verdicts)
     assert decision.action.startswith("look at gradient checkpointing: reentrant or not")
-    assert [step.partition("? ")[2] for step in decision.path[1:]] == [
+    assert [step.partition("? ")[2] for step in decision.path[2:]] == [
         "it cannot tell: it ends in lock_deadlock, too"
     ] * 3
 
@@ -205,10 +217,19 @@ def every_way() -> list[dict[str, Verdict]]:
     """Return tables of verdicts that lead to every exit of the tree."""
     missing = {"parameters_missing": ("blocks.4.attn.gate.fc1.weight",)}
     on_gloo = {name: a_verdict(name, hangs=name == TOGETHER[0], backend="gloo") for name in PLAN}
+    without = {name: a_verdict(name, hangs=True) for name in WITHOUT_CHECKPOINTING}
+    vanilla = {
+        failing: {"vanilla_attention": a_verdict("vanilla_attention", hangs=failing)} for failing in (False, True)
+    }
     return [
-        plan(*PLAN[:6], cause="rank_died"), plan("gc_baseline_full"), on_gloo, plan(*TOGETHER, *BRANCHES),
+        plan(*PLAN[:6], cause="rank_died"),
+        plan() | {"gc_inplace_writes": checked("gc_inplace_writes", hangs=True)},
+        plan() | {"gc_boundaries": checked("gc_boundaries", hangs=True)},
+        plan("gc_baseline_full"), on_gloo, plan(*TOGETHER, *BRANCHES),
         plan(*TOGETHER, "branch_sel_only", "ddp_static_graph"), plan(*TOGETHER, "ddp_static_graph"),
-        plan(*TOGETHER, *BRANCHES, "ddp_static_graph", **missing), plan(*TOGETHER, *BRANCHES, "ddp_static_graph"),
+        plan(*TOGETHER, *BRANCHES, "ddp_static_graph", **missing),
+        plan(*PLAN) | without | vanilla[False], plan(*PLAN) | without | vanilla[True],
+        plan(*TOGETHER, *BRANCHES, "ddp_static_graph"),
         plan("ddp_onestep_trace", *BRANCHES, "ddp_static_graph"),
         {n: v for n, v in plan("ddp_onestep_trace", *BRANCHES, "ddp_static_graph").items() if n != "ddp_gloo_sanity"},
     ]  # fmt: skip
