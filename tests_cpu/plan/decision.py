@@ -128,8 +128,8 @@ class Question(NamedTuple):
 
 def _of_the_ranks(verdicts: Verdicts) -> Step | None:
     failed = [verdicts[name] for name in failing(verdicts, verdicts)]
-    if len({v.cause for v in failed}) == 1 and all(map(is_of_the_ranks, failed)):
-        return Step(f"yes: {failed[0].cause}; the tree ends here", "")
+    if all(map(is_of_the_ranks, failed)):
+        return Step(f"yes: {', '.join(dict.fromkeys(v.cause for v in failed))}; the tree ends here", "")
     return None
 
 
@@ -146,7 +146,7 @@ def _found(verdicts: Verdicts) -> Step | None:
 
 def _one_process(verdicts: Verdicts) -> Step:
     wrong = backward_fails(verdicts, WITH_CHECKPOINTING)
-    without, spared = failing(verdicts, WITHOUT_CHECKPOINTING), passing(verdicts, WITHOUT_CHECKPOINTING)
+    without, spared = backward_fails(verdicts, WITHOUT_CHECKPOINTING), passing(verdicts, WITHOUT_CHECKPOINTING)
     if not wrong:
         if not without:
             return Step(_answer(verdicts, WITH_CHECKPOINTING, []))
@@ -161,6 +161,8 @@ def _one_process(verdicts: Verdicts) -> Step:
     halves = [HALVES[n] for n in wrong if n in HALVES]
     action = f"look at gradient checkpointing{f', {halves[0]}' if len(halves) == 1 else ''}"
     action += ": reentrant or not, boundaries, in-place writes in a checkpointed region"
+    places = {verdicts[name].where for name in wrong}
+    action += f" ({places.pop()})" if len(places) == 1 and "" not in places else ""
     asked = tuple(f"{question} {_own_answer(verdicts, name)}" for name, question in CHECKPOINTING.items())
     right = f"yes: {', '.join(spared)}" if spared else "not run (--phases 8)"
     # Of the halves one that passes is a control, too: it checkpoints the other layers.
@@ -279,14 +281,14 @@ def _gloo(verdicts: Verdicts) -> Step:
     gloo = verdicts.get(GLOO)
     if gloo is None:
         return Step("not run", "", 2)
+    if not failing(verdicts, TOGETHER):
+        return Step("no, and the step passes elsewhere, too", "", 2)
     alone = backward_fails(verdicts, (*WITH_CHECKPOINTING, *WITHOUT_CHECKPOINTING))
     if alone:
         return Step(f"it does not matter: one process has no transport, and fails ({alone[0]})", "", 2)
     if same_backend(verdicts):
         return Step(f"it cannot tell: both ran on {gloo.backend}", "", 2)
     answer = "yes" if gloo.failed else "no"
-    if all(is_of_the_ranks(verdicts[name]) for name in failing(verdicts, verdicts)):
-        return Step(answer, "", 2)
     if gloo.failed:
         nsa = ", of NSA's attention" if passing(verdicts, VANILLA) else ""
         return Step(answer, f"look at the autograd graph{nsa}: the transport is not at fault")
@@ -295,7 +297,7 @@ def _gloo(verdicts: Verdicts) -> Step:
 
 TREE = (
     Question(
-        "is one cause, of the ranks and not of the model, behind every failure?", ("yes: do as that cause advises",), _of_the_ranks,
+        "is every failure the ranks' own, and not the model's?", ("yes: do as its cause advises",), _of_the_ranks,
     ),
     Question(
         "has a check of checkpointing found the operation or the layer?",

@@ -112,7 +112,7 @@ def _checkpointing(verdicts: Verdicts) -> tuple[str, str]:
     wrong = backward_fails(verdicts, WITH_CHECKPOINTING)
     if not wrong:
         return REFUTED, "backward ends in one process, with each range of layers"
-    without = failing(verdicts, WITHOUT_CHECKPOINTING)
+    without = backward_fails(verdicts, WITHOUT_CHECKPOINTING)
     if without:
         return REFUTED, f"it fails without checkpointing too: {', '.join(without)}"
     branch = lone_branch(verdicts)

@@ -39,6 +39,7 @@ STOPPED_GATES = _rows(lambda row: row.overrides.get("model.stop_gate_gradient") 
 FIND_UNUSED = ("find_unused_parameters",)
 WITHOUT_P2P = ("nccl_p2p_disabled",)
 
+CHECKS = "tests_cpu/plan/health.py:"  # where rows assert what they alone assert
 # Backward itself has ended.
 _AFTER_BACKWARD = frozenset({"unused_parameters", "silent_divergence", "nan_loss"})
 _OF_THE_RANKS = frozenset(cause.name for cause in CAUSES.values() if cause.of_the_rank)
@@ -90,11 +91,10 @@ def is_of_the_ranks(verdict: Verdict) -> bool:
 def found_by_its_check(verdicts: Verdicts, name: str) -> str:
     """Return what a row's own check found; '' where it did not run, found nothing, or failed in the backward of all others."""
     verdict = verdicts.get(name)
-    is_its_own = verdict is not None and verdict.failed and verdict.cause == "assertion" and CHECKS in verdict.where
-    return verdict.reason.removeprefix("AssertionError: ") if verdict is not None and is_its_own else ""
-
-
-CHECKS = "tests_cpu/plan/health.py:"  # where rows assert what they alone assert
+    if verdict is None or not verdict.failed or verdict.cause != "assertion" or CHECKS not in verdict.where:
+        return ""
+    asserted, _, text = verdict.reason.partition(": ")
+    return text if asserted == "AssertionError" else ""
 
 
 def same_backend(verdicts: Verdicts) -> bool:

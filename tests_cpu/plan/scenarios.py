@@ -24,8 +24,8 @@ class Scenario:
 
     ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`). ``on_cpu`` is what makes the row
     affordable on a CPU; where that changes what the name says, ``name_on_cpu`` says what is run. The name is the test's id; -k
-    finds ``alias``, which was that once, too. ``needs`` is what alone heeds
-    what the row changes, "nccl" or "cuda": elsewhere it is skipped, as it could tell nothing. ``environment`` is its ranks' own.
+    finds ``alias``, which was that once, too. ``needs`` is what alone heeds what the row changes ("nccl", "cuda", or "buffers" of
+    the model): without it the row is skipped, as it could tell nothing. ``environment`` is its ranks' own.
     """
 
     phase: int
@@ -205,7 +205,9 @@ MITIGATIONS = (
         "buckets_2mb", "passes: the size of a reduction", overrides={"parallel.bucket_cap_mb": 2.0}, check="buckets", steps=3,
         on_cpu={"parallel.bucket_cap_mb": 0.05}, name_on_cpu="buckets_50kb",
     ),
-    _mitigation("no_buffer_broadcast", "passes: buffers", overrides={"parallel.broadcast_buffers": False}),
+    _mitigation(
+        "no_buffer_broadcast", "passes: buffers", needs="buffers", overrides={"parallel.broadcast_buffers": False},
+    ),
     _mitigation("no_bucket_view", "passes: gradients that live in buckets", overrides={"parallel.gradient_as_bucket_view": False}),
     *(_safe(layers, seq_len) for layers, seq_len in ((12, 2048), (2, 512))),
     _mitigation("manual_averaging", "passes: DDP's reducer", parallel="average"),
@@ -282,8 +284,8 @@ BY_VARIABLE = {
     f"NSA_WITH_{row.name.upper()}": row
     for row in TABLE
     if row.name in (
-        "ddp_static_graph", "find_unused_parameters", "conservative_kernels", "stop_gate_gradient", "no_buffer_broadcast",
-        "no_bucket_view", "barrier_after_backward", "manual_averaging",
+        "ddp_static_graph", "find_unused_parameters", "conservative_kernels", "stop_gate_gradient", "no_bucket_view",
+        "barrier_after_backward", "manual_averaging",
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ import torch
 
 from nsa import load_config
 from nsa.data import Position, batches, open_source
+from nsa.model.transformer import build_model
 from nsa.training.parallel import RankInfo
 from nsa.training.trainer import StepResult, Trainer
 from pytest_nsa.fixtures import Group
@@ -156,11 +157,22 @@ def test_a_variable_adds_a_mitigation_to_a_scenario(
 def test_rows_that_nothing_here_heeds_are_skipped() -> None:
     rows = {row.name: row for row in scenarios.TABLE}
     cpu = Group(rank=0, world_size=2, device="cpu", backend="gloo")
+    model = torch.nn.Linear(2, 2)
     for name in ("nccl_p2p_disabled", "synchronous"):
         with pytest.raises(pytest.skip.Exception, match="this run is on gloo and cpu"):
-            running.skip_where_it_tells_nothing(rows[name], cpu)
-    running.skip_where_it_tells_nothing(rows["synchronous"], replace(cpu, device="cuda:0"))
-    running.skip_where_it_tells_nothing(rows["ddp_onestep_trace"], cpu)
+            running.skip_where_it_tells_nothing(rows[name], cpu, model)
+    running.skip_where_it_tells_nothing(rows["synchronous"], replace(cpu, device="cuda:0"), model)
+    running.skip_where_it_tells_nothing(rows["ddp_onestep_trace"], cpu, model)
+    with pytest.raises(pytest.skip.Exception, match="this model has none"):
+        running.skip_where_it_tells_nothing(rows["no_buffer_broadcast"], cpu, model)
+    with_buffers = torch.nn.Sequential(model, torch.nn.BatchNorm1d(2))
+    running.skip_where_it_tells_nothing(rows["no_buffer_broadcast"], cpu, with_buffers)
+
+
+def test_the_model_has_no_buffers_at_any_size() -> None:
+    for size in (scenarios.CPU, scenarios.GPU):
+        model = build_model(load_config(scenarios.ROOT / "configs" / size.config), torch.device("meta"))
+        assert list(model.buffers()) == []
 
 
 def test_a_name_says_what_is_run() -> None:

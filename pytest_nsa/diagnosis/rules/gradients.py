@@ -8,14 +8,16 @@ from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 
 def never_arrived(evidence: Evidence) -> Finding | None:
-    """Find the parameters without a gradient where a test fails by them: DDP waits for each, or the test's assertion names one.
+    """Find the parameters without a gradient where a test fails by them.
 
-    Elsewhere a parameter may be unused on purpose.
+    DDP waits for each; of replicas that reduce by hand some lack it; or the test's assertion names one. Elsewhere a parameter may
+    be unused on purpose.
     """
     without = [r for r in evidence.ranks if r.gradients_missing]
     asserted = [(r, error) for r in without if (error := _asserts_on_it(r)) is not None]
     waited_for = [r for r in without if r.needs_every_gradient]
-    blamed = waited_for or [r for r, _ in asserted]
+    apart = without if len(without) < len(evidence.ranks) and _reduce_by_hand(evidence) else []
+    blamed = waited_for or apart or [r for r, _ in asserted]
     if not blamed:
         return None
     ranks, n = tuple(r.rank for r in blamed), evidence.job.world_size
@@ -36,6 +38,11 @@ def never_arrived(evidence: Evidence) -> Finding | None:
             *all_facts(tuple(r for r in evidence.ranks if r not in blamed)),
         ),
     )
+
+
+def _reduce_by_hand(evidence: Evidence) -> bool:
+    """Return whether the ranks have one model each, equal, that nothing wraps: what one lacks, the others reduce."""
+    return all(r.parallel is None and r.parameter_names == evidence.ranks[0].parameter_names for r in evidence.ranks)
 
 
 def _asserts_on_it(rank: RankEvidence) -> RaisedException | None:
