@@ -16,8 +16,9 @@ MOST = 40  # figures of a test
 
 def figures_of(evidence: Evidence) -> dict[str, float]:
     """Return what is known of: ``steps``, ``step_ms`` (median over steps of the slowest rank; ``step_ms_low`` and ``step_ms_high``
-    are its quartiles), ``peak_mib`` and ``peak_gpu_mib`` (of the rank that took most), ``loss`` (the last), ``tokens_per_s`` (their
-    median), and numbers that the test recorded (record_property), as ``property.NAME``.
+    are its quartiles), ``peak_mib``, ``added_mib`` (what a rank took beyond what it began with) and ``peak_gpu_mib`` (of the rank
+    that took most), ``loss`` (the last), ``tokens_per_s`` (their median), and numbers that the test recorded (record_property), as
+    ``property.NAME``.
     """
     found: dict[str, float] = {}
     steps = step_times(evidence)
@@ -26,7 +27,7 @@ def figures_of(evidence: Evidence) -> dict[str, float]:
             statistics.quantiles(steps, n=4) if len(steps) > 2 else (min(steps), sum(steps) / 2, max(steps))
         )
         found |= {"steps": len(steps), "step_ms": 1e3 * middle, "step_ms_low": 1e3 * low, "step_ms_high": 1e3 * high}
-    for name in ("peak_mib", "peak_gpu_mib"):
+    for name in ("peak_mib", "added_mib", "peak_gpu_mib"):
         peaks = [rank.peaks[name] for rank in evidence.ranks if rank.peaks.get(name)]
         if peaks:
             found[name] = max(peaks)

@@ -156,7 +156,7 @@ def _read_rank(
         by_us=exit_event.get("by_us", False),
         finished=done is not None,
         passed=bool(done and done["passed"]),
-        peaks={name: done[name] for name in ("peak_mib", "peak_gpu_mib") if name in done} if done else {},
+        peaks={name: done[name] for name in ("peak_mib", "added_mib", "peak_gpu_mib") if name in done} if done else {},
         skipped=next((e["reason"] for e in events if e["event"] == "skipped"), None),
         left=next((e for e in events if e["event"] in ("skipped", "xfailed")), {}),
         xfailed=next((e["reason"] for e in events if e["event"] == "xfailed"), None),

@@ -109,7 +109,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text, "reads_from_parent?": is_flag,
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text},
-    "done": {"passed": is_flag, "peak_mib?": is_number, "peak_gpu_mib?": is_number},
+    "done": {"passed": is_flag, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
     "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
     "exception": {

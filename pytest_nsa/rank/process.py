@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -27,6 +26,7 @@ from pytest_nsa.rank.linger import wait_for_others
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
+from pytest_nsa.system.memory import AddedMemory
 from pytest_nsa.system.prctl import become_subreaper, write_lines_at_once
 from pytest_nsa.wire.files import append, open_to_append
 from pytest_nsa.wire.masking import mask_with
@@ -43,14 +43,18 @@ SETTLE_S = 0.2  # before ranks that stay are taken for uneven
 GROUP_TIMEOUT = timedelta(days=1)
 
 
-def _peaks(device: str) -> dict[str, float]:
-    """Return the most memory that this process has had, in MiB: its own pages, and on its GPU."""
+def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
+    """Return the most memory that this process has had in its test, in MiB: its own pages, and on its GPU."""
     import torch
 
-    found = {"peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)}
+    found = memory.peaks()
     if device != "cpu":
         found["peak_gpu_mib"] = round(torch.cuda.max_memory_allocated(device) / (1 << 20), 1)
     return found
+
+
+def _late_modules() -> set[str]:
+    return set(sys.modules).intersection(LATE)
 
 
 class RankProcess:
@@ -76,7 +80,7 @@ class RankProcess:
         self._groups = 0  # that were formed in place of the first
         self._wrong: Exception | None = None  # with what a hook gave
         self._coverage_settings = coverage.settings_of_this_process()
-        self._had = set(sys.modules).intersection(LATE)
+        self._had = _late_modules()
 
     def run(self, job: Job | None) -> int:
         """Until there is nothing more to do; returns the exit code of the last job."""
@@ -144,6 +148,7 @@ class RankProcess:
         record_models(session.observer, folder, session.heartbeat)
         listen_to_traces()
         trace_log.folder = folder
+        memory, imported = AddedMemory(), _late_modules()
         measuring = coverage.start(self._coverage_settings)
         try:
             if self._wrong is not None:
@@ -171,7 +176,10 @@ class RankProcess:
             record(folder, event="left_handler", what=what, where=place, call=call)
         for command in end_leftovers():
             record(folder, event="left_running", command=command)
-        record(folder, event="done", passed=passed, **_peaks(self.device))
+        peaks = _peaks(memory, self.device)
+        if _late_modules() != imported:  # modules that other ranks inherit count for no test
+            peaks.pop("added_mib", None)
+        record(folder, event="done", passed=passed, **peaks)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         return 0 if passed else EXIT_FAILED

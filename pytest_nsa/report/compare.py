@@ -1,7 +1,7 @@
 """Two runs beside each other: outcomes, causes, time of a step, memory, loss, gradients. What differs, and whether it is worse.
 
-A difference in time counts beyond the noise: what steps of a run, and repeats of a run, differ by among themselves. Where many
-tests are slower by the same factor it is the machine's, and taken out.
+A difference in time or memory counts beyond the noise: what steps of a run, and repeats of a run, differ by among themselves.
+Where many tests are slower by the same factor it is the machine's, and taken out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_nsa.report.plain import cell, code, inline, markdown
 Kind = Literal["worse", "better", "changed"]
 SLOWER = 0.15  # of a step's time, at least
 FEW_STEPS = 8  # fewer are no measure
-HEAVIER, HEAVIER_MIB = 0.15, 32.0
+HEAVIER, HEAVIER_MIB = 0.15, 16.0
 LOSS = 0.01  # relative
 FEW_TESTS = 4  # with steps, from which on a common factor is the machine's
 
@@ -81,9 +81,9 @@ def _of_figures(test: str, a: list[dict[str, float]], b: list[dict[str, float]],
     time = _of_times(test, a, b, drift)
     if time is not None:
         yield time
-    for name in ("peak_mib", "peak_gpu_mib"):
+    for name in ("added_mib", "peak_gpu_mib"):  # peak_mib has what a fork inherits, which is its parent's
         x, y = _middle(a, name), _middle(b, name)
-        if x and y and abs(y - x) > max(HEAVIER * x, HEAVIER_MIB):
+        if x is not None and y is not None and abs(y - x) > max(HEAVIER * x, HEAVIER_MIB, _noise(name, a, b)):
             yield Difference(test=test, what=name, base=f"{x:.0f}", new=f"{y:.0f}", kind="worse" if y > x else "better")
     recorded = sorted({n for f in (*a, *b) for n in f if n == "loss" or n.startswith("property.")})
     for name in recorded:
@@ -91,8 +91,7 @@ def _of_figures(test: str, a: list[dict[str, float]], b: list[dict[str, float]],
         if x is None or y is None:
             continue
         values = [f[name] for f in (*a, *b) if name in f]
-        noise = max(_spread([f[name] for f in side if name in f]) for side in (a, b))
-        if abs(y - x) > max(LOSS * max(abs(x), abs(y)), noise) and len(values) > 1:
+        if abs(y - x) > max(LOSS * max(abs(x), abs(y)), _noise(name, a, b)) and len(values) > 1:
             kind: Kind = "changed" if name != "loss" else "worse" if y > x else "better"
             yield Difference(test=test, what=name, base=f"{x:.6g}", new=f"{y:.6g}", kind=kind)
 
@@ -133,6 +132,11 @@ def _drift(base: Sequence[Run], new: Sequence[Run]) -> float:
 def _middle(figures: list[dict[str, float]], name: str) -> float | None:
     values = [f[name] for f in figures if name in f]
     return statistics.median(values) if values else None
+
+
+def _noise(name: str, *sides: list[dict[str, float]]) -> float:
+    """Return by how much the repeats of a run differ among themselves, at most."""
+    return max(_spread([f[name] for f in side if name in f]) for side in sides)
 
 
 def _spread(values: list[float]) -> float:

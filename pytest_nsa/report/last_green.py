@@ -16,7 +16,7 @@ from pytest_nsa.wire.files import parse, read_text
 
 MOST = 30  # runs that are looked through, the newest first
 _FIGURES = {
-    "steps": "steps", "step_ms": "ms a step", "tokens_per_s": "tokens/s", "peak_mib": "MiB at most",
+    "steps": "steps", "step_ms": "ms a step", "tokens_per_s": "tokens/s", "peak_mib": "MiB at most", "added_mib": "MiB added",
     "peak_gpu_mib": "GPU MiB at most", "loss": "loss",
 }  # fmt: skip
 

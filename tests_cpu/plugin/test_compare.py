@@ -13,6 +13,7 @@ import pytest
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.compare import Difference, compare
 from pytest_nsa.report.history import history
+from pytest_nsa.report.summary import read_entries
 from pytest_nsa.testing import HEADER, run_in
 
 # Steps that wait for a clock, so that they take as long on a busy machine; SLOW, LOST and OTHER plant the changes.
@@ -134,8 +135,9 @@ def test_what_counts_as_worse() -> None:
         "slow": verdict("slow", figures=figures(10)),
         "noisy": verdict("noisy", figures=figures(10, spread=0.3)),
         "few": verdict("few", figures=figures(10, steps=3)),
-        "heavy": verdict("heavy", figures={"peak_mib": 400}),
-        "light": verdict("light", figures={"peak_mib": 10}),
+        "heavy": verdict("heavy", figures={"peak_mib": 400, "added_mib": 60}),
+        "light": verdict("light", figures={"peak_mib": 400, "added_mib": 10}),
+        "parent": verdict("parent", figures={"peak_mib": 318, "added_mib": 60}),
         "loss": verdict("loss", figures={"loss": 2.0}),
         "lost": verdict("lost", "HANG", cause="sleeping", parameters_missing=("a",)),
         "moved": verdict("moved", "HANG", cause="sleeping", ranks=(1,), where="a.py:3 in f"),
@@ -146,8 +148,9 @@ def test_what_counts_as_worse() -> None:
         "slow": verdict("slow", figures=figures(13)),
         "noisy": verdict("noisy", figures=figures(13, spread=0.3)),
         "few": verdict("few", figures=figures(20, steps=3)),
-        "heavy": verdict("heavy", figures={"peak_mib": 500}),
-        "light": verdict("light", figures={"peak_mib": 20}),
+        "heavy": verdict("heavy", figures={"peak_mib": 400, "added_mib": 110}),
+        "light": verdict("light", figures={"peak_mib": 400, "added_mib": 20}),
+        "parent": verdict("parent", figures={"peak_mib": 379, "added_mib": 61}),  # a fork of a larger process
         "loss": verdict("loss", figures={"loss": 2.1}),
         "lost": verdict("lost", "HANG", cause="sleeping", parameters_missing=("a", "b")),
         "moved": verdict("moved", "HANG", cause="sleeping", ranks=(1,), where="a.py:9 in f"),
@@ -156,7 +159,7 @@ def test_what_counts_as_worse() -> None:
     }
     assert kinds(compare([base], [new])) == [
         ("slow", "step", "worse"),
-        ("heavy", "peak_mib", "worse"),
+        ("heavy", "added_mib", "worse"),
         ("loss", "loss", "worse"),
         ("lost", "gradients missing", "worse"),
         ("gone", "ran", "changed"),
@@ -165,6 +168,56 @@ def test_what_counts_as_worse() -> None:
     ]
     again = {**base, "slow": replace(base["slow"], figures=figures(13.5))}
     assert ("slow", "step", "worse") not in kinds(compare([base, again], [new])), "repeats differ by as much"
+    again = {**base, "heavy": verdict("heavy", figures={"added_mib": 115})}
+    assert ("heavy", "added_mib", "worse") not in kinds(compare([base, again], [new])), "repeats differ by as much"
+
+
+HEAVY = """
+@world_size(2)
+def test_first(ddp): ddp.wrap(torch.nn.Linear(4, 4))(torch.ones(2, 4)).sum().backward()
+
+@world_size(2)
+@pytest.mark.parametrize("repeat", range(2))
+def test_memory(group, repeat):
+    held = bytearray((40 + int(os.environ.get("MORE", "0"))) << 20)
+    held[:: 4096] = b"x" * len(held[:: 4096])
+    dist.barrier()
+"""
+
+
+def test_memory_is_compared_by_what_a_rank_added(tmp_path: Path) -> None:
+    """Whatever the process that it was forked from had: here a child pytest, or one that holds 200 MiB more."""
+    runs = {}
+    ways = {
+        "a": ("--ranks-launch=clean", "0", "0"),
+        "b": ("--ranks-launch=fork", "200", "0"),
+        "new": ("--ranks-launch=fork", "0", "90"),
+    }
+    for name, (launch, ballast, more) in ways.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "conftest.py").write_text(f"HELD = b'x' * ({ballast} << 20)")
+        (folder / "test_example.py").write_text(HEADER + HEAVY)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MORE", more)
+            result = run_in(folder, launch, "--ranks-keep", "all")
+        assert result.outcomes == {"passed": 3}
+        assert result.run is not None
+        runs[name] = result.run
+    peaks = [v.figures["peak_mib"] for name in ("a", "b") for v in read_verdicts(runs[name]) if "memory" in v.nodeid]
+    assert max(peaks) - min(peaks) > 150  # which would be worse, were it the test's
+    equal = tell("compare", runs["a"], runs["b"])
+    assert equal.returncode == 0, equal.stdout
+    assert "_mib" not in equal.stdout
+    worse = tell("compare", runs["a"], runs["new"])
+    assert worse.returncode == 1
+    rows = [line for line in worse.stdout.splitlines() if "_mib" in line]
+    assert len(rows) == 2, worse.stdout
+    assert all("test_memory" in row and "added_mib" in row and "worse" in row for row in rows)
+
+
+def read_verdicts(run: Path) -> list[Verdict]:
+    return [entry.verdict for entry in read_entries(run)]
 
 
 def test_a_machine_that_is_slower_is_no_regression() -> None:
