@@ -104,6 +104,11 @@ def test_b(group, trace):
     with trace(model):
         model[0](torch.ones(1, 2)).sum().backward()
     assert trace.missing_gradients() == []
+
+@scenario("three")
+@pytest.mark.xfail
+@world_size(2)
+def test_c(group): assert group.rank == 2
 """
     result = run_example(pytester, source, "--artifacts", "evidence")
     run = (pytester.path / "evidence" / "latest").resolve()
@@ -117,11 +122,12 @@ def test_b(group, trace):
     }  # fmt: skip
     assert (run / "one" / "result.txt").read_text() == "PASS\n"
     assert (run / "two" / "result.txt").read_text() == "FAIL\n"
+    assert (run / "three" / "result.txt").read_text() == "XFAIL\n"
     assert (run / "all_missing_params.txt").read_text() == "two 1.weight rank=0\ntwo 1.bias rank=0\n"
     assert "one [DDP] rank=1 bucket_elems=6 dtype=torch.float32" in (run / "ddp_buckets.txt").read_text()
     assert "[rank 1] [GRAD-TRACE] after_backward_step1 arrived=2 missing=0" in (run / "one" / "output.log").read_text()
     assert "FAIL two" in (run / "test_execution.log").read_text()
-    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert result.outcomes == {"passed": 1, "failed": 1, "xfailed": 1}
 
 
 def test_the_report_is_one_file_that_needs_no_network(pytester: pytest.Pytester) -> None:
