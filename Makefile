@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml
 plan: $(STAMP)
 	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(ARGS)
 
-# The plan under two versions of torch, and what differs; it fails where the second is worse.
+# The plan under two versions of torch, and what differs; it fails where the second is worse. Below 2.6 (2.4, 2.5) torch is not supported.
 TORCH_A ?= torch==2.6.0
 TORCH_B ?= $(TORCH)
 # What the plan needs, and no more: torch's CUDA builds pin a Triton, and the tests of the kernels want another.

@@ -14,7 +14,7 @@ from pytest_nsa import testing
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
 from tests_cpu.plan.decision import decide, is_of_the_plan
-from tests_cpu.plan.scenarios import BY_VARIABLE, Scenario
+from tests_cpu.plan.scenarios import BY_VARIABLE, Scenario, ignored_variables
 from tests_cpu.warm import WarmPython
 
 pytest_plugins = ["pytester"]
@@ -74,6 +74,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     ):
         row = item.callspec.params.get("row")
         item.extra_keyword_matches.update(row.other_names if isinstance(row, Scenario) else ())
+
+
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
+    """Report the variables that scenarios leave unused."""
+    return ignored_variables() if any(item.get_closest_marker("phase") for item in items) else []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown
-from nsa.validate import check_model, validate
+from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown, switch
+from nsa.validate import validate
 
 __all__ = ["Config", "ConfigError", "load_config", "parse_layer_range", "validate"]
 
@@ -326,9 +326,7 @@ def _merge_environment(values: dict[str, dict[str, Any]], environ: Mapping[str, 
 
 def _use_flash(text: str, backend: str | None) -> dict[str, Any]:
     """Return what NSA_USE_FA2 changes in the model's section: 1 requires flash-attn, 0 takes it out where the file names it."""
-    if text not in {"0", "1"}:
-        raise ConfigError(f"NSA_USE_FA2={text!r}: must be 0 or 1")
-    if text == "0":
+    if not switch(text, f"NSA_USE_FA2={shown(text)}"):
         return {"backend": "auto"} if backend == "flash" else {}
     import importlib.util
 

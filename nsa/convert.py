@@ -47,6 +47,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def switch(text: str, where: str) -> bool:
+    """Return what a variable's text switches, in any case; ConfigError for another text."""
+    if text.lower() in (*_ON, *_OFF):
+        return text.lower() in _ON
+    raise ConfigError(f"{where}: must be 0 or 1 (or true, yes, on; false, no, off)")
+
+
 def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = False) -> Any:
     """Value as the field's type, or ConfigError. ``from_text``: environment variables are strings."""
     kind = typing.get_type_hints(cls)[key]
@@ -63,11 +73,11 @@ def convert(cls: type, key: str, value: Any, where: str, *, from_text: bool = Fa
     if typing.get_origin(kind) is tuple:
         return _convert_range(value, where)
     if kind is bool:
-        if from_text and value in ("0", "1"):
-            return value == "1"
+        if from_text:
+            return switch(value, where)
         if isinstance(value, bool):
             return value
-        raise ConfigError(f"{where}: must be {'0 or 1' if from_text else 'true or false'}, got {shown(value)}")
+        raise ConfigError(f"{where}: must be true or false, got {shown(value)}")
     if kind in (int, float):
         return _convert_number(kind, value, where, from_text)
     if not isinstance(value, str):

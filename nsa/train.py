@@ -234,9 +234,8 @@ def _boot_lines(config: Config, arguments: argparse.Namespace, rank: int) -> Non
     if rank != 0:
         return
     _say(f"[boot] loading config {config.source}")
-    for warning in unknown_variables():
-        _say(f"[env-guard] warning: {warning}")
-    _say("[env-guard] ok")
+    for line in [f"warning: {text}" for text in unknown_variables()] or ["ok"]:
+        _say(f"[env-guard] {line}")
     _say(f"[train] dataset={config.data.dataset} tokenizer={config.data.tokenizer}")
     _say(f"[train] gradient_checkpointing={checkpointing_text(config)}")
     if arguments.steps:

@@ -410,5 +410,5 @@ def outer_environment() -> dict[str, Any]:
         "RANK",
         "PYTEST_ADDOPTS",
     )
-    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
+    shown = {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes) or k == "CONFIG"}
     return masked_variables(shown)

@@ -202,8 +202,12 @@ def test_a_fault_has_one_verdict_on_each_row_and_one_decision(
 def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario ignores it
     monkeypatch.setenv("NSA_GC_RANGE", "0:1")
+    monkeypatch.setenv("CONFIG", "nowhere.yaml")
     summary, verdicts = run_plan("sel_backward_deadlock", tmp_path, "--phases", "1-5")
-    assert "| `NSA_FORCE_BRANCH` | `win` |" in summary
+    ignored = (tmp_path / "latest" / "branch_cmp_only" / "output.log").read_text()
+    for variable, value in {"NSA_FORCE_BRANCH": "win", "NSA_GC_RANGE": "0:1", "CONFIG": "nowhere.yaml"}.items():
+        assert f"| `{variable}` | `{value}` |" in summary
+        assert f"[rank 1] {variable}={value} is set, and not used: a scenario decides it" in ignored
     assert set(failing(verdicts)) == DDP - {"branch_cmp_only", "branch_win_only"}
     for name in failing(verdicts):
         verdict = verdicts[name]

@@ -16,6 +16,24 @@ TINY = ROOT / "configs" / "tiny_cpu.yaml"
 
 
 @pytest.mark.parametrize(
+    ("value", "is_on"),
+    [
+        ("1", True),
+        ("true", True),
+        ("yes", True),
+        ("ON", True),
+        ("0", False),
+        ("False", False),
+        ("no", False),
+        ("off", False),
+    ],
+)
+def test_switches_take_the_words_of_other_programs(monkeypatch: pytest.MonkeyPatch, value: str, is_on: bool) -> None:
+    monkeypatch.setenv("NSA_DDP_STATIC_GRAPH", value)
+    assert load_config(TINY).parallel.static_graph is is_on
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
         ("NSA_GC_RANGE", "6:3", "NSA_GC_RANGE='6:3': the range must go up, as in '0:6'"),
@@ -23,7 +41,7 @@ TINY = ROOT / "configs" / "tiny_cpu.yaml"
         ("NSA_GC_RANGE", "a:b", "NSA_GC_RANGE='a:b': must be start:end in whole layers, as in '0:6'"),
         ("NSA_GC_RANGE", "3", "NSA_GC_RANGE='3': must be start:end"),
         ("NSA_FORCE_BRANCH", "foo", "NSA_FORCE_BRANCH='foo': must be one of cmp, sel, win"),
-        ("NSA_TRACE_GRADS", "yes", "NSA_TRACE_GRADS='yes': must be 0 or 1"),
+        ("NSA_TRACE_GRADS", "perhaps", "NSA_TRACE_GRADS='perhaps': must be 0 or 1 (or true, yes, on; false, no, off)"),
         ("NSA_MEM_DUMP_EVERY", "x", "NSA_MEM_DUMP_EVERY='x': must be a number"),
         ("NSA_MEM_DUMP_EVERY", "-1", "NSA_MEM_DUMP_EVERY=-1: must be 0 (never) or a number of steps"),
         ("TORCH_BACKEND", "mpi", "TORCH_BACKEND='mpi': must be one of auto, nccl, gloo"),

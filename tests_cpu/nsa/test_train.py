@@ -194,6 +194,7 @@ def test_a_misspelt_variable_is_warned_of(tmp_path: Path, run: Run) -> None:
     assert (
         "[env-guard] warning: NSA_TRACE_GRAD is not a variable of this program; did you mean 'NSA_TRACE_GRADS'?" in out
     )
+    assert "[env-guard] ok" not in out
 
 
 def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:

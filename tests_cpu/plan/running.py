@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, Scenario, Size
+from nsa.convert import switch
+from tests_cpu.plan.scenarios import BY_VARIABLE, ROOT, ROW_DECIDES, Scenario, Size, ignored_variables
 
 if TYPE_CHECKING:
     from nsa.config import Config
     from pytest_nsa.fixtures import Group
 
 SAMPLE = ROOT / "examples" / "data" / "kjv.parquet"
-
-# Variables of what a row sets, or leaves as the configuration has it; a value exported for another run must not decide it.
-ROW_DECIDES = ("NSA_FORCE_BRANCH", "NSA_GC_RANGE", "NSA_DDP_STATIC_GRAPH")
 
 
 def skip_where_it_tells_nothing(row: Scenario, group: Group, model: Any) -> None:
@@ -40,18 +38,19 @@ def mitigations(row: Scenario) -> dict[str, Any]:
     """Return the fields that ``NSA_WITH_NAME=1`` adds to a scenario: those of the mitigation NAME."""
     found: dict[str, Any] = {}
     for variable, other in BY_VARIABLE.items():
-        if os.environ.get(variable) == "1" and row.num_ranks > 1:
-            print(f"{variable}=1: {', '.join(other.overrides)}", flush=True)
+        text = os.environ.get(variable, "")
+        if text and switch(text, f"{variable}={text!r}") and row.num_ranks > 1:
+            print(f"{variable}={text}: {', '.join(other.overrides)}", flush=True)
             found |= other.overrides | ({} if other.parallel == "ddp" else {"parallel.mode": other.parallel})
     return found
 
 
 def forget_exported() -> None:
     """Remove the variables of what a row decides from this rank's environment, and report that."""
+    for text in ignored_variables():
+        print(text, flush=True)
     for name in ROW_DECIDES:
-        value = os.environ.pop(name, "")
-        if value:
-            print(f"{name}={value} is set, and not used: a scenario decides it", flush=True)
+        os.environ.pop(name, "")
 
 
 def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:

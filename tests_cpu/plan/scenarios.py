@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,16 @@ BY_VARIABLE = {
         "barrier_after_backward", "manual_averaging",
     )
 }  # fmt: skip
+
+
+# Variables of what a row sets, or leaves as its suite's configuration has it; a value exported for another run must not decide it.
+ROW_DECIDES = ("CONFIG", "NSA_FORCE_BRANCH", "NSA_GC_RANGE", "NSA_DDP_STATIC_GRAPH")
+
+
+def ignored_variables() -> list[str]:
+    """Return a sentence on each of `ROW_DECIDES` that is set."""
+    found = [(name, os.environ.get(name, "")) for name in ROW_DECIDES]
+    return [f"{name}={value} is set, and not used: a scenario decides it" for name, value in found if value]
 
 
 def rows(size: Size) -> list[Any]:
