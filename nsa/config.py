@@ -45,7 +45,7 @@ class ModelConfig:
     mlp_hidden: int = 3712
     gate_hidden: int = 192
     attention: Literal["nsa", "dense"] = "nsa"
-    backend: Literal["auto", "reference", "sdpa", "cpu", "triton", "flash"] = "auto"
+    backend: Literal["auto", "reference", "sdpa", "math", "cpu", "triton", "flash"] = "auto"
     force_branch: Branch | None = None
     stop_gate_gradient: bool = False
     rope_theta: float = 10000.0
@@ -172,7 +172,7 @@ SECTIONS: dict[str, type] = {
 
 # What safe mode sets: conservative kernels, no gradient through the gates, and DDP in its plainest form.
 SAFE: dict[str, dict[str, Any]] = {
-    "model": {"backend": "sdpa", "stop_gate_gradient": True},
+    "model": {"backend": "math", "stop_gate_gradient": True},
     "train": {"gc_reentrant": False, "gc_keep_selection": False, "compile": "none", "cuda_graph": False},
     "parallel": {
         "find_unused_parameters": True, "static_graph": False, "broadcast_buffers": False, "gradient_as_bucket_view": False,

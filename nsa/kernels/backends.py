@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from nsa.config import ConfigError
-from nsa.kernels import blocks, flash, reference, sdpa
+from nsa.kernels import blocks, flash, reference, sdpa, sdpa_math
 from nsa.kernels.ops import Operators, attend_on_cpu
 from nsa.kernels.sizes import KV, Sizes
 from nsa.kernels.triton import support
@@ -112,6 +112,7 @@ def _whole_on_gpu(
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(branches=reference),
     "sdpa": Backend(branches=sdpa),
+    "math": Backend(branches=sdpa_math),
     "cpu": Backend(branches=Operators("cpu"), why_not=_serves_cpus, whole=_whole_on_cpu, selects_by_operator=True),
     "triton": Backend(
         branches=Operators("triton"), why_not=support.why_not, whole=_whole_on_gpu, takes_packs=True, selects_by_operator=True,

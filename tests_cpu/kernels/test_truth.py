@@ -155,6 +155,17 @@ def test_every_backend_that_serves_a_cpu(backend: str) -> None:
     compare(nsa_attention(*inputs, **sizes, backend=backend), reference_attention(*exact, **sizes), inputs, exact)
 
 
+@pytest.mark.parametrize(("backend", "is_fused"), [("sdpa", True), ("math", False)])
+def test_math_takes_no_fused_kernel_forward_or_backward(backend: str, is_fused: bool) -> None:
+    """A window of all tokens is plain causal attention, for which torch has a flash kernel on a CPU as on a GPU."""
+    q, k, v = (torch.rand(1, 64, heads, 16).requires_grad_() for heads in (4, 2, 2))
+    with torch.profiler.profile() as profile:
+        BACKENDS[backend].branches.sliding(q, k, v, w=64, scale=0.25).sum().backward()
+    fused = {event.key for event in profile.key_averages() if "flash" in event.key or "efficient" in event.key}
+    assert bool(fused) is is_fused, fused
+    assert any("_scaled_dot_product_attention_math" in event.key for event in profile.key_averages()) is not is_fused
+
+
 @pytest.mark.parametrize("chunks", ["small", pytest.param("as shipped", marks=pytest.mark.slow)])
 def test_tiles_and_chunks_meet(monkeypatch: pytest.MonkeyPatch, chunks: str) -> None:
     """Sequences are long enough for several of everything: tiles at once, chunks of queries, lists of more than one tile."""
@@ -220,7 +231,7 @@ def test_no_nan_for_finite_inputs(what: str, dtype: torch.dtype, S: int) -> None
         assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "cpu"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "math", "cpu"])
 @pytest.mark.parametrize(("B", "S"), [(1, 0), (0, 40)])
 def test_nothing_to_attend_gives_gradients_of_zeros(backend: str, B: int, S: int) -> None:
     n = blocks.num_compressed(S, 8, 4)

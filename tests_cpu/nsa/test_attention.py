@@ -191,7 +191,7 @@ def test_a_pack_of_sequences_equals_each_alone() -> None:
         ({"d": 0}, r"d=0: must be at least 1"),
         ({"l": -4}, r"l=-4: must be at least 1"),
         ({"l_sel": 18}, r"l_sel=18: must be a multiple of d=4"),
-        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa, cpu, triton, flash"),
+        ({"backend": "cuda"}, r"backend='cuda': must be one of auto, reference, sdpa, math, cpu, triton, flash"),
         ({"cu_seqlens": torch.tensor([0, 30, 20, 40])}, r"cu_seqlens=.*must start at 0, never fall, and end at S=40"),
     ],
 )

@@ -164,7 +164,7 @@ def test_safe_mode_is_every_mitigation(tmp_path: Path) -> None:
     config = load_config(TINY, **{"parallel.safe": True, "parallel.static_graph": True})
     parallel = config.parallel
     assert (parallel.static_graph, parallel.find_unused_parameters, parallel.bucket_cap_mb) == (False, True, 2.0)
-    assert (config.model.backend, config.model.stop_gate_gradient) == ("sdpa", True)
+    assert (config.model.backend, config.model.stop_gate_gradient) == ("math", True)
     with pytest.raises(ConfigError, match="gc_keep_selection: needs non-reentrant checkpointing"):
         load_config(TINY, gc_keep_selection=True, gc_reentrant=True)
     config = load_config(

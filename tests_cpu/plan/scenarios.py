@@ -198,9 +198,9 @@ MITIGATIONS = (
     ),
     _mitigation(
         "synchronous", "passes: launches that overtake each other", needs="cuda",
-        environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"},
+        environment={"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"},
     ),
-    _mitigation("conservative_kernels", "passes: a kernel", overrides={"model.backend": "sdpa"}),
+    _mitigation("conservative_kernels", "passes: a kernel", overrides={"model.backend": "math"}),
     _mitigation("stop_gate_gradient", "passes: the gates' backward", overrides={"model.stop_gate_gradient": True}),
     _mitigation(
         "buckets_2mb", "passes: the size of a reduction", overrides={"parallel.bucket_cap_mb": 2.0}, check="buckets", steps=3,

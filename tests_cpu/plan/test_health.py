@@ -144,7 +144,7 @@ def test_a_block_that_changes_its_input_is_named(tmp_path: Path, check: type[hea
     assert trainer.module.blocks[1].forward.__name__ == "scaled"  # as it was
 
 
-@pytest.mark.parametrize(("set_to", "expected"), [("1", "sdpa"), ("0", "auto"), ("", "auto")])
+@pytest.mark.parametrize(("set_to", "expected"), [("1", "math"), ("yes", "math"), ("0", "auto"), ("", "auto")])
 def test_a_variable_adds_a_mitigation_to_a_scenario(
     monkeypatch: pytest.MonkeyPatch, set_to: str, expected: str
 ) -> None:
