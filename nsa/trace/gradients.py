@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,21 @@ from nsa.trace import logger
 from nsa.trace.files import open_to_append
 from nsa.trace.names import plain_name
 
+Listener = Callable[[int, list[str], int], None]
 
-def _ignore(step: int, missing: list[str]) -> None:
+
+def _ignore(step: int, missing: list[str], order: int) -> None:
     """No-op."""
 
 
-_listener: Callable[[int, list[str]], None] = _ignore
+_listener: Listener = _ignore
 
 
-def tell_missing_gradients(listener: Callable[[int, list[str]], None]) -> None:
-    """Call ``listener(step, names)``, and no earlier listener, after each backward that a `GradientTrace` here reports on."""
+def tell_gradients(listener: Listener) -> None:
+    """Call ``listener(step, missing, order)``, and no earlier listener, after each backward that a `GradientTrace` here reports on.
+
+    ``order`` is a checksum of the parameters' names in the order in which their gradients came to be ready.
+    """
     global _listener
     _listener = listener
 
@@ -33,7 +39,7 @@ class GradientTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.expected = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad]
-        self.arrived: set[str] = set()
+        self.arrived: dict[str, None] = {}  # in the order in which they came
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._hook(plain_name(n)))
             for n, p in model.named_parameters()
@@ -41,7 +47,7 @@ class GradientTrace:
         ]
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda _: self.arrived.add(name)
+        return lambda _: self.arrived.setdefault(name)
 
     def missing(self) -> list[str]:
         """Return names, in the model's order, of parameters whose gradient has not arrived since the last `reset`."""
@@ -58,7 +64,7 @@ class GradientTrace:
         logger.log(level, text, step, len(self.arrived), len(missing))
         for name in missing:
             logger.warning("  - MISSING: %s", name)
-        _listener(step, missing)
+        _listener(step, missing, zlib.crc32("\n".join(self.arrived).encode()))
         if missing_file is not None and missing:
             with missing_file.open("a", encoding="utf-8") as file:
                 file.writelines(f"step{step} {name} rank={rank}\n" for name in missing)

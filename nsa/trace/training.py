@@ -21,10 +21,11 @@ import torch
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.exceptions import record_exception
 from nsa.trace.frames import call_site
-from nsa.trace.gradients import tell_missing_gradients
+from nsa.trace.gradients import tell_gradients
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
+MAX_ORDERS = 100  # of steps, the first, whose gradients' order is compared between ranks
 
 
 class TracedTraining:
@@ -84,10 +85,10 @@ def trace_training(
 
 
 def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
-    """Into ``events.jsonl``: names and parallelism of the models that are called, steps that went otherwise, and gradients that a
-    requested trace found missing, where these are others than in the step before.
+    """Into ``events.jsonl``: names and parallelism of the models that are called, steps that went otherwise, and what a requested
+    trace finds of gradients: which are missing, where these are others than in the step before, and the order in which they came.
     """
-    anomalies, missing_reports = itertools.count(), itertools.count()
+    anomalies, reports, backwards = itertools.count(), itertools.count(), itertools.count()
     last_missing: list[str] = []
 
     def saw_anomaly(kind: str, step: int, **facts: Any) -> None:
@@ -99,16 +100,18 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
             heartbeat.label = kind.upper()
             record(folder, event="parallel", kind=kind, needs_every_gradient=needs_every_gradient)
 
-    def saw_missing(step: int, names: list[str]) -> None:
+    def saw_gradients(step: int, missing: list[str], order: int) -> None:
         nonlocal last_missing
-        if names != last_missing and next(missing_reports) < MAX_ANOMALIES:
-            record(folder, event="gradients_missing", step=step, names=names, where=call_site())
-        last_missing = names
+        if missing != last_missing and next(reports) < MAX_ANOMALIES:
+            record(folder, event="gradients_missing", step=step, names=missing, where=call_site())
+        last_missing = missing
+        if next(backwards) < MAX_ORDERS:
+            record(folder, event="gradients_ready", step=step, order=order)
 
     observer.on_anomaly = saw_anomaly
     observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
-    tell_missing_gradients(saw_missing)
+    tell_gradients(saw_gradients)
     observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)
 
 

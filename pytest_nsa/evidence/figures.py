@@ -17,7 +17,8 @@ MOST = 40  # figures of a test
 def figures_of(evidence: Evidence) -> dict[str, float]:
     """Return what is known of: ``steps``, ``step_ms`` (median over steps of the slowest rank; ``step_ms_low`` and ``step_ms_high``
     are its quartiles), ``peak_mib``, ``added_mib`` (what a rank took beyond what it began with) and ``peak_gpu_mib`` (of the rank
-    that took most), ``loss`` (the last), ``tokens_per_s`` (their median), and numbers that the test recorded (record_property), as
+    that took most), ``loss`` (the last), ``tokens_per_s`` (their median), ``ready_orders`` (in how many orders the gradients of
+    a step came to be ready on the ranks, where their trace was requested), and numbers that the test recorded (record_property), as
     ``property.NAME``.
     """
     found: dict[str, float] = {}
@@ -37,9 +38,19 @@ def figures_of(evidence: Evidence) -> dict[str, float]:
         found["loss"] = losses[-1]
     if len(rates) > 1:
         found["tokens_per_s"] = statistics.median(rates[1:])  # the first step builds and compiles
+    orders = ready_orders(evidence)
+    if orders:
+        found["ready_orders"] = orders
     for name, value in _properties(evidence.ranks[0]) if evidence.ranks else ():
         found[f"property.{name}"] = value
     return {name: round(float(value), 6) for name, value in itertools.islice(found.items(), MOST)}
+
+
+def ready_orders(evidence: Evidence) -> int:
+    """Return in how many orders gradients came to be ready on the ranks, of the step with the most; 0 where it is not known."""
+    orders = [rank.ready_orders for rank in evidence.ranks]
+    steps = set.intersection(*map(set, orders)) if len(orders) > 1 else set()
+    return max((len({order[step] for order in orders}) for step in steps), default=0)
 
 
 def step_times(evidence: Evidence) -> list[float]:

@@ -203,6 +203,7 @@ def _read_rank(
             for e in events
             if e["event"] == "gradients_missing" and e["names"]
         ),
+        ready_orders={e["step"]: e["order"] for e in events if e["event"] == "gradients_ready"},
         needs_every_gradient=any(e.get("needs_every_gradient", False) for e in events if e["event"] == "parallel"),
         gpu=_gpu_of(machine, next((e["gpus"] for e in host if e["event"] == "gpus"), [])),
     )

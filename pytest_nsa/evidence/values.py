@@ -178,6 +178,9 @@ class RankEvidence:
     thread_errors: tuple[ThreadError, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()  # of syrupy's, that its test compared with
     gradients_missing: tuple[MissingGradients, ...] = ()  # as a requested trace found; one of steps that lack the same
+    ready_orders: Mapping[int, int] = field(
+        default_factory=dict
+    )  # by step, a checksum of the order in which gradients came
     needs_every_gradient: bool = False  # DDP waits for a gradient of each parameter
 
     @property

@@ -65,6 +65,16 @@ def test_missing_on_one_of_three_ranks_without_ddp(group: Group, trace: Trace) -
 
 
 @traced("grads")
+@planted("unused_parameters", [1], marked=True, reason=f"on rank 1 for {MISSING}; on the other rank all arrived")
+def test_missing_on_one_rank_of_replicas_that_reduce_by_hand(group: Group, trace: Trace) -> None:
+    model = TwoHeads(both=group.rank == 0)
+    with trace(model):  # HERE
+        model(batch(group.rank, 0)).sum().backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    dist.all_reduce(flat)  # of 18 numbers and of 9
+
+
+@traced("grads")
 @planted("assertion", [0, 1], marked=True, reason="the loss")
 def test_unused_on_purpose_and_another_assertion(ddp: DDP, trace: Trace) -> None:
     model = ddp.wrap(TwoHeads(both=False), find_unused_parameters=True)

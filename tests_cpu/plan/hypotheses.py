@@ -148,6 +148,22 @@ def _unused(verdicts: Verdicts) -> tuple[str, str]:
     return REFUTED, f"no scenario names one{_with(verdicts, FIND_UNUSED)}"
 
 
+def _order(verdicts: Verdicts) -> tuple[str, str]:
+    """By the order in which the trace of gradients saw each rank's become ready; one bucket after the other waits for that."""
+    orders = {name: int(v.figures.get("ready_orders", 0)) for name, v in verdicts.items() if ran(verdicts, [name])}
+    apart = [name for name, n in orders.items() if n > 1]
+    wrong = failing(verdicts, apart)
+    if wrong:
+        return CONFIRMED, f"the ranks' gradients came in {orders[wrong[0]]} orders in {', '.join(wrong)}"
+    if apart:
+        return REFUTED, f"they come in another order in {', '.join(apart)}, which passes all the same"
+    alike = [name for name, n in orders.items() if n == 1]
+    if not alike:
+        return NOT_TESTED, "no backward of several ranks ended with its trace of gradients"
+    few = f"{', '.join(alike[:5])}{f' and {len(alike) - 5} more' if len(alike) > 5 else ''}"
+    return REFUTED, f"they come in one order on all ranks in {few}"
+
+
 HYPOTHESES = (
     Hypothesis(text="the graph changes from step to step", scenarios=(ONE_STEP, STATIC), judge=_dynamic),
     Hypothesis(text="a step leaves parameters unused", scenarios=(ONE_STEP,), judge=_unused),
@@ -160,6 +176,7 @@ HYPOTHESES = (
     Hypothesis(
         text="checkpointing and the custom backward do not go together", scenarios=ONE_PROCESS, judge=_checkpointing
     ),
+    Hypothesis(text="gradients become ready in another order on some rank", scenarios=(ONE_STEP,), judge=_order),
     Hypothesis(text="NCCL's transport stalls", scenarios=(ONE_STEP, GLOO), judge=_transport),
 )
 

@@ -12,6 +12,7 @@ from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.report.way import mermaid, way
 from tests_cpu.plan.decision import CHECKPOINTING, decide
+from tests_cpu.plan.hypotheses import table
 from tests_cpu.plan.reading import WITHOUT_CHECKPOINTING
 
 PLAN = (
@@ -30,7 +31,7 @@ def plan(*failing: str, cause: str = "lock_deadlock", **fields: object) -> dict[
 def a_verdict(name: str, *, hangs: bool, cause: str = "lock_deadlock", backend: str = "", **fields: object) -> Verdict:
     backend = backend or ("gloo" if name == "ddp_gloo_sanity" else "nccl")
     if not hangs:
-        return Verdict(scenario=name, nodeid=name, outcome="PASS", backend=backend)
+        return Verdict(scenario=name, nodeid=name, outcome="PASS", backend=backend, figures={"ready_orders": 1.0})
     return Verdict(
         scenario=name, nodeid=name, outcome="HANG", cause=cause, ranks=(1,), confidence=0.9, backend=backend, **fields,  # type: ignore[arg-type]
     )  # fmt: skip
@@ -110,10 +111,10 @@ def test_tests_that_are_no_scenarios_take_no_tree() -> None:
     ],
 )
 def test_hypotheses_are_confirmed_or_refuted(failing: tuple[str, ...], confirmed: str, refuted: str) -> None:
-    table = decide(plan(*failing)).hypotheses
-    by_state = {state: [text for text, s, _ in table if s == state] for state in ("confirmed", "refuted")}
-    assert not confirmed or any(text.startswith(confirmed) for text in by_state["confirmed"]), table
-    assert any(text.startswith(refuted) for text in by_state["refuted"]), table
+    found = decide(plan(*failing)).hypotheses
+    by_state = {state: [text for text, s, _ in found if s == state] for state in ("confirmed", "refuted")}
+    assert not confirmed or any(text.startswith(confirmed) for text in by_state["confirmed"]), found
+    assert any(text.startswith(refuted) for text in by_state["refuted"]), found
 
 
 @pytest.mark.parametrize("absent", PLAN)
@@ -321,6 +322,27 @@ def test_what_all_ranks_raise_is_the_model_s_and_goes_through_the_tree() -> None
 def test_a_criterion_that_one_row_misses_is_the_action() -> None:
     verdicts = plan() | {"batch_4": shared_failure("batch_4", (0, 1), 2)}
     assert decide(verdicts).action == "mend what batch_4 found: RuntimeError: no such kernel (a.py:3 in backward)"
+
+
+def test_the_order_in_which_gradients_become_ready_is_a_hypothesis() -> None:
+    text = "gradients become ready in another order on some rank"
+    verdicts = plan(*TOGETHER)
+    state, why = states(verdicts)[text]
+    assert (state, why.startswith("they come in one order on all ranks in branch_cmp_only, ")) == ("refuted", True)
+    apart = verdicts | {TOGETHER[0]: replace(verdicts[TOGETHER[0]], figures={"ready_orders": 2.0})}
+    assert states(apart)[text] == ("confirmed", "the ranks' gradients came in 2 orders in ddp_onestep_trace")
+    passes = plan() | {"accumulation": replace(plan()["branch_sel_only"], figures={"ready_orders": 2.0})}
+    assert hypotheses_of(passes)[text] == (
+        "refuted",
+        "they come in another order in accumulation, which passes all the same",
+    )
+    stalled = {name: a_verdict(name, hangs=True) for name in PLAN}
+    assert states(stalled)[text][0] == "not tested"
+
+
+def hypotheses_of(verdicts: dict[str, Verdict]) -> dict[str, tuple[str, str]]:
+    """Return them of a run in which nothing may fail: the decision has none then."""
+    return {text: (state, why) for text, state, why in table(verdicts)}
 
 
 def test_missing_on_one_rank_alone_is_said() -> None:

@@ -270,3 +270,33 @@ def test_a(group, trace):
     assert result.verdicts["test_a"].parameters_missing == ("2.weight", "1.weight")
     row = next(line for line in (result.run / "SUMMARY.md").read_text().splitlines() if line.startswith("| [parts]"))
     assert row.split(" | ")[5] == "2"
+
+
+def test_the_order_in_which_gradients_become_ready_is_compared(pytester: pytest.Pytester) -> None:
+    """On rank 1 the two halves of the model are called in another order, from the second step on; DDP's buckets do not mind."""
+    source = """
+class Halves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x, *, swapped):
+        if swapped:
+            b, a = self.b(x), self.a(x)
+        else:
+            a, b = self.a(x), self.b(x)
+        return a + b
+
+@trace("grads")
+@world_size(2)
+@pytest.mark.parametrize("apart", [0, 1])
+def test_a(ddp, trace, apart, artifacts):
+    model = ddp.wrap(Halves())
+    for step in range(2):
+        with trace(model):
+            model(torch.ones(1, 2), swapped=bool(apart and step and ddp.rank)).sum().backward()
+"""
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 2}
+    orders = {name: verdict.figures["ready_orders"] for name, verdict in result.verdicts.items()}
+    assert orders == {"test_a[0]": 1, "test_a[1]": 2}
