@@ -21,6 +21,7 @@ from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
 from nsa.trace.held_up import asyncio_tasks, handled_exception
+from nsa.trace.memory import on_gpu_mib, resident_mib
 from nsa.trace.stacks import Place, as_dump, look
 
 INTERVAL = 0.05
@@ -29,6 +30,7 @@ CHANGES = (
     100  # that are written each for itself; then a quick loop would write tens of megabytes a minute, and wait for it:
 )
 CHANGE_EVERY = 0.05  # seconds
+MEMORY_EVERY = 0.1  # seconds: lines between have what was read last
 STANDING_S = 0.8
 STANDING_AGAIN_S = 2.0
 DUMP_ASKED = "dump.asked"
@@ -68,13 +70,18 @@ class Heartbeat:
         self.rests = False  # while the monitor dumps the stacks
         self._changes, self._changed, self._owes_line = 0, 0.0, False
         self.recorder = recorder
-        self.rank = rank
         self.label = label
         self._file = open_to_append(path)
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-heartbeat", daemon=True)
         self._late = 0.0
+        self._start = f'"rank": {rank}, "pid": {os.getpid()}'
+        self._resident, self._on_gpu, self._memory_read = (
+            "null",
+            '"cuda_allocated_mib": null, "cuda_reserved_mib": null',
+            0.0,
+        )
 
     def start(self) -> None:
         """Begin to beat. The main thread is the one that is watched."""
@@ -91,6 +98,8 @@ class Heartbeat:
     def change(self) -> None:
         """The rank is in another phase."""
         now = time.monotonic()
+        if now - self._memory_read >= MEMORY_EVERY:
+            self._read_memory(now)
         self._changes += 1
         self._owes_line = self._changes > CHANGES and now - self._changed < CHANGE_EVERY  # then the next beat writes it
         if not self._owes_line:
@@ -102,13 +111,24 @@ class Heartbeat:
         count = self.board.count
         # JSON by hand: this is written at every change of phase.
         line = (
-            f'{{"time": {at or time.time()}, "rank": {self.rank}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
+            f'{{"time": {at or time.time()}, {self._start}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
             f'"gradients": {count("gradients")}, "modules_entered": {count("modules_entered")}, '
-            f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}'
+            f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}, '
+            f'"rss_mib": {self._resident}, {self._on_gpu}'
         )
         extra = f", {json.dumps(more)[1:-1]}" if more else ""
         with contextlib.suppress(OSError):  # a full disk, for example: the program that is traced goes on
             os.write(self._file, f"{line}{extra}}}\n".encode())
+
+    def _read_memory(self, now: float) -> None:
+        """Read what this process holds. The allocator of CUDA is asked by the main thread alone: where that is stalled, it may be
+        locked.
+        """
+        self._memory_read = now
+        self._resident = f"{resident_mib():.1f}"
+        on_gpu = on_gpu_mib()
+        if on_gpu is not None:
+            self._on_gpu = f'"cuda_allocated_mib": {on_gpu[0]:.1f}, "cuda_reserved_mib": {on_gpu[1]:.1f}'
 
     def _run(self) -> None:
         last_record = 0.0
@@ -124,6 +144,7 @@ class Heartbeat:
                 traceback.print_exc()
             if after - last_record >= RECORD_EVERY:
                 last_record = after
+                self._resident = f"{resident_mib():.1f}"
                 self.record()
             if self._is_to_rest() and self._stop.wait(REST_S):
                 return

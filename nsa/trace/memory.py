@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -21,27 +22,54 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_mib() -> float:
+    """Return what this process holds now, in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / MIB
+
+
+def on_gpu_mib() -> tuple[float, float] | None:
+    """Return what the CUDA allocator has given out and what it has reserved, in MiB; None where no GPU is in use."""
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+
+
+def limit_mib() -> float:
+    """Return how much this process and those beside it may hold, in MiB: the machine's memory, or its container's."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    limit = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:")) / 1024
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limit = min(limit, int((Path("/sys/fs/cgroup") / name).read_text()) / MIB)
+    return limit
+
+
 def snapshot(step: int, rank: int) -> dict[str, float | int]:
     """Figures in MiB. ``rss`` and ``peak_rss`` are the process's; ``cuda_*`` are there when a GPU is in use."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
     facts: dict[str, float | int] = {
         "step": step,
         "rank": rank,
-        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / MIB,
+        "rss_mib": resident_mib(),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        facts["cuda_allocated_mib"] = torch.cuda.memory_allocated() / MIB
-        facts["cuda_reserved_mib"] = torch.cuda.memory_reserved() / MIB
+    on_gpu = on_gpu_mib()
+    if on_gpu is not None:
+        facts["cuda_allocated_mib"], facts["cuda_reserved_mib"] = on_gpu
         facts["cuda_peak_mib"] = torch.cuda.max_memory_allocated() / MIB
     return facts
 
 
-def dump(folder: Path, step: int, rank: int) -> Path:
-    """Write ``mem_step{N}_rank{r}.json`` and ``.txt`` (the same, for people); returns the former."""
+def dump(folder: Path, step: int, rank: int, moment: str = "") -> Path:
+    """Write ``mem_step{N}_rank{r}.json`` and ``.txt`` (the same, for people); returns the former.
+
+    ``moment``, such as boot or stall, takes the step's place in the name.
+    """
     facts = snapshot(step, rank)
-    target = folder / f"mem_step{step}_rank{rank}.json"
-    write_atomically(target, json.dumps(facts) + "\n", follow=True)
+    target = folder / f"mem_{moment or f'step{step}'}_rank{rank}.json"
+    target.write_text(json.dumps(facts) + "\n", encoding="utf-8")
     lines = [
         f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value}"
         for name, value in facts.items()

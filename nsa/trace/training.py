@@ -22,6 +22,7 @@ from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.exceptions import record_exception
 from nsa.trace.frames import call_site
 from nsa.trace.gradients import tell_gradients
+from nsa.trace.memory import limit_mib
 from nsa.trace.session import installed
 
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
@@ -41,7 +42,8 @@ class TracedTraining:
         for old in ("events.jsonl", "standing.json", "stacks.txt"):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
-        record(self.folder, event="start", pid=os.getpid(), notes=[], machine=machine(on_gpu=torch.cuda.is_available()))
+        facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}
+        record(self.folder, event="start", pid=os.getpid(), notes=[], **facts)
         self.session = installed()
         self.session.begin(self.folder, rank, world_size, label, beats=run)
         record_models(self.session.observer, self.folder, self.session.heartbeat)

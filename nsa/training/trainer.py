@@ -111,6 +111,7 @@ class Trainer:
         self._unread: list[_Unread] = []
         self._began = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
+        memory.dump(folder, 0, ranks.rank, "boot")
         if ranks.rank == 0:
             write_dtypes(folder / "dtypes_report.txt", self.module)
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, parameters_missing, signal_text
+from pytest_nsa.diagnosis.facts import all_facts, last_seen, memory_fact, parameters_missing, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
     agreement,
@@ -34,7 +34,7 @@ from pytest_nsa.diagnosis.rules import (
     ties,
     unwinding,
 )
-from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, Outcome, Verdict
+from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict
 from pytest_nsa.evidence.values import Evidence
 
 Rule = Callable[[Evidence], Finding | None]
@@ -172,7 +172,7 @@ def _failure(rule: str, error: str, traceback: TracebackType | None = None) -> F
     at = ""
     if traceback is not None:
         at = f" ({Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno})"
-    return Fact(rank=NO_RANK, kind="rule_failed", file="", says=f"rule {rule} failed: {error}{at}")
+    return Fact(rank=NO_RANK, kind=RULE_FAILED, file="", says=f"rule {rule} failed: {error}{at}")
 
 
 def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
@@ -206,8 +206,9 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
     common["parameters_missing"] = parameters_missing(evidence, finding.ranks)
     outcome = _outcome(evidence, finding)
-    finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence)))
-    caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
+    held = memory_fact(evidence) if outcome == "HANG" else None
+    finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence), *([held] if held else [])))
+    caller = finding.called_from or caller_of(evidence, finding.where)
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
     return replace(verdict, retry="elsewhere") if devices.is_of_the_machine(evidence) else verdict

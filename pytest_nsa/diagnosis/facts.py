@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_nsa.diagnosis.verdict import Fact
+from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, by_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
@@ -136,6 +136,46 @@ def missing_fact(rank: RankEvidence) -> Fact | None:
     first = rank.gradients_missing[0]
     says = f"after the backward of step {first.step} no gradient had arrived for {few(first.names)}"
     return Fact(rank=rank.rank, kind="gradients_missing", file=f"rank{rank.rank}/events.jsonl", says=says)
+
+
+ENOUGH = 0.8  # of the memory that there is: what holds less does not stall for want of it
+
+
+def memory_fact(evidence: Evidence) -> Fact | None:
+    """Return what the ranks held as they stalled, and whether that is about memory at all; None where it is not known."""
+    ranks = [rank for rank in evidence.ranks if "rss_mib" in rank.process]
+    if not ranks:
+        return None
+    says = by_ranks({rank.rank: f"held {_held(rank)}" for rank in ranks}, evidence.job.world_size)
+    limit = min((rank.memory_mib for rank in ranks if rank.memory_mib), default=0.0)
+    shares = [_share_of_gpu(rank) for rank in ranks]
+    if limit and len(ranks) == len(evidence.ranks) and None not in shares:
+        host = sum(rank.process["rss_mib"] for rank in ranks) / limit
+        most = max(host, *(share or 0.0 for share in shares))
+        says += f", of {limit:,.0f} MiB here: {'not memory' if most < ENOUGH else 'memory may be short'}"
+    return Fact(rank=NO_RANK, kind="memory", file="host.jsonl", says=says)
+
+
+def _held(rank: RankEvidence) -> str:
+    on_gpu = _on_gpu(rank)
+    more = f", and on its GPU {on_gpu[0]:,.0f} MiB of {on_gpu[1]:,.0f} reserved" if on_gpu else ""
+    return f"{rank.process['rss_mib']:,.0f} MiB{more}"
+
+
+def _share_of_gpu(rank: RankEvidence) -> float | None:
+    """Return the share of its GPU's memory that a rank has reserved: 0 without a GPU, None where the whole is not known."""
+    on_gpu, total = _on_gpu(rank), rank.gpu.get("memory.total")
+    if not on_gpu:
+        return 0.0
+    return on_gpu[1] / total if isinstance(total, int | float) and total else None
+
+
+def _on_gpu(rank: RankEvidence) -> tuple[float, float] | None:
+    """Return what CUDA's allocator had given out and reserved, in MiB, by the latest heartbeat that has it."""
+    for beat in reversed(rank.heartbeats):
+        if beat.get("cuda_reserved_mib") is not None:
+            return beat.get("cuda_allocated_mib") or 0.0, beat["cuda_reserved_mib"]
+    return None
 
 
 def few(names: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from pytest_nsa.wire.messages import check_kinds
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
 SCHEMA = 1
 NO_RANK = -1  # of a fact that is not of one rank
+RULE_FAILED = "rule_failed"  # the kind of the fact that a rule of ours raised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -147,7 +147,8 @@ def _read_rank(
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
     frames = _frames_told(folder)
-    machine = next((str(e.get("machine", "")) for e in events if e["event"] == "start"), "")
+    start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})
+    machine = str(start.get("machine", ""))
     return RankEvidence(
         rank=rank,
         exit_code=exit_event.get("code") if not exit_event.get("signal") and not exit_event.get("by_us") else None,
@@ -173,7 +174,7 @@ def _read_rank(
         fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
         reports=tuple(read_reports(folder / "reports.jsonl")),
         heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),
-        notes=next((tuple(e.get("notes", ())) for e in events if e["event"] == "start"), ()),
+        notes=tuple(start.get("notes", ())),
         warnings=tuple(e for e in events if e["event"] == "warning"),
         left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
         left_handlers=tuple((e["what"], e["where"], e["call"]) for e in events if e["event"] == "left_handler"),
@@ -190,6 +191,7 @@ def _read_rank(
         sources=sources,
         backend=job.backend,
         machine=machine,
+        memory_mib=start.get("memory_mib", 0.0),
         counters=(raised[0].counters if raised else ()) or _counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
         lines_seen=tuple(own.get("lines", ())),

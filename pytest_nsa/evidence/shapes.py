@@ -51,6 +51,10 @@ def is_map(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _number_or_none(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
 def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
@@ -108,7 +112,7 @@ EVENTS: dict[str, dict[str, Check]] = {
         "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": is_flag, "held_by?": _list_of(_int),
         "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text, "reads_from_parent?": is_flag,
     },
-    "start": {"notes?": _list_of(is_text), "machine?": is_text},
+    "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number},
     "done": {"passed": is_flag, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
     "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
@@ -144,7 +148,10 @@ OWN_WORDS: dict[str, Check] = {
     and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_says)})),
 }  # fmt: skip
 REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
-BEAT: dict[str, Check] = {"time": is_number, "step": _int, "phase": is_text}
+BEAT: dict[str, Check] = {
+    "time": is_number, "step": _int, "phase": is_text, "rss_mib?": _number_or_none, "cuda_allocated_mib?": _number_or_none,
+    "cuda_reserved_mib?": _number_or_none,
+}  # fmt: skip
 
 
 def has(record: Mapping[str, Any], shape: Mapping[str, Check]) -> bool:

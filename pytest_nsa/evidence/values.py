@@ -167,6 +167,7 @@ class RankEvidence:
     peaks: Mapping[str, float] = field(default_factory=dict)  # the most memory that it had, in MiB
     backend: str = ""
     machine: str = ""
+    memory_mib: float = 0.0  # that its machine or container has; 0: not known
     gpu: Mapping[str, Any] = field(default_factory=dict)  # what the driver reports of its GPU at the stall
     # Of loops, by location in the user's code, outermost first.
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()

@@ -126,12 +126,14 @@ class RankProcess:
 
         from nsa.trace.frames import add_user_file
         from nsa.trace.handlers import forget, install, lasting_handlers
+        from nsa.trace.memory import limit_mib
         from nsa.trace.session import installed
         from nsa.trace.threads import lasting_threads
         from nsa.trace.training import record_models
 
         on_gpu = self.spec.device == "cuda"
-        record(folder, event="start", pid=os.getpid(), notes=self.notes, machine=machine(on_gpu=on_gpu))
+        facts = {"machine": machine(on_gpu=on_gpu), "memory_mib": limit_mib()}
+        record(folder, event="start", pid=os.getpid(), notes=self.notes, **facts)
         session = installed()
         add_user_file(job.body)
         install()

@@ -12,7 +12,7 @@ from typing import IO
 
 from pytest_nsa.diagnosis.engine import Rule, diagnose
 from pytest_nsa.diagnosis.facts import in_backward
-from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
+from pytest_nsa.diagnosis.verdict import RULE_FAILED, Verdict
 from pytest_nsa.evidence.figures import figures_of
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
@@ -103,7 +103,7 @@ class Recorder:
         """Record a verdict; report rules that failed to the run."""
         self._list(folder, verdict)
         for fact in verdict.evidence:
-            if fact.rank == NO_RANK:
+            if fact.kind == RULE_FAILED:
                 self.run.tell(f"{fact.says} ({folder.name}); the verdict is by the other rules")
         where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
         self.run.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")

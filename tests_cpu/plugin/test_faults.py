@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -310,6 +311,15 @@ def test_the_dead_ranks_signal_is_named(faults: tuple[ExampleResult, Path]) -> N
 def test_missing_parameters_are_those_of_the_interrupted_backward(faults: tuple[ExampleResult, Path]) -> None:
     assert faults[0].verdicts["test_lock_in_backward"].parameters_missing == ("0.weight", "0.bias")
     assert faults[0].verdicts["test_raises"].parameters_missing == ()
+
+
+def test_the_verdict_of_a_hang_has_a_word_on_memory(faults: tuple[ExampleResult, Path]) -> None:
+    for name in ("test_lock_in_backward", "test_skips_collective"):
+        (fact,) = [fact for fact in faults[0].verdicts[name].evidence if fact.kind == "memory"]
+        assert re.fullmatch(r".*ranks? .*held [\d,]+ MiB, of [\d,]+ MiB here: not memory", fact.says), fact.says
+    assert [fact for fact in faults[0].verdicts["test_raises"].evidence if fact.kind == "memory"] == []
+    assert "MiB here: not memory" in faults[0].stdout
+    assert re.search(r"^- memory: .* held ", (faults[0].run / "SUMMARY.md").read_text(), re.M)  # type: ignore[operator]
 
 
 def test_traces_log_of_a_stall_has_what_the_tracer_could_not_print(faults: tuple[ExampleResult, Path]) -> None:
