@@ -198,6 +198,10 @@ class Board:
 
         return arrived if index < MAX_PARAMETERS else counted
 
+    def has_arrived(self, index: int) -> bool:
+        """Return whether the gradient of parameter ``index`` has arrived in the last backward begun."""
+        return index >= MAX_PARAMETERS or self._map[self._arrived + index] != 0
+
     def begin_backward(self) -> None:
         """No gradient has arrived, and what is called from now on is not part of the forward's path."""
         self._map[self._arrived : self._arrived + MAX_PARAMETERS] = bytes(MAX_PARAMETERS)

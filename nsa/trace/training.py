@@ -7,6 +7,7 @@ NSA_TRACE_DIR names the folder: then importing torch is enough (`autostart`, an 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import itertools
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -25,6 +26,7 @@ from nsa.trace.gradients import tell_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.session import installed
 
+FATAL = "fatal.txt"
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
 MAX_ORDERS = 100  # of steps, the first, whose gradients' order is compared between ranks
 
@@ -36,14 +38,13 @@ class TracedTraining:
         run.mkdir(mode=0o755, parents=True, exist_ok=True)  # under a umask of 000, too
         run = run.resolve()
         self.folder = run / f"rank{rank}"
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.is_symlink():
-            raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
-        for old in ("events.jsonl", "standing.json", "stacks.txt"):  # of a run before this one
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in ("events.jsonl", "standing.json", "stacks.txt", FATAL):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}
         record(self.folder, event="start", pid=os.getpid(), notes=[], **facts)
+        self._fatal = _dump_fatal_errors(self.folder / FATAL)
         self.session = installed()
         self.session.begin(self.folder, rank, world_size, label, beats=run)
         record_models(self.session.observer, self.folder, self.session.heartbeat)
@@ -72,6 +73,32 @@ class TracedTraining:
         self.board.phase("done")
         self.session.end()
         record(self.folder, event="done", passed=passed and error is None)
+        if self._fatal is not None:
+            faulthandler.disable()
+            self._fatal.close()
+            (self.folder / FATAL).unlink(missing_ok=True)  # it is empty, as the process has come here
+
+    def parameters_missing(self) -> list[str]:
+        """Return the parameters whose gradient has not arrived in the backward that runs; none in another phase."""
+        if self.board.phase_name != "backward":
+            return []
+        names = self.session.observer.parameter_names
+        return [name for index, name in enumerate(names) if not self.board.has_arrived(index)]
+
+
+def _dump_fatal_errors(path: Path) -> TextIO | None:
+    """Have the stacks of all threads written to ``path`` where a signal such as SIGABRT ends the process.
+
+    Returns the file, None where the program has chosen another one.
+    """
+    if faulthandler.is_enabled():
+        return None
+    file = path.open("w", encoding="utf-8")
+    faulthandler.enable(file, all_threads=True)
+    os.register_at_fork(
+        after_in_child=lambda: None if file.closed else faulthandler.disable()
+    )  # its death is not the rank's
+    return file
 
 
 def trace_training(

@@ -6,22 +6,34 @@ import faulthandler
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from nsa.trace import logger, memory
 from nsa.trace.board import Board
 from nsa.trace.files import open_to_append
+
+CLOSE_S = 2.0  # for a look that is under way
 
 
 class Watchdog:
     """Fed once a step; unfed for ``seconds``, it writes ``watchdog_stackdump_rank{r}_{time}.txt``.
 
-    The stacks are written by faulthandler's C thread, which needs neither the GIL nor a Python signal handler to run; what
-    stood still, by a thread of ours beside it, from the ``board``.
+    The stacks are written by faulthandler's C thread, which needs neither the GIL nor a Python signal handler to run. A thread of
+    ours adds what is stalled, from the ``board``, and dumps the memory. The parameters whose gradient has not arrived in a backward
+    (``missing`` returns them) go there, to the log, and to all_missing_params.txt.
     """
 
-    def __init__(self, folder: Path, rank: int, seconds: float, board: Board | None = None) -> None:
-        self.seconds, self.rank, self.board = seconds, rank, board
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        seconds: float,
+        board: Board | None = None,
+        missing: Callable[[], list[str]] = list,
+    ) -> None:
+        self.seconds, self.rank, self.board, self.folder, self.missing = seconds, rank, board, folder, missing
         self.path = folder / f"watchdog_stackdump_rank{rank}_{time.strftime('%Y%m%dT%H%M%S')}.txt"
         self._file: IO[str] | None = None
         self._fed = threading.Event()
@@ -44,7 +56,9 @@ class Watchdog:
         if self._file is not None:
             self._closed = True
             self._fed.set()
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():  # CUDA's allocator, which it asks, may be locked
+                return
             self._file.close()
             if self.path.stat().st_size == 0:
                 self.path.unlink()
@@ -59,7 +73,27 @@ class Watchdog:
                 self._file.write(
                     f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}\n"
                 )
+                self._report_missing(self._file)
+                memory.dump(self.folder, self._step, self.rank, "stall")
                 self._fed.wait()
+
+    @property
+    def _step(self) -> int:
+        return self.board.count("step") if self.board is not None else 0
+
+    def _report_missing(self, file: IO[str]) -> None:
+        """Log what the backward's own report would have been, had it ended."""
+        missing = self.missing()
+        if not missing or self.board is None:
+            return
+        arrived = self.board.count("gradients_expected") - len(missing)
+        lines = [f"[GRAD-TRACE] in_backward_step{self._step} arrived={arrived} missing={len(missing)}"]
+        lines += [f"  - MISSING: {name}" for name in missing]
+        for line in lines:
+            logger.warning("%s", line)
+        file.writelines(f"{line}\n" for line in lines)
+        with (self.folder / "all_missing_params.txt").open("a", encoding="utf-8") as listed:
+            listed.writelines(f"step{self._step} {name} rank={self.rank}\n" for name in missing)
 
     def _what(self) -> str:
         if self.board is None:

@@ -56,7 +56,9 @@ class Run:
         self.checkpoints = Checkpointer(
             folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.say(f"saved {path}"), self._not_saved
         )  # fmt: skip
-        self.watchdog = Watchdog(folder, ranks.rank, config.train.watchdog_s, self.traces.board)
+        self.watchdog = Watchdog(
+            folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing
+        )
         self.bad_rows = 0
         self._skips = 0  # steps in a row that were skipped, up to the last one
         self._asked_to_stop = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -185,17 +186,107 @@ def test_the_watchdog_reports_what_is_stalled(tmp_path: Path) -> None:
     board = Board(None)
     board.phase("backward")
     board.number("gradients_expected", 195)
-    watchdog = Watchdog(tmp_path, 3, 0.3, board)
+    watchdog = Watchdog(tmp_path, 3, 0.3, board, lambda: ["blocks.4.attn.out.weight"])
     watchdog.feed()
     while not watchdog.path.read_text().count("Thread 0x"):
         time.sleep(0.02)
-    while "[watchdog]" not in watchdog.path.read_text():
+    while not (tmp_path / "mem_stall_rank3.txt").exists():  # the last of what it writes
         time.sleep(0.02)
     watchdog.close()
-    assert (
-        "rank 3 has been stalled for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients"
-        in watchdog.path.read_text()
+    text = watchdog.path.read_text()
+    assert "rank 3 has been stalled for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients" in text
+    assert "[GRAD-TRACE] in_backward_step0 arrived=194 missing=1\n  - MISSING: blocks.4.attn.out.weight\n" in text
+    assert (tmp_path / "all_missing_params.txt").read_text() == "step0 blocks.4.attn.out.weight rank=3\n"
+    assert json.loads((tmp_path / "mem_stall_rank3.json").read_text())["rss_mib"] > 1
+
+
+HANGS = """
+import sys, threading
+import torch
+from nsa.model import transformer
+from nsa.training import trainer
+
+lock, passed = threading.Lock(), []
+lock.acquire()
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, gradient):
+        passed.append(1)
+        if len(passed) == 1: return gradient  # the first step may be slow: this is about the second
+        with lock: return gradient
+
+build = transformer.build_model
+
+def planted(config, device):
+    model = build(config, device)
+    model.blocks[6].register_forward_hook(lambda module, inputs, output: Wait.apply(output))
+    return model
+
+trainer.build_model = planted
+from nsa.train import main
+sys.exit(main())
+"""
+
+
+def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and_memory(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "train.py").write_text(HANGS)
+    arguments = ["--config", str(TINY), "--steps", "3", "--set", "train.watchdog_s=2", "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "train.py"), *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    stall = out / "mem_stall_rank0.txt"
+    while not stall.exists() or not re.search(r"^ *step +2$", stall.read_text(), re.M):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGABRT)
+    process.communicate()
+    assert process.returncode == -signal.SIGABRT
+    fatal = (out / "rank0" / "fatal.txt").read_text()
+    assert fatal.startswith("Fatal Python error: Aborted\n")
+    assert "train.py" in fatal
+    assert "in backward" in fatal
+    traces = (out / "traces.log").read_text().partition("[GRAD-TRACE] in_backward_step2 ")[2]
+    names = re.findall(r"^  - MISSING: (\S+)$", traces, re.M)
+    assert traces.startswith(f"arrived={195 - len(names)} missing={len(names)}\n")
+    assert "blocks.6.mlp.fc2.weight" in names
+    assert "blocks.7.mlp.fc2.weight" not in names
+    listed = (out / "all_missing_params.txt").read_text().splitlines()
+    assert [line for line in listed if line.startswith("step2 ")] == [f"step2 {name} rank=0" for name in names]
+    for moment in ("boot", "stall"):
+        assert json.loads((out / f"mem_{moment}_rank0.json").read_text())["rss_mib"] > 50
+    beats = [json.loads(line) for line in (out / "heartbeat_rank0.jsonl").read_text().splitlines()]
+    assert {beat["pid"] for beat in beats} == {process.pid}
+    assert beats[-1]["rss_mib"] > 50
+    assert beats[-1]["cuda_reserved_mib"] is None
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_nsa", "diagnose", str(out)], text=True, capture_output=True, check=False
     )
+    assert "in backward" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_child_of_a_training_leaves_no_stacks_in_its_place(tmp_path: Path) -> None:
+    """A data loader's worker that is aborted is not the rank."""
+    program = """
+import os, sys
+from nsa.trace.training import trace_training
+traced = trace_training(sys.argv[1], 0, 1)
+child = os.fork()
+if child == 0:
+    os.abort()
+os.waitpid(child, 0)
+print(os.path.getsize(f"{sys.argv[1]}/rank0/fatal.txt"))
+traced.end()
+print(os.path.exists(f"{sys.argv[1]}/rank0/fatal.txt"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, check=True
+    )
+    assert done.stdout.split() == ["0", "False"]
 
 
 def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
