@@ -62,13 +62,13 @@ def snapshot(step: int, rank: int) -> dict[str, float | int]:
     return facts
 
 
-def dump(folder: Path, step: int, rank: int, moment: str = "") -> Path:
-    """Write ``mem_step{N}_rank{r}.json`` and ``.txt`` (the same, for people); returns the former.
+def dump(folder: Path, step: int, rank: int, moment: str, mark: str = "") -> Path:
+    """Write ``mem{mark}_{moment}_rank{r}.json`` and ``.txt`` (the same, for people); returns the former.
 
-    ``moment``, such as boot or stall, takes the step's place in the name.
+    ``moment``: boot, step1 or stall. ``mark``: `nsa.training.parallel.file_mark`.
     """
     facts = snapshot(step, rank)
-    target = folder / f"mem_{moment or f'step{step}'}_rank{rank}.json"
+    target = folder / f"mem{mark}_{moment}_rank{rank}.json"
     target.write_text(json.dumps(facts) + "\n", encoding="utf-8")
     lines = [
         f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value}"

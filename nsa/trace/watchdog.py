@@ -32,8 +32,10 @@ class Watchdog:
         seconds: float,
         board: Board | None = None,
         missing: Callable[[], list[str]] = list,
+        mark: str = "",
     ) -> None:
         self.seconds, self.rank, self.board, self.folder, self.missing = seconds, rank, board, folder, missing
+        self._mark = mark  # of the memory dump's name
         self.path = folder / f"watchdog_stackdump_rank{rank}_{time.strftime('%Y%m%dT%H%M%S')}.txt"
         self._file: IO[str] | None = None
         self._fed = threading.Event()
@@ -74,7 +76,7 @@ class Watchdog:
                     f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}\n"
                 )
                 self._report_missing(self._file)
-                memory.dump(self.folder, self._step, self.rank, "stall")
+                memory.dump(self.folder, self._step, self.rank, "stall", self._mark)
                 self._fed.wait()
 
     @property

@@ -19,6 +19,8 @@ from nsa.config import ConfigError, ParallelConfig
 from nsa.trace.debug_level import lower_detail
 from nsa.trace.network import unresolved, unusable_network
 
+FSDP_BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
@@ -112,6 +114,23 @@ def share(module: nn.Module, options: ParallelConfig, device: torch.device, *, b
     return module
 
 
+def file_mark(mode: str) -> str:
+    """Return what the names of a run's statistics and memory dumps have under FSDP: k_stats_fsdp.csv, mem_fsdp_step1_rank0.json."""
+    return "_fsdp" if mode == "fsdp" else ""
+
+
+def describe_dtypes(mode: str, *, bf16: bool) -> dict[str, str]:
+    """Return in which dtype a step computes, and in which ranks reduce gradients: what the dtypes of parameters do not show."""
+    if bf16 and mode == "fsdp":
+        compute, reduction = (str(FSDP_BF16[name]) for name in ("param_dtype", "reduce_dtype"))
+        return {"compute": f"{compute} (FSDP casts the parameters)", "reduction": f"{reduction} (FSDP's reduce_dtype)"}
+    cast = "torch.bfloat16 (autocast: matrix products and attention; all else as autocast rules)"
+    return {
+        "compute": cast if bf16 else "as the parameters",
+        "reduction": "none (one process)" if mode == "none" else "as the parameters",
+    }
+
+
 def accumulating(model: nn.Module, options: ParallelConfig, *, last: bool) -> AbstractContextManager[None]:
     """Return the context of a micro-step: all but the last one sum their gradients on the rank itself, where ``no_sync`` is on.
 
@@ -176,7 +195,7 @@ def wrap_fsdp(model: nn.Module, options: ParallelConfig, device: torch.device, *
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     settings: dict[str, Any] = {"mesh": mesh}
     if bf16:
-        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        settings["mp_policy"] = MixedPrecisionPolicy(**FSDP_BF16)
     for block in getattr(model, "blocks", []):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
@@ -191,7 +210,7 @@ def _wrap_fsdp1(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks}) if len(blocks) else None,
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None,
+        mixed_precision=MixedPrecision(**FSDP_BF16) if bf16 else None,
         device_id=device if device.type == "cuda" else torch.device("cpu"),
         use_orig_params=True,
     )

@@ -20,7 +20,7 @@ from nsa.trace.watchdog import Watchdog
 from nsa.training.checkpoint import Checkpointer, describe, load, newest_finite
 from nsa.training.metrics import Metrics
 from nsa.training.pace import Pace, curve, progress_bar
-from nsa.training.parallel import RankInfo
+from nsa.training.parallel import RankInfo, file_mark
 from nsa.training.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ class Run:
             folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.say(f"saved {path}"), self._not_saved
         )  # fmt: skip
         self.watchdog = Watchdog(
-            folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing
-        )
+            folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing,
+            file_mark(config.parallel.mode),
+        )  # fmt: skip
         self.bad_rows = 0
         self._skips = 0  # steps in a row that were skipped, up to the last one
         self._asked_to_stop = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,9 @@ def write_fallbacks(path: Path) -> None:
         writer.writerows((*choice, calls) for choice, calls in sorted(counters.items()))
 
 
-def write_dtypes(path: Path, model: nn.Module) -> None:
-    """``dtypes_report.txt``: name, dtype, shape and device of every parameter and buffer."""
+def write_dtypes(path: Path, model: nn.Module, of_the_step: Mapping[str, str]) -> None:
+    """``dtypes_report.txt``: a line each of ``of_the_step``; name, dtype, shape and device of every parameter and buffer."""
+    lines = [f"# {what}: {dtype}\n" for what, dtype in of_the_step.items()]
     rows = [(plain_name(n), t) for n, t in (*model.named_parameters(), *model.named_buffers())]
-    path.write_text("".join(f"{n}  {t.dtype}  {tuple(t.shape)}  {t.device}\n" for n, t in rows), encoding="utf-8")
+    lines += [f"{n}  {t.dtype}  {tuple(t.shape)}  {t.device}\n" for n, t in rows]
+    path.write_text("".join(lines), encoding="utf-8")

@@ -26,7 +26,7 @@ from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace
 from nsa.trace.names import plain_name
 from nsa.training.flops import flops_per_token
-from nsa.training.parallel import RankInfo, accumulating, average_gradients, share
+from nsa.training.parallel import RankInfo, accumulating, average_gradients, describe_dtypes, file_mark, share
 from nsa.training.statistics import GateStatistics, SelectionStatistics, write_dtypes, write_fallbacks
 
 
@@ -110,10 +110,12 @@ class Trainer:
         self._lr = torch.tensor(config.train.lr)
         self._unread: list[_Unread] = []
         self._began = time.monotonic()
+        self._mark = file_mark(config.parallel.mode)
         folder.mkdir(parents=True, exist_ok=True)
-        memory.dump(folder, 0, ranks.rank, "boot")
+        memory.dump(folder, 0, ranks.rank, "boot", self._mark)
         if ranks.rank == 0:
-            write_dtypes(folder / "dtypes_report.txt", self.module)
+            described = describe_dtypes(config.parallel.mode, bf16=bf16)
+            write_dtypes(folder / f"dtypes_report{self._mark}.txt", self.module, described)
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine from lr to min_lr over the planned steps. ``step`` counts from 1."""
@@ -267,12 +269,11 @@ class Trainer:
     def _write_statistics(self, step: int, wanted: bool) -> None:
         every = self.config.trace.mem_dump_every
         if every and step % every == 0:
-            memory.dump(self.folder, step, self.ranks.rank)
+            memory.dump(self.folder, step, self.ranks.rank, f"step{step}", self._mark)
         if wanted and self.ranks.rank == 0:
-            suffix = "_fsdp" if self.config.parallel.mode == "fsdp" else ""
             self.gates.write(self.folder / "gate_health.jsonl", step)
-            self.selection.write(self.folder / f"k_stats{suffix}.csv", step)
-            write_fallbacks(self.folder / "fallback_counters.csv")
+            self.selection.write(self.folder / f"k_stats{self._mark}.csv", step)
+            write_fallbacks(self.folder / f"fallback_counters{self._mark}.csv")
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def _selection(folder: Path) -> Series:
 
 def _memory(folder: Path) -> Series:
     found: Series = defaultdict(list)
-    for path in folder.glob("mem_step*_rank*.json"):
+    for path in folder.glob("mem*_step*_rank*.json"):
         dump = json.loads(read_bytes(path, DUMP))
         found[f"rank {dump['rank']}"].append((dump["step"], dump.get("cuda_allocated_mib", dump["rss_mib"])))
     if not found:

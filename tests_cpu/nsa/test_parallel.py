@@ -125,6 +125,46 @@ def test_twice_and_resumed_are_the_same_to_the_bit(group: Group, artifacts: Path
     assert begun + rest == once
 
 
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_the_files_of_fsdp_have_its_name_and_the_dtypes_that_it_computes_in(group: Group, artifacts: Path) -> None:
+    ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)
+    settings = {"parallel.mode": "fsdp", "train.dtype": "bf16", "trace.mem_dump_every": 1}
+    trainer = Trainer(configured(**settings, **divided(2, 1)), ranks, artifacts)
+    seen = []
+    out = trainer.module.blocks[0].attn.out
+    out.register_forward_pre_hook(lambda module, inputs: seen.append((module.weight.dtype, inputs[0].dtype)))
+    train(trainer.config, ranks, artifacts, 1, trainer)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert out.weight.dtype == torch.float32
+    dist.barrier()
+    names = {
+        f"mem_fsdp_{moment}_rank{rank}.{kind}"
+        for moment in ("boot", "step1")
+        for rank in (0, 1)
+        for kind in ("json", "txt")
+    }
+    names |= {"k_stats_fsdp.csv", "fallback_counters_fsdp.csv", "dtypes_report_fsdp.txt", "gate_health.jsonl"}
+    written = {path.name for path in artifacts.iterdir() if path.is_file()}
+    assert names <= written
+    assert not {"k_stats.csv", "fallback_counters.csv", "dtypes_report.txt"} & written
+    report = (artifacts / "dtypes_report_fsdp.txt").read_text().splitlines()
+    assert report[0] == "# compute: torch.bfloat16 (FSDP casts the parameters)"
+    assert report[1] == "# reduction: torch.float32 (FSDP's reduce_dtype)"
+    assert report[2].startswith("embed.weight  torch.float32  (256, ")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [("fp32", "as the parameters"), ("bf16", "torch.bfloat16 (autocast: matrix products and")]
+)
+def test_the_report_of_dtypes_of_one_process(tmp_path: Path, dtype: str, compute: str) -> None:
+    Trainer(configured(**{"train.dtype": dtype}), RankInfo(), tmp_path)
+    report = (tmp_path / "dtypes_report.txt").read_text().splitlines()
+    assert report[0].startswith(f"# compute: {compute}")
+    assert report[1] == "# reduction: none (one process)"
+    assert report[2].startswith("embed.weight  torch.float32  (256, ")
+
+
 def test_nothing_is_selected_twice_where_the_selection_is_kept(artifacts: Path, selections: list[int]) -> None:
     found = {}
     for keep in (False, True):

@@ -98,7 +98,7 @@ def growth_mib(folder: Path, rank: int) -> float:
     Compared are the lowest dump of the middle third and the lowest of the last. A leak raises the lowest; a warm-up does not,
     and neither does what a step happens to hold when it is measured.
     """
-    dumps = [json.loads(path.read_text()) for path in folder.glob(f"mem_step*_rank{rank}.json")]
+    dumps = [json.loads(path.read_text()) for path in folder.glob(f"mem*_step*_rank{rank}.json")]
     points = sorted((d["step"], d.get("cuda_allocated_mib", d["rss_mib"])) for d in dumps)
     third = len(points) // 3
     middle, last = points[third : 2 * third], points[-third:]
