@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nsa.model.activation_checkpoint import CheckpointRange
 from nsa.trace.ddp_buckets import ddp_numbers
 from nsa.trace.inplace import watched
+from nsa.training.parallel import file_mark
 from tests_cpu.plan.hypotheses import MAX_GPU_BYTES, MIN_TOKENS_PER_S
 
 if TYPE_CHECKING:
@@ -237,6 +238,41 @@ class Stability(Criteria):
         plan_ahead([result.seconds for result in self.results])
 
 
+class Diagnosed(Stability):
+    """The assertion that a training with all traces leaves the files of each."""
+
+    def at_the_end(self, folder: Path) -> None:
+        """Look for them, and into them."""
+        super().at_the_end(folder)
+        mark, last, every = (
+            file_mark(self.trainer.config.parallel.mode),
+            self.results[-1].step,
+            self.trainer.config.trace.mem_dump_every,
+        )
+        names = [f"rank{self.rank}/traces.log", f"rank{self.rank}/board.bin", f"heartbeat_rank{self.rank}.jsonl"]
+        names += [
+            f"mem{mark}_{moment}_rank{self.rank}.{kind}"
+            for moment in ("boot", f"step{every}", f"step{last}")
+            for kind in ("json", "txt")
+        ]
+        if self.rank == 0:
+            names += ["metrics.jsonl", "gate_health.jsonl", f"k_stats{mark}.csv", f"fallback_counters{mark}.csv"]
+            names += [f"dtypes_report{mark}.txt"]
+        assert_written(folder, names)
+        traces = (folder / f"rank{self.rank}" / "traces.log").read_text(encoding="utf-8")
+        for step in (1, last):
+            assert f"[GRAD-TRACE] after_backward_step{step} arrived=" in traces, (
+                f"traces.log has no gradients of step {step}"
+            )
+            assert f"[MODULE-BWD] step={step} reached=" in traces, f"traces.log has no modules of step {step}"
+
+
+def assert_written(folder: Path, names: list[str]) -> None:
+    """Assert that each of these files is there and not empty."""
+    lacking = [name for name in names if not (folder / name).is_file() or not (folder / name).stat().st_size]
+    assert not lacking, f"not written, or empty: {', '.join(lacking)}"
+
+
 class Data(Check):
     """The assertion that the model does not wait for its data once the first batch is there."""
 
@@ -249,5 +285,5 @@ class Data(Check):
 
 CHECKS: dict[str, type[Check]] = {
     "": Check, "gradients": Gradients, "boundaries": Boundaries, "inplace": InPlace, "buckets": Buckets, "nccl": HeededByNccl,
-    "criteria": Criteria, "stability": Stability, "data": Data,
+    "criteria": Criteria, "stability": Stability, "diagnosed": Diagnosed, "data": Data,
 }  # fmt: skip

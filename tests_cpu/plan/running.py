@@ -54,7 +54,10 @@ def forget_exported() -> None:
 
 
 def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
-    """Train ``row.steps`` steps as the row defines; assert that every gradient arrived, the row's check, and that ranks agree."""
+    """Train ``row.steps`` steps as the row defines; assert that every gradient arrived, the row's check, and that ranks agree.
+
+    The check "resume" is all of its row: processes of its own train.
+    """
     import torch
 
     from nsa.config import load_config
@@ -64,6 +67,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     from nsa.training.parallel import RankInfo
     from nsa.training.trainer import Trainer
     from tests_cpu.plan import faults, health
+    from tests_cpu.plan.resume import kill_and_resume
 
     forget_exported()
     overrides = {
@@ -75,6 +79,9 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     )
     config = load_config(ROOT / "configs" / size.config, **{**overrides, **changed})
     config = with_shipped_sample(config, folder)
+    if row.check == "resume":
+        kill_and_resume(ROOT / "configs" / size.config, {**overrides, **changed, "train.log_every": 1}, group, folder)
+        return
     ranks = RankInfo(
         rank=group.rank, world_size=group.world_size, local_rank=group.rank, device=torch.device(group.device)
     )

@@ -23,10 +23,10 @@ PRODUCTION = "m7c_125m_2xa100_production.yaml"
 class Scenario:
     """A row of the plan. ``overrides`` are fields of the configuration; ``reads_as`` is what its outcome means.
 
-    ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`). ``on_cpu`` is what makes the row
-    affordable on a CPU; where that changes what the name says, ``name_on_cpu`` says what is run. The name is the test's id; -k
-    finds ``alias``, which was that once, too. ``needs`` is what alone heeds what the row changes ("nccl", "cuda", or "buffers" of
-    the model): without it the row is skipped, as it could tell nothing. ``environment`` is its ranks' own.
+    ``check`` names what is asserted beyond the arrival of every gradient (`health.CHECKS`; "resume" is all of its row). ``on_cpu``
+    is what makes the row affordable on a CPU; where that changes what the name says, ``name_on_cpu`` says what is run. The name is
+    the test's id; -k finds ``alias``, which was that once, too. ``needs`` is what alone heeds what the row changes ("nccl", "cuda",
+    or "buffers" of the model): without it the row is skipped, as it could tell nothing. ``environment`` is its ranks' own.
     """
 
     phase: int
@@ -235,9 +235,9 @@ def _in_one_process(layers: int, seq_len: int, checkpointing: bool) -> Scenario:
     )  # fmt: skip
 
 
-def _long(name: str, steps: int, parallel: str, reads_as: str, **overrides: Any) -> Scenario:
+def _long(name: str, steps: int, parallel: str, reads_as: str, check: str = "stability", **overrides: Any) -> Scenario:
     return Scenario(
-        phase=9, name=name, steps=steps, check="stability", parallel=parallel, reads_as=reads_as,
+        phase=9, name=name, steps=steps, check=check, parallel=parallel, reads_as=reads_as,
         overrides={"trace.mem_dump_every": 10, **overrides},
         on_cpu={"model.n_layers": 2, "train.seq_len": 64, "trace.mem_dump_every": 5 if steps == 100 else 10},
     )  # fmt: skip
@@ -248,7 +248,8 @@ STABILITY = (
     _long("fsdp_synthetic_200", 200, "fsdp", "fails: memory grows, a loss is no number, a gate dies"),
     _long("fsdp_fineweb_300", 300, "fsdp", "fails where fsdp_synthetic_200 passes: the data", **{"data.dataset": "fineweb_edu"}),
     _long(
-        "fsdp_diagnosed_500", 500, "fsdp", "fails: what five hundred steps bring out, all traces on",
+        "fsdp_diagnosed_500", 500, "fsdp", "fails: what five hundred steps bring out, all traces on, or a file that they leave",
+        "diagnosed",
         **{**ALL_TRACES, "trace.mem_dump_every": 10},
     ),
     Scenario(
@@ -260,7 +261,19 @@ STABILITY = (
         reads_as="fails: several sequences a rank, or their memory",
     ),
     Scenario(
-        phase=9, name="data_under_load", parallel="none", steps=20, check="data",
+        phase=9, name="fsdp_sequence_4096", parallel="fsdp", check="criteria", overrides={**ONE, "train.seq_len": 4096},
+        on_cpu={"train.seq_len": 256}, name_on_cpu="fsdp_sequence_256", reads_as="fails where sequence_4096 passes: FSDP",
+    ),
+    Scenario(
+        phase=9, name="fsdp_batch_4", parallel="fsdp", check="criteria", overrides={**ONE, "train.batch_size": 4},
+        reads_as="fails where batch_4 passes: FSDP",
+    ),
+    Scenario(
+        phase=9, name="checkpoint_resume", check="resume", reads_as="fails: a run that is killed does not go on as it was",
+        on_cpu={"model.n_layers": 2, "train.seq_len": 64},
+    ),
+    Scenario(
+        phase=9, name="data_under_load", steps=20, check="data", on_cpu={"model.n_layers": 2},
         overrides={"data.dataset": "fineweb_edu"}, reads_as="fails: the model waits for its data",
     ),
 )  # fmt: skip
@@ -277,6 +290,8 @@ SAMPLED_CELLS = (
     "gc_nonreentrant_plain_once", "gc_nonreentrant_static_twice", "gc_reentrant_find_unused_once", "gc_reentrant_plain_twice",
     "gc_boundaries", "gc_inplace_writes",
 )  # fmt: skip
+
+LEFT_OUT = ("fsdp_sequence_4096", "fsdp_batch_4", "checkpoint_resume")  # of phase 9, by `make test` alone, too
 
 
 # What one variable each adds to any scenario of several ranks (NSA_WITH_DDP_STATIC_GRAPH=1), for --bisect-mitigations: what a
@@ -308,7 +323,7 @@ def rows(size: Size) -> list[Any]:
 
 def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     limit = size.timeout * math.ceil(row.steps / 100)
-    if not size.is_real and row.steps >= 100:
+    if not size.is_real and (row.steps >= 100 or row.check == "resume"):
         limit *= 3  # on a machine that is busy otherwise, too
     marks = [
         scenario(size.name_of(row), reads_as=row.reads_as), world_size(row.num_ranks), pytest.mark.timeout(limit),
@@ -325,6 +340,8 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
         marks.append(gpu(memory=GPU_MEMORY))
     if size.is_real and row.steps > 100:
         marks.append(pytest.mark.long)
-    if not size.is_real and (row.steps > 100 or (row.phase == 6 and row.name not in SAMPLED_CELLS)):
+    if not size.is_real and (
+        row.steps > 100 or row.name in LEFT_OUT or (row.phase == 6 and row.name not in SAMPLED_CELLS)
+    ):
         marks.append(pytest.mark.slow)
     return [*marks, pytest.mark.phase(row.phase)]

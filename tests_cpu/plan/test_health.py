@@ -45,6 +45,14 @@ def test_a_leak_is_what_raises_the_lowest(tmp_path: Path, size: Callable[[int], 
     assert (health.growth_mib(tmp_path, 0) > health.MAX_GROWTH_MIB) is leaks
 
 
+def test_a_file_that_a_diagnosed_training_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "k_stats_fsdp.csv").touch()
+    health.assert_written(tmp_path, ["metrics.jsonl"])
+    with pytest.raises(AssertionError, match=r"^not written, or empty: k_stats_fsdp\.csv, heartbeat_rank1.jsonl\b"):
+        health.assert_written(tmp_path, ["metrics.jsonl", "k_stats_fsdp.csv", "heartbeat_rank1.jsonl"])
+
+
 def test_gradients_of_bfloat16_are_off_by_roundings_of_each_use() -> None:
     eps = torch.finfo(torch.bfloat16).eps
     assert health.tolerance("fp32", 2) == health.tolerance("bf16", 1) == health.TOLERANCE
