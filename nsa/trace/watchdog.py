@@ -72,10 +72,9 @@ class Watchdog:
             if self._closed:
                 return
             if not self._fed.wait(self.seconds) and self._file is not None:
-                self._file.write(
-                    f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}\n"
-                )
-                self._report_missing(self._file)
+                stalled = f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}\n"
+                # In one write: faulthandler writes to the same file.
+                self._file.write(stalled + "".join(f"{line}\n" for line in self._report_missing()))
                 memory.dump(self.folder, self._step, self.rank, "stall", self._mark)
                 self._fed.wait()
 
@@ -83,19 +82,19 @@ class Watchdog:
     def _step(self) -> int:
         return self.board.count("step") if self.board is not None else 0
 
-    def _report_missing(self, file: IO[str]) -> None:
-        """Log what the backward's own report would have been, had it ended."""
+    def _report_missing(self) -> list[str]:
+        """Log what the backward's own report would have been, had it ended, and return its lines."""
         missing = self.missing()
         if not missing or self.board is None:
-            return
+            return []
         arrived = self.board.count("gradients_expected") - len(missing)
         lines = [f"[GRAD-TRACE] in_backward_step{self._step} arrived={arrived} missing={len(missing)}"]
         lines += [f"  - MISSING: {name}" for name in missing]
         for line in lines:
             logger.warning("%s", line)
-        file.writelines(f"{line}\n" for line in lines)
         with (self.folder / "all_missing_params.txt").open("a", encoding="utf-8") as listed:
             listed.writelines(f"step{self._step} {name} rank={self.rank}\n" for name in missing)
+        return lines
 
     def _what(self) -> str:
         if self.board is None:

@@ -73,7 +73,7 @@ class Size:
         return row.name if self.is_real else row.name_on_cpu or row.name
 
 
-# The small model's gradients are 0.6 MB: its buckets are smaller, too, so that there are several.
+# The small model's gradients are 2.4 MB: with small buckets there are several, once DDP has built them again after the first step.
 CPU = Size(config="tiny_cpu.yaml", timeout=30, settings={"parallel.bucket_cap_mb": 0.25})
 # --real-sizes: for a night, as a step of 2048 tokens takes a core minutes.
 REAL_ON_CPU = Size(config=PRODUCTION, timeout=12 * 3600, is_real=True, settings={"train.threads": 1})
