@@ -41,6 +41,9 @@ def kill_and_resume(config: Path, settings: Mapping[str, Any], group: Group, fol
         "--save-every",
         str(SAVED),
     ]
+    # As this rank's group: its GPU is the only one that the process sees.
+    command += ["--device", group.device.partition(":")[0]]
+    settings = {**settings, "parallel.backend": group.backend}
     command += [f"--set={name}={json.dumps(value)}" for name, value in settings.items() if name != "train.steps"]
     first = _until(SAVED + MORE, [*command, "--out", str(killed)], group, killed, signal.SIGKILL)
     assert first == -signal.SIGKILL
