@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import re
@@ -77,6 +78,16 @@ def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
         "metrics.jsonl", "traces.log", "heartbeat_rank0.jsonl", "mem_step1_rank0.json", "mem_step1_rank0.txt",
         "k_stats.csv", "fallback_counters.csv", "gate_health.jsonl", "dtypes_report.txt",
     }  # fmt: skip
+
+
+def test_safe_mode_is_one_option(tmp_path: Path, run: Run) -> None:
+    small = ["--set", "model.n_layers=1", "--set", "train.seq_len=32", "--steps", "1", "--out", str(tmp_path)]
+    code, out, errors = run("--safe", *small)
+    assert code == 0, errors
+    assert "gates cmp" in out
+    assert json.loads((tmp_path / "env.json").read_text())["variables"]["NCCL_P2P_DISABLE"] == "1"
+    with (tmp_path / "fallback_counters.csv").open() as file:
+        assert {(line["asked"], line["used"]) for line in csv.DictReader(file)} == {("math", "math")}
 
 
 @pytest.mark.slow

@@ -53,6 +53,11 @@ def test_a_file_that_a_diagnosed_training_lacks_is_named(tmp_path: Path) -> None
         health.assert_written(tmp_path, ["metrics.jsonl", "k_stats_fsdp.csv", "heartbeat_rank1.jsonl"])
 
 
+def test_production_s_steps_are_planned_by_those_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    health.plan_ahead([9.0] * 50 + [0.72] * 45 + [0.36] * 5)  # the first half warms up, and counts for nothing
+    assert capsys.readouterr().out == "50,000 steps would take 10.00 h (5.00 to 10.00, by the tenths of 50 steps)\n"
+
+
 def test_gradients_of_bfloat16_are_off_by_roundings_of_each_use() -> None:
     eps = torch.finfo(torch.bfloat16).eps
     assert health.tolerance("fp32", 2) == health.tolerance("bf16", 1) == health.TOLERANCE
