@@ -12,17 +12,19 @@ from typing import IO
 
 from nsa.trace import logger, memory
 from nsa.trace.board import Board
-from nsa.trace.files import open_to_append
+from nsa.trace.stacks import as_dump, look
 
 CLOSE_S = 2.0  # for a look that is under way
+GRACE_S = 5.0  # after which the interpreter's lock is held by what stalls: then faulthandler reads the stacks
 
 
 class Watchdog:
     """Fed once a step; unfed for ``seconds``, it writes ``watchdog_stackdump_rank{r}_{time}.txt``.
 
-    The stacks are written by faulthandler's C thread, which needs neither the GIL nor a Python signal handler to run. A thread of
-    ours adds what is stalled, from the ``board``, and dumps the memory. The parameters whose gradient has not arrived in a backward
-    (``missing`` returns them) go there, to the log, and to all_missing_params.txt.
+    A thread of ours writes the stacks and what is stalled, from the ``board``, and dumps the memory; every ``seconds`` the stacks
+    again. The parameters whose gradient has not arrived in a backward (``missing`` returns them) go there, to the log, and to
+    all_missing_params.txt. Where that thread does not come to run, as C++ holds the GIL, faulthandler writes the stacks, `GRACE_S`
+    later: it needs no GIL, but of threads that run Python it reads frames that end meanwhile (SIGSEGV).
     """
 
     def __init__(
@@ -50,15 +52,15 @@ class Watchdog:
             self._file = os.fdopen(open_to_append(self.path), "a", encoding="utf-8", buffering=1)
             self._thread.start()
         self._fed.set()
-        faulthandler.dump_traceback_later(self.seconds, repeat=True, file=self._file)
+        self._dump_where_the_lock_is_held()
 
     def close(self) -> None:
         """Stop watching; an empty dump file is removed."""
-        faulthandler.cancel_dump_traceback_later()
         if self._file is not None:
             self._closed = True
             self._fed.set()
             self._thread.join(CLOSE_S)
+            faulthandler.cancel_dump_traceback_later()
             if self._thread.is_alive():  # CUDA's allocator, which it asks, may be locked
                 return
             self._file.close()
@@ -71,12 +73,25 @@ class Watchdog:
             self._fed.clear()
             if self._closed:
                 return
-            if not self._fed.wait(self.seconds) and self._file is not None:
-                stalled = f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}\n"
-                # In one write: faulthandler writes to the same file.
-                self._file.write(stalled + "".join(f"{line}\n" for line in self._report_missing()))
-                memory.dump(self.folder, self._step, self.rank, "stall", self._mark)
-                self._fed.wait()
+            is_first = True
+            while not self._fed.wait(self.seconds) and self._file is not None:
+                faulthandler.cancel_dump_traceback_later()
+                self._report(self._file, is_first=is_first)
+                is_first = False
+                self._dump_where_the_lock_is_held()
+
+    def _dump_where_the_lock_is_held(self) -> None:
+        if self._file is not None:
+            faulthandler.dump_traceback_later(self.seconds + GRACE_S, file=self._file)
+
+    def _report(self, file: IO[str], *, is_first: bool) -> None:
+        stacks = look()
+        stacks.pop(threading.get_ident(), None)
+        file.write(as_dump(stacks, threading.main_thread().ident or 0) + "\n\n")
+        if is_first:
+            lines = [f"[watchdog] rank {self.rank} has been stalled for {self.seconds:.0f} s{self._what()}"]
+            file.write("".join(f"{line}\n" for line in (*lines, *self._report_missing(), "")))
+            memory.dump(self.folder, self._step, self.rank, "stall", self._mark)
 
     @property
     def _step(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from nsa.trace.watchdog import Watchdog
 from nsa.training.flops import flops_per_token, keys_seen
 from nsa.training.pace import Pace, curve
 from nsa.training.statistics import SelectionStatistics
+from pytest_nsa.cli.main import main as pytest_nsa
 from pytest_nsa.report.curves import curves
 from tests_cpu.warm import WarmPython
 
@@ -188,16 +190,48 @@ def test_the_watchdog_reports_what_is_stalled(tmp_path: Path) -> None:
     board.number("gradients_expected", 195)
     watchdog = Watchdog(tmp_path, 3, 0.3, board, lambda: ["blocks.4.attn.out.weight"])
     watchdog.feed()
-    while not watchdog.path.read_text().count("Thread 0x"):
-        time.sleep(0.02)
     while not (tmp_path / "mem_stall_rank3.txt").exists():  # the last of what it writes
         time.sleep(0.02)
     watchdog.close()
     text = watchdog.path.read_text()
+    assert re.search(
+        r"^Current thread 0x\w+ \(most recent call first\):\n(  File .*\n)*.* in test_the_watchdog_reports", text, re.M
+    )
     assert "rank 3 has been stalled for 0 s: backward of step 0, 0 modules called, 0 of 195 gradients" in text
     assert "[GRAD-TRACE] in_backward_step0 arrived=194 missing=1\n  - MISSING: blocks.4.attn.out.weight\n" in text
     assert (tmp_path / "all_missing_params.txt").read_text() == "step0 blocks.4.attn.out.weight rank=3\n"
     assert json.loads((tmp_path / "mem_stall_rank3.json").read_text())["rss_mib"] > 1
+
+
+def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsa.trace.watchdog.GRACE_S", 0.1)
+    watchdog = Watchdog(tmp_path, 0, 0.2)
+    watchdog.feed()
+    ctypes.PyDLL(None).usleep(1_500_000)  # which keeps the interpreter's lock
+    seen = watchdog.path.read_text()
+    watchdog.close()
+    assert re.match(r"Timeout \(0:00:00\.3\d*\)!\nThread 0x", seen)
+    assert "in test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock" in seen
+
+
+def test_a_training_outlives_its_watchdog(tmp_path: Path, warm: WarmPython) -> None:
+    """One that is slow, and not stalled: its threads run as their stacks are read."""
+    arguments = [
+        "--config",
+        str(TINY),
+        "--steps",
+        "15",
+        "--set",
+        "train.watchdog_s=0.01",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    code, _, errors = warm.run_program("nsa.train", tmp_path, arguments, 100, {})
+    assert code == 0, errors
+    (dump,) = (tmp_path / "out").glob("watchdog_stackdump_rank0_*.txt")
+    assert dump.read_text().count("Current thread 0x") >= 6
 
 
 HANGS = """
@@ -239,10 +273,12 @@ sys.exit(main())
 """
 
 
-def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and_memory(tmp_path: Path) -> None:
+def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     (tmp_path / "train.py").write_text(HANGS)
-    arguments = ["--config", str(TINY), "--steps", "2", "--set", "train.watchdog_s=2", "--out", str(out)]
+    arguments = ["--config", str(TINY), "--steps", "2", "--set", "train.watchdog_s=1", "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "train.py"), *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -271,10 +307,8 @@ def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and
     assert {beat["pid"] for beat in beats} == {process.pid}
     assert beats[-1]["rss_mib"] > 50
     assert beats[-1]["cuda_reserved_mib"] is None
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", str(out)], text=True, capture_output=True, check=False
-    )
-    assert "in backward" in done.stdout, done.stdout + done.stderr
+    assert pytest_nsa(["diagnose", str(out)]) == 1
+    assert "in backward" in capsys.readouterr().out
 
 
 def test_a_child_of_a_training_leaves_no_stacks_in_its_place(tmp_path: Path) -> None:
