@@ -29,7 +29,7 @@ from nsa.trace.watchdog import Watchdog
 from nsa.training.flops import flops_per_token, keys_seen
 from nsa.training.pace import Pace, curve
 from nsa.training.statistics import SelectionStatistics
-from pytest_nsa.cli.main import main as pytest_nsa
+from pytest_nsa.cli.main import main as command
 from pytest_nsa.report.curves import curves
 from tests_cpu.warm import WarmPython
 
@@ -307,7 +307,7 @@ def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and
     assert {beat["pid"] for beat in beats} == {process.pid}
     assert beats[-1]["rss_mib"] > 50
     assert beats[-1]["cuda_reserved_mib"] is None
-    assert pytest_nsa(["diagnose", str(out)]) == 1
+    assert command(["diagnose", str(out)]) == 1
     assert "in backward" in capsys.readouterr().out
 
 
