@@ -29,7 +29,8 @@ def skip_where_it_tells_nothing(row: Scenario, group: Group, model: Any) -> None
     if not is_there[row.needs]:
         if row.needs == "buffers":
             pytest.skip("DDP broadcasts buffers before each forward, and this model has none")
-        names = " and ".join(name for name in row.environment if not name.endswith("_DEBUG"))
+        shows_more = ("_DEBUG", "_STACKTRACES")  # on any device
+        names = " and ".join(name for name in row.environment if not name.endswith(shows_more))
         heeds = "NCCL" if row.needs == "nccl" else "CUDA"
         pytest.skip(f"{heeds} alone heeds {names}; this run is on {group.backend} and {group.device}")
 
