@@ -217,7 +217,8 @@ MITIGATIONS = (
     _mitigation("accumulation", "fails: no_sync", overrides={"train.accumulation": 2}),
     _mitigation("fsdp_blocks", "passes where DDP fails: DDP's reducer", parallel="fsdp"),
     _mitigation(
-        "fsdp_bf16", "as above, in production's dtypes", parallel="fsdp", overrides={"train.dtype": "bf16", "train.lr": 1e-4},
+        "fsdp_bf16", "as above, in production's dtypes", parallel="fsdp",
+        overrides={"train.dtype": "bf16", "train.lr": 1e-4, "train.min_lr": 1e-5},
     ),
     _mitigation(
         "gc_reentrant_no_sync", "fails as without no_sync: it is no workaround", fails_as="ready_twice",
