@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nsa.convert import ConfigError, convert, did_you_mean, field_names, parse_layer_range, shown, switch
-from nsa.validate import validate
+from nsa.validate import check_model, validate
 
 __all__ = ["Config", "ConfigError", "load_config", "parse_layer_range", "validate"]
 

@@ -66,7 +66,7 @@ class GradientTrace:
             logger.warning("  - MISSING: %s", name)
         _listener(step, missing, zlib.crc32("\n".join(self.arrived).encode()))
         if missing_file is not None and missing:
-            with missing_file.open("a", encoding="utf-8") as file:
+            with open(open_to_append(missing_file), "a", encoding="utf-8") as file:
                 file.writelines(f"step{step} {name} rank={rank}\n" for name in missing)
         return missing
 

@@ -69,7 +69,7 @@ def dump(folder: Path, step: int, rank: int, moment: str, mark: str = "") -> Pat
     """
     facts = snapshot(step, rank)
     target = folder / f"mem{mark}_{moment}_rank{rank}.json"
-    target.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    write_atomically(target, json.dumps(facts) + "\n", follow=True)
     lines = [
         f"{name:>20}  {value:.1f}" if isinstance(value, float) else f"{name:>20}  {value}"
         for name, value in facts.items()

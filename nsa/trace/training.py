@@ -21,9 +21,11 @@ import torch
 
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.exceptions import record_exception
+from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.frames import call_site
 from nsa.trace.gradients import tell_gradients
 from nsa.trace.memory import limit_mib
+from nsa.trace.secrets import masked_arguments
 from nsa.trace.session import installed
 
 FATAL = "fatal.txt"
@@ -38,7 +40,9 @@ class TracedTraining:
         run.mkdir(mode=0o755, parents=True, exist_ok=True)  # under a umask of 000, too
         run = run.resolve()
         self.folder = run / f"rank{rank}"
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self.folder.is_symlink():
+            raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
         for old in ("events.jsonl", "standing.json", "stacks.txt", FATAL):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
@@ -93,7 +97,7 @@ def _dump_fatal_errors(path: Path) -> TextIO | None:
     """
     if faulthandler.is_enabled():
         return None
-    file = path.open("w", encoding="utf-8")
+    file = os.fdopen(open_to_append(path), "a", encoding="utf-8")
     faulthandler.enable(file, all_threads=True)
     os.register_at_fork(
         after_in_child=lambda: None if file.closed else faulthandler.disable()

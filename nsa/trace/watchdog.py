@@ -12,6 +12,7 @@ from typing import IO
 
 from nsa.trace import logger, memory
 from nsa.trace.board import Board
+from nsa.trace.files import open_to_append
 from nsa.trace.stacks import as_dump, look
 
 CLOSE_S = 2.0  # for a look that is under way
@@ -107,7 +108,7 @@ class Watchdog:
         lines += [f"  - MISSING: {name}" for name in missing]
         for line in lines:
             logger.warning("%s", line)
-        with (self.folder / "all_missing_params.txt").open("a", encoding="utf-8") as listed:
+        with open(open_to_append(self.folder / "all_missing_params.txt"), "a", encoding="utf-8") as listed:
             listed.writelines(f"step{self._step} {name} rank={self.rank}\n" for name in missing)
         return lines
 

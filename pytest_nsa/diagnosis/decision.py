@@ -11,6 +11,7 @@ from pytest_nsa.diagnosis.verdict import Verdict
 
 SCHEMA = 1
 REFUSED = "engine.refused"  # the rule that no rank was started by
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +90,31 @@ def without_ranks(verdicts: Mapping[str, Verdict]) -> Decision | None:
         sentence=f"{reason[:1].upper()}{reason[1:]}. {len(failed)} of {count(len(verdicts), noun)} did not run.",
         action="mend what kept the ranks from starting, and run again: nothing is known of the tests",
         path=(f"could the ranks be started? no, of {len(failed)} of {count(len(verdicts), noun)}",),
+    )
+
+
+def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: Mapping[str, str]) -> Decision:
+    """Return the decision of a run in which pytest counts failures that no verdict explains: ``others``, with their reasons."""
+    if not others:
+        return decision
+    name, reason = next(iter(others.items()))
+    first = f"{name}: {reason}"
+    named = "; ".join(f"{name}: {reason}" for name, reason in list(others.items())[:MOST_NAMED])
+    more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+    path = (*decision.path, f"did tests fail that have no failing verdict? yes, {len(others)}: {named}{more}")
+    no_verdict = f"{'has no verdict' if len(others) == 1 else 'have no verdict, the first'}: {first}"
+    if any(v.failed for v in verdicts.values()):
+        return replace(
+            decision, sentence=f"{decision.sentence} {count(len(others), 'more failure')} {no_verdict}", path=path
+        )
+    rest = f" Of {count(len(verdicts), _noun(verdicts))} on ranks, none failed." if verdicts else ""
+    # Whether what was tested is ready cannot be said by the verdicts alone.
+    return replace(
+        decision,
+        sentence=f"{count(len(others), 'failure')} {no_verdict}.{rest}",
+        action="read what pytest prints of it",
+        path=path,
+        readiness="",
     )
 
 

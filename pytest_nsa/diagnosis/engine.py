@@ -208,7 +208,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     outcome = _outcome(evidence, finding)
     held = memory_fact(evidence) if outcome == "HANG" else None
     finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence), *([held] if held else [])))
-    caller = finding.called_from or caller_of(evidence, finding.where)
+    caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
     return replace(verdict, retry="elsewhere") if devices.is_of_the_machine(evidence) else verdict

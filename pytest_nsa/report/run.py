@@ -68,7 +68,7 @@ def write_environment(run: Path, gpus: int) -> None:
 
 def write_verdict(folder: Path, verdict: Verdict) -> None:
     """verdict.json, and result.txt with the outcome's one word: XFAIL for a failure that was expected."""
-    write_atomically(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1) + "\n")
+    write_json(folder / "verdict.json", verdict.to_json(), indent=1)
     write_atomically(folder / "result.txt", ("XFAIL" if verdict.expected else verdict.outcome) + "\n")
 
 

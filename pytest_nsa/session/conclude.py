@@ -68,16 +68,16 @@ def _merge_logs(folder: Path, evidence: Evidence, verdict: Verdict) -> None:
     if stalled is not None:
         listed = (f"  - MISSING: {name}" for name in stalled.missing)
         logs[stalled.rank] = itertools.chain(logs[stalled.rank], listed)
-    with (folder / "traces.log").open("w", encoding="utf-8") as traces:
+    with _text_of(folder / "traces.log") as traces:
         traces.writelines(f"{line}\n" for line in merge(logs))
-    with (folder / "output.log").open("w", encoding="utf-8") as output:
+    with _text_of(folder / "output.log") as output:
         for rank in evidence.ranks:
             prefix = f"[rank {rank.rank}] " if several else ""
             output.writelines(f"{prefix}{line}\n" for line in _lines(rank.folder / "output.log"))
             dump = rank.folder / "stacks.txt"
             if dump.is_file() and dump.stat().st_size:
                 text = dump.read_text(encoding="utf-8", errors="replace")
-                (folder / f"watchdog_stackdump_rank{rank.rank}.txt").write_text(text, encoding="utf-8")
+                write_atomically(folder / f"watchdog_stackdump_rank{rank.rank}.txt", text)
 
 
 @contextlib.contextmanager
