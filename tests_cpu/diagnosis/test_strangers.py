@@ -51,7 +51,7 @@ def _writes(call: ast.Call) -> bool:
     """Return whether a call opens a file for writing by its path, and follows a link that it finds there."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     if name in ("write_text", "write_bytes", "touch"):
-        return isinstance(call.func, ast.Attribute)
+        return isinstance(call.func, ast.Attribute) and "'/proc/" not in ast.unparse(call)
     if name != "open":
         return False
     text = ast.unparse(call)

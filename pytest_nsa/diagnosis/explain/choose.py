@@ -67,7 +67,8 @@ def explain_sides(evidence: Evidence, sides: Sides, entered: Mapping[int, Collec
     positions = {r: position_of(evidence.ranks[r], entered[r]) for r in (one, other)}
     latest = _latest_common(evidence, one, other, entered)
     go_on = (_goes_on(evidence, one, other, entered), _goes_on(evidence, other, one, entered))
-    compared = compare(evidence.sources, positions[one], positions[other], latest, go_on)
+    steps = (entered[one].step, entered[other].step)
+    compared = compare(evidence.sources, positions[one], positions[other], latest, go_on, steps)
     if compared.left or compared.order not in (Order.BEFORE, Order.AFTER):
         return None
     if any(is_called_back(evidence.ranks[r], at.place) for r, at in zip((one, other), compared.parted, strict=True)):

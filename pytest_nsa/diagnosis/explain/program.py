@@ -140,10 +140,11 @@ def _may_call(sources: Sources, place: str, function: str) -> bool:
 
 def compare(
     sources: Sources, one: Position, other: Position, latest: Collective | None,
-    go_on: tuple[bool, bool] = (False, False),
+    go_on: tuple[bool, bool] = (False, False), steps: tuple[int, int] = (0, 0),
 ) -> Compared:  # fmt: skip
     """Return where ``one`` lies from ``other``. ``latest`` is the last call that both ranks have made; ``go_on``: whether the
-    rounds of each rank show that its visit to the statement of its call had not come to its usual end.
+    rounds of each rank show that its visit to the statement of its call had not come to its usual end; ``steps``: of each rank's
+    training, which count the calls of a function without loops, of which nothing else counts the loop around it.
     """
     one, other = _aligned(one, other)
     around = False  # of a loop that nothing counts, around the functions in which the ranks are
@@ -174,6 +175,8 @@ def compare(
         is_in = bool(more) and not has_made_round(more[0], a.counters, b.counters)
         is_in_there = bool(more_there) and not has_made_round(more_there[0], b.counters, a.counters)
         open_loops = (*([None] if around else ()), *([] if is_counted else loops))
+        if around and not (loops or more or more_there) and steps[0] != steps[1]:
+            return Compared(Order.AFTER if steps[0] > steps[1] else Order.BEFORE, (a, b))
         return _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
     return Compared(Order.SAME)
 
