@@ -68,7 +68,7 @@ timeout 60 pytest-nsa watch --run run --on-verdict "kill $launcher" > watched; p
     "two() {": Run("", ""),
     "torchrun --nproc_per_node=2 -m pytest": Run("", "1 failed, 1 passed", code=1, folder="examples/downstream"),
     "#!/bin/bash": Run("bash -n ../job.sh && echo sound", "sound"),
-    "pip install -e '.[test]'\n": Run("pytest", "1 failed, 1 passed", code=1, folder="examples/downstream"),
+    "pip install ../.. -e '.[test]'": Run("pytest", "1 failed, 1 passed", code=1, folder="examples/downstream"),
 }
 
 

@@ -24,6 +24,10 @@ def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: di
     """The sources that the ranks ran are in no file here: /tests and /repo do not exist."""
     assert name in recorded[module], "record it: pytest tests_cpu/faults -m 'slow or not slow' --record"
     verdict, expected = diagnose(load(recorded[module][name])), faults(module)[name]
+    if expected.miss:
+        assert not verdict.certain
+        assert verdict.cause != expected.cause, "named right by now: take its miss= out"
+        pytest.xfail(expected.miss)
     assert (verdict.cause, verdict.ranks) == (expected.cause, expected.ranks), verdict.reason
     assert expected.allows(verdict.where, planted_module(module)), verdict.where
     assert expected.reason in verdict.reason

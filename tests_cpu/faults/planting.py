@@ -24,7 +24,8 @@ class Planted:
     """The verdict that a planted fault must get. ``where`` is a part of its location; ``reason`` a part of its reason.
 
     ``needs`` is a library without which it cannot be run live. With ``marked``, its line is one that ends in
-    ``# HERE`` in the fault's module, or one of the same statement.
+    ``# HERE`` in the fault's module, or one of the same statement. ``miss``: the fact that is missing where the verdict is another
+    one, and not certain: a known miss.
     """
 
     cause: str
@@ -33,6 +34,7 @@ class Planted:
     reason: str
     marked: bool = False
     needs: str = ""
+    miss: str = ""
 
     def allows(self, where: str, module: ModuleType) -> bool:
         """Return whether a verdict's location is right."""
@@ -60,11 +62,14 @@ def planted(
     reason: str = "",
     marked: bool = False,
     needs: str = "",
+    miss: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a test on ``n`` ranks with a fault, with the cause and ranks that its verdict must name."""
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
-        expected = Planted(cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked, needs=needs)
+        expected = Planted(
+            cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked, needs=needs, miss=miss
+        )
         function.planted = expected  # type: ignore[attr-defined]
         return pytest_nsa.world_size(n)(function)
 

@@ -90,7 +90,8 @@ def explain_sides(evidence: Evidence, sides: Sides, entered: Mapping[int, Collec
         found = _under_a_condition(evidence, sides, entered, compared, path, where)
     else:
         found = Explanation(Edit.SKIP, ahead, call, (where, path.value), is_known=True)
-    return replace(found, is_known=found.is_known and not compared.is_assumed, is_assumed=compared.is_assumed)
+    is_known = found.is_known and not compared.is_assumed and not compared.is_likely
+    return replace(found, is_known=is_known, is_assumed=compared.is_assumed)
 
 
 def _under_a_condition(

@@ -71,6 +71,7 @@ class Compared:
     parted: tuple[Frame, ...] = ()
     left: bool = False
     is_counted: bool = False  # by counters of all shared loops, or in no loop
+    is_likely: bool = False  # by the steps of the ranks' training, of which one may have made more in a round
     is_assumed: bool = False  # it may be that one is in a further round of a loop that nothing counts
 
 
@@ -144,7 +145,7 @@ def compare(
 ) -> Compared:  # fmt: skip
     """Return where ``one`` lies from ``other``. ``latest`` is the last call that both ranks have made; ``go_on``: whether the
     rounds of each rank show that its visit to the statement of its call had not come to its usual end; ``steps``: of each rank's
-    training, which count the calls of a function without loops, of which nothing else counts the loop around it.
+    training, which count the rounds that nothing else counts: of the function, or of a loop in it.
     """
     one, other = _aligned(one, other)
     around = False  # of a loop that nothing counts, around the functions in which the ranks are
@@ -175,9 +176,12 @@ def compare(
         is_in = bool(more) and not has_made_round(more[0], a.counters, b.counters)
         is_in_there = bool(more_there) and not has_made_round(more_there[0], b.counters, a.counters)
         open_loops = (*([None] if around else ()), *([] if is_counted else loops))
-        if around and not (loops or more or more_there) and steps[0] != steps[1]:
-            return Compared(Order.AFTER if steps[0] > steps[1] else Order.BEFORE, (a, b))
-        return _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
+        found = _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
+        is_a_round = around and not loops  # the function is called once a round of a loop that nothing counts
+        if steps[0] != steps[1] and not (more or more_there) and (is_a_round or found.is_assumed):
+            order = Order.AFTER if steps[0] > steps[1] else Order.BEFORE
+            return Compared(order, (a, b), is_likely=not is_a_round)
+        return found
     return Compared(Order.SAME)
 
 
