@@ -3,8 +3,8 @@
     python benchmarks/descendants.py --json benchmarks/results/descendants.json
 
 Each row runs one suite with `--ranks-descendants=off` and with `report`, in turns. CPU seconds are those of pytest and all its
-children; of them the median over the rounds is kept. The size of what two ranks have left is taken before it is deleted. Time to
-the verdict is from a test's time limit to its report.
+children, without the program that announces, which is a child of init; of them the median over the rounds is kept. The size of what
+two ranks have left is taken before it is deleted. Time to the verdict is from a test's time limit to its report.
 """
 
 from __future__ import annotations

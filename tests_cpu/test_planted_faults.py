@@ -192,6 +192,7 @@ def test_a_fault_has_one_verdict_on_each_row_and_one_decision(
         pytest.xfail(f"{len(wrong)} rows: {fault.because}")
 
 
+@pytest.mark.slow
 def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario ignores it
     monkeypatch.setenv("NSA_GC_RANGE", "0:1")

@@ -112,13 +112,7 @@ def test_a_batch_more(ddp):
     Trainer(ddp, 2, "a batch more", [Loss(), Stop(), Save()]).fit()
 
 
-@planted(
-    "extra_collective",
-    [1],
-    n=2,
-    marked=True,
-    miss="no counters of the rank that gloo ends: a batch more, or no evaluation?",
-)
+@planted("extra_collective", [1], n=2, marked=True, miss="gloo ends a rank, whose counters are lost")
 def test_a_batch_more_of_two(ddp):
     Trainer(ddp, 1, "a batch more", [Stop(), Save()]).fit()
 

@@ -216,6 +216,7 @@ def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
     assert "in test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock" in seen
 
 
+@pytest.mark.slow
 def test_a_training_outlives_its_watchdog(tmp_path: Path, warm: WarmPython) -> None:
     """One that is slow, and not stalled: its threads run as their stacks are read."""
     arguments = [

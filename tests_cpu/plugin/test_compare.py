@@ -185,6 +185,7 @@ def test_memory(group, repeat):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_compared_by_what_a_rank_added(tmp_path: Path) -> None:
     """Whatever the process that it was forked from had: here a child pytest, or one that holds 200 MiB more."""
     runs = {}

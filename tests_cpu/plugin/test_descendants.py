@@ -238,7 +238,12 @@ def _is_zombie(pid: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("source", "passed"), [(SPAWN, 1), (FORK, 0), (SCRIPT, 0)], ids=["mp.spawn", "fork", "environment made anew"]
+    ("source", "passed"),
+    [
+        pytest.param(SPAWN, 1, id="mp.spawn"),
+        pytest.param(FORK, 0, id="fork", marks=pytest.mark.slow),
+        pytest.param(SCRIPT, 0, id="an environment of the test's", marks=pytest.mark.slow),
+    ],
 )
 def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(folder: Path, source: str, passed: int) -> None:
     done = run(folder, source)
@@ -266,6 +271,7 @@ def test_an_engine_and_its_workers_that_wait_in_a_circle(folder: Path) -> None:
     assert alive(folder) == []
 
 
+@pytest.mark.slow
 def test_a_worker_of_xdist_reports_to_its_controller(folder: Path) -> None:
     pytest.importorskip("xdist")
     done = run(folder, SPAWN, "-n1")
@@ -274,6 +280,7 @@ def test_a_worker_of_xdist_reports_to_its_controller(folder: Path) -> None:
     assert alive(folder) == []
 
 
+@pytest.mark.slow
 def test_the_thread_method_of_pytest_timeout_loses_no_verdict(folder: Path) -> None:
     source = SPAWN.replace('    at_limit("rank0", "rank1")\n', "")
     source = source.replace(
@@ -306,7 +313,7 @@ def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(folder: P
     assert (latest / "SUMMARY.md").read_text().splitlines()[0].endswith("1 of 1 test fails.")
 
 
-@pytest.mark.parametrize(("ini", "code"), [("false", 0), ("true", 1)])
+@pytest.mark.parametrize(("ini", "code"), [pytest.param("false", 0, marks=pytest.mark.slow), ("true", 1)])
 def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: Path, ini: str, code: int) -> None:
     done = run(folder, EXIT, "-o", f"ranks_left_fails={ini}")
     assert done.returncode == code, done.stdout
@@ -319,9 +326,11 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
 
 def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(folder: Path) -> None:
     (folder / "test_it.py").write_text(SPAWN.replace('at_limit("rank0", "rank1")', "pass"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     process = subprocess.Popen(
         command(), cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     announced = next(line for line in process.stdout if line.startswith("nsa: test_it.py::test_spawns: "))
     assert announced.startswith("nsa: test_it.py::test_spawns: skipped_collective on rank 1 at workers.py:"), announced

@@ -41,7 +41,12 @@ def test_that_no_ranks_could_be_started_is_the_decision(pytester: pytest.Pyteste
 
 
 @pytest.mark.parametrize(
-    "how", [("-p", "xdist", "-n", "2"), ("--ranks-launch=clean",), ()], ids=("xdist", "clean", "fork")
+    "how",
+    [
+        pytest.param(("-p", "xdist", "-n", "2"), id="xdist", marks=pytest.mark.slow),
+        pytest.param(("--ranks-launch=clean",), id="clean", marks=pytest.mark.slow),
+        pytest.param((), id="fork"),
+    ],
 )
 def test_a_folder_beside_the_tests_is_one_path_for_all_processes(
     pytester: pytest.Pytester, how: tuple[str, ...]
