@@ -249,8 +249,10 @@ def load_config(path: str | os.PathLike[str], **overrides: Any) -> Config:
 def _parse(text: str, where: str) -> Any:
     import yaml
 
+    from nsa import yaml_text
+
     try:
-        return yaml.safe_load(text)
+        return yaml_text.parse(text)
     except (
         yaml.YAMLError,
         ValueError,

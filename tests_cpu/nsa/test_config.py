@@ -90,6 +90,8 @@ def test_variables_reach_their_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train:\n  steps: 0\n", "train.steps=0"),
         ("model:\n  vocab_size: 100\n", "model.vocab_size=100: must be at least 256"),
         ("model:\n  mlp_hidden: -1\n", "model.mlp_hidden=-1: must be at least 1"),
+        ("train:\n  lr: 1\n  lr: 2\n", "the key 'lr' is there twice"),
+        ("train: {}\ntrain:\n  lr: 1\n", "the key 'train' is there twice"),
         ("train:\n  lr: -1\n", "train.lr=-1: must be more than 0"),
         ("train:\n  lr: 1e-5\n", "train.min_lr=3e-05: must not exceed train.lr=1e-05"),
         ("train:\n  seed: -1\n", "train.seed=-1: must be from 0 to"),
@@ -211,3 +213,11 @@ def test_set_is_refused_with_a_sentence(words: tuple[str, ...], says: str, capsy
     with contextlib.suppress(SystemExit):
         assert main(["--config", str(TINY), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_range_of_layers_is_no_number_to_the_base_60(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model:\n  n_layers: 60\ntrain:\n  gc_range: 6:12\n  lr: 1.5e-3\n  steps: 0x10\n")
+    train = load_config(path).train
+    assert (train.gc_range, train.lr, train.steps) == ((6, 12), 1.5e-3, 16)
+    assert value_of("1:30", "there") == "1:30"
