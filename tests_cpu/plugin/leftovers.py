@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
@@ -20,6 +21,17 @@ def processes_below(folder: Path) -> list[str]:
     return found
 
 
-def ours_in_temporary_folders() -> set[str]:
-    """Return the names of the plugin's files in /tmp and /dev/shm."""
-    return {p.name for folder in ("/tmp", "/dev/shm") for p in Path(folder).glob("pytest-nsa*")}
+OTHERS_S = 60.0  # for sessions of other tests that run now to end, with their files
+
+
+def ours_in_temporary_folders() -> set[Path]:
+    """Return the plugin's files in /tmp and /dev/shm."""
+    return {path for folder in ("/tmp", "/dev/shm") for path in Path(folder).glob("pytest-nsa*")}
+
+
+def that_stay(files: set[Path]) -> set[Path]:
+    """Return those files that are still there when sessions of other tests have had time to end."""
+    deadline = time.monotonic() + OTHERS_S
+    while (there := {path for path in files if path.exists()}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return there

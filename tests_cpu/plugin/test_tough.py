@@ -11,7 +11,7 @@ import pytest
 
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below
+from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below, that_stay
 from tests_cpu.plugin.sessions import start_session, wait_for
 
 FAULTS = """
@@ -147,7 +147,7 @@ def with_a_good_test_after_each(source: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path, set[str]]:
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Path, set[Path]]:
     """Run one session over all of them; return its result, its folder, and the temporary files that it left."""
     folder = tmp_path_factory.mktemp("tough")
     (folder / "test_example.py").write_text(HEADER + with_a_good_test_after_each(FAULTS))
@@ -156,19 +156,19 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[ExampleResult, Pa
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_fault_is_reported(session: tuple[ExampleResult, Path, set[str]], name: str) -> None:
+def test_the_fault_is_reported(session: tuple[ExampleResult, Path, set[Path]], name: str) -> None:
     verdict = session[0].verdicts[name]
     assert verdict.failed
     if EXPECTED[name] is not None:
         assert (verdict.outcome, verdict.cause, verdict.ranks) == EXPECTED[name]
 
 
-def test_every_next_test_passes_and_nothing_is_left(session: tuple[ExampleResult, Path, set[str]]) -> None:
+def test_every_next_test_passes_and_nothing_is_left(session: tuple[ExampleResult, Path, set[Path]]) -> None:
     result, folder, left = session
     failed = result.outcomes["failed"] + result.outcomes["errors"]  # one dies in a fixture
     assert (result.outcomes["passed"], failed) == (len(EXPECTED), len(EXPECTED))
     assert processes_below(folder) == []
-    assert left == set()
+    assert that_stay(left) == set()
     assert len(result.stdout) < 2_000_000  # the terminal does not get 100 MB of text
 
 
