@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests_cpu.plan.scenarios import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_scenario_is_listed() -> None:
     listed = run("tests_gpu", "--collect-only", "-q", "-m", "gpu or long")  # as docs/walk.md has it
     for row in TABLE:

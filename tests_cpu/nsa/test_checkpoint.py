@@ -254,7 +254,7 @@ sys.exit(train.main([*command, "--steps", "4", "--save-every", "1", "--resume", 
 """
 
 
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
+@pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "continue"])
 def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path: Path, on_error: str) -> None:
     """The kernel refuses to let a file grow beyond a limit, as it does when there is no room."""
     (tmp_path / "small.yaml").write_text(SMALL + f"checkpoint: {{on_error: {on_error}}}\n")

@@ -357,6 +357,7 @@ def test_what_a_passed_test_leaves_is_named_and_ended_on_request(folder: Path) -
     assert alive(folder) == []
 
 
+@pytest.mark.slow
 def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(folder: Path) -> None:
     done = run(folder, SERVER)
     assert "1 failed, 2 passed" in done.stdout, done.stdout

@@ -299,6 +299,7 @@ def test_it(group, model): pass
     assert "host_fixture 'model': its value must be a Path, or what JSON can hold" in result.stdout
 
 
+@pytest.mark.slow
 def test_last_failed_exit_first_and_durations(pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(
         HEADER

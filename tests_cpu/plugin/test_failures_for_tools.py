@@ -49,6 +49,7 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert f"{pytester.path}/test_example.py:{line_of('THERE')}: FAIL: rank 1 of 2, assertion" in short
 
 
+@pytest.mark.slow
 def test_a_failure_is_coloured_as_pytest_s_own_are_and_travels_between_processes(pytester: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     for options in ((), ("-p", "xdist", "-n", "1")):

@@ -127,6 +127,7 @@ def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Pope
     assert "was killed while they made progress; rank 0 at test_example.py:" in str(verdict["reason"])
 
 
+@pytest.mark.slow
 def test_a_link_that_goes_down_is_the_transport(tmp_path: Path) -> None:
     """A rank takes down the loopback of a network namespace of its own: packets are lost without an error."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:

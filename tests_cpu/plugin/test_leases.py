@@ -84,6 +84,7 @@ def one_gpu(lease_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return lease_folder
 
 
+@pytest.mark.slow
 def test_tests_whose_memory_fits_meet_on_a_gpu(pytester: pytest.Pytester, one_gpu: Path, tmp_path: Path) -> None:
     """Each test waits inside for the other."""
     source = f"""

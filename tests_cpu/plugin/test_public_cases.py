@@ -163,6 +163,7 @@ def test_junit_has_the_traceback_of_the_rank(cases: Cases) -> None:
     assert 'if by == 0: raise ValueError("rank\'s own reason")' in text
 
 
+@pytest.mark.slow
 def test_the_limit_does_not_count_the_start(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(SLOW_START)
     result = run_example(pytester, START)

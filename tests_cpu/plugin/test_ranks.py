@@ -191,7 +191,7 @@ def test_the_verdict_has_the_fixed_form(pytester: pytest.Pytester) -> None:
     assert set(data["evidence"][0]) == {"rank", "kind", "file", "says"}
 
 
-@pytest.mark.parametrize("launch", ["fork", "clean", "cold"])
+@pytest.mark.parametrize("launch", ["fork", "clean", pytest.param("cold", marks=pytest.mark.slow)])
 def test_every_way_to_start_ranks(pytester: pytest.Pytester, launch: str) -> None:
     source = (
         "@world_size(2)\ndef test_a(group): dist.barrier()\n@world_size(2)\ndef test_b(group): assert group.rank == 0\n"
@@ -247,6 +247,7 @@ def test_a(group): assert any(t.name == "reporter" for t in threading.enumerate(
     )
 
 
+@pytest.mark.slow
 def test_xdist_workers_write_into_one_run(pytester: pytest.Pytester) -> None:
     source = """
 @pytest.mark.parametrize('n', range(4))
@@ -316,6 +317,7 @@ def test_without_a_terminal_ranks_start_all_the_same(pytester: pytest.Pytester) 
     assert [v.outcome for v in result.verdicts.values()] == ["PASS"]
 
 
+@pytest.mark.slow
 def test_launch_fits_into_the_tests_own_timeout(pytester: pytest.Pytester) -> None:
     source = """
 def body(rank):

@@ -200,6 +200,7 @@ def test_they_exclude_each_other(group):
 """
 
 
+@pytest.mark.slow
 def test_the_fewest_variables_that_make_a_test_pass(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, TRAPPED, "--bisect-env", "FIRST=1,SECOND=1,THIRD=x,FOURTH=1")
     assert result.outcomes == {"failed": 5}
@@ -307,6 +308,7 @@ def test_the_report_shows_in_a_browser(pytester: pytest.Pytester, tmp_path: Path
     assert len(re.findall(r"<text[^>]*>rank \d", page.read_text())) == 2  # a lane per rank
 
 
+@pytest.mark.slow
 def test_what_was_seen_outlives_a_killed_host(pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + STANDS.format(timeout=600, sleep=1000))
     process = subprocess.Popen(

@@ -199,6 +199,7 @@ def test_pytest_timeout_s_methods(pytester: pytest.Pytester, options: tuple[str,
     assert (verdict.outcome, verdict.ranks) == ("HANG", (1,))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_takes_its_ranks_along(pytester: pytest.Pytester, tmp_path: Path) -> None:
     source = """
 @pytest.fixture

@@ -50,7 +50,10 @@ def environment(folder: Path) -> dict[str, str]:
     return {**mine, "NSA_TRACE_DIR": str(folder / "run"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PORT": port}
 
 
-@pytest.mark.parametrize("source", [SPAWN, SCRIPT], ids=["mp.spawn", "subprocess"])
+SLOW_SCRIPT = pytest.param(SCRIPT, id="subprocess", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("source", [pytest.param(SPAWN, id="mp.spawn"), SLOW_SCRIPT])
 def test_ranks_that_a_test_starts_leave_evidence(tmp_path: Path, source: str) -> None:
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "worker.py").write_text(WORKER)
