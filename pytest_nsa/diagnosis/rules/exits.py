@@ -90,11 +90,17 @@ def init_timeout(evidence: Evidence) -> Finding | None:
     here = [r for r in absent if r.board is not None]
     # All of them wait in rendezvous unless some never came so far.
     culprits = [r for r in absent if r.board is None] or (absent if len(absent) < len(evidence.ranks) else here)
+    where, reason = last_seen(culprits[0]) if culprits else "", "the process group was not formed in time"
+    waits = next((r for r in evidence.ranks if r not in culprits and r.is_waiting and last_seen(r)), None)
+    if culprits and not where and waits is not None:  # a rank that never came is missed where another one waits for it
+        where = last_seen(waits)
+        who = describe_ranks(tuple(r.rank for r in culprits), evidence.job.world_size)
+        reason += f": {who} never came, for which rank {waits.rank} waits at {where}"
     return Finding(
         cause="init_timeout",
         ranks=tuple(r.rank for r in culprits),
-        where=last_seen(culprits[0]) if culprits else "",
-        reason="the process group was not formed in time",
+        where=where,
+        reason=reason,
         confidence=0.7,
         facts=all_facts(evidence.ranks),
     )
