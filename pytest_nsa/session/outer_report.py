@@ -34,8 +34,10 @@ _OF_A_TEST = ("exception", "skipped", "xfailed")
 def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: float) -> None:
     """Copy what the ranks have left so far into a folder as that of the test ``nodeid``, in which a rank is past its limit.
 
-    What ranks raised in other tests does not belong to it.
+    What ranks raised in tests that no rank is in any more does not belong to it: the rank that failed may be in the next test, and
+    past that one's limit in the same moment.
     """
+    tests = {nodeid, *(_running(rank / "session.jsonl") for rank in launch.glob("rank*"))}
     kept = launch / KEPT
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir()
@@ -54,13 +56,20 @@ def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: fl
             with contextlib.suppress(FileNotFoundError):
                 shutil.copy(rank / name, own)
         events = [
-            e
-            for e in read_lines(rank / "events.jsonl")
-            if e.get("event") not in _OF_A_TEST or e.get("nodeid") == nodeid
+            e for e in read_lines(rank / "events.jsonl") if e.get("event") not in _OF_A_TEST or e.get("nodeid") in tests
         ]
         _write_lines(own / "events.jsonl", events)
         reports = [e for e in read_lines(rank / "session.jsonl") if e.get("event") == "report"]
-        _write_lines(own / "reports.jsonl", [e for e in reports if e["report"].get("nodeid") == nodeid])
+        _write_lines(own / "reports.jsonl", [e for e in reports if e["report"].get("nodeid") in tests])
+
+
+def _running(log: Path) -> str:
+    """Return the test that a rank's session is in; '' between two."""
+    nodeid = ""
+    for line in read_lines(log):
+        if line.get("event") in ("begin", "end"):
+            nodeid = str(line.get("nodeid")) if line["event"] == "begin" else ""
+    return nodeid
 
 
 def _write_lines(path: Path, entries: list[dict[str, Any]]) -> None:
