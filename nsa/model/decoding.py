@@ -94,7 +94,7 @@ class KVCache:
             raise
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Make sequence i of the batch the former sequence ``index[i]``: int64 [B'], in any order, repeated or left out.
+        """Make sequence i of the batch the former sequence ``index[i]``: int64 [B'], in any order, repeated or dropped.
 
         So a beam search keeps its best beams, and a batch drops the sequences that have ended.
         """
