@@ -23,7 +23,7 @@ from pytest_nsa.evidence.waiting import torch_s_wait
 from pytest_nsa.monitor.second_look import note_process
 from pytest_nsa.report.plain import visible
 from pytest_nsa.system import py_spy
-from pytest_nsa.system.procfs import ProcessState, children_of, difference, look_at, stat_of
+from pytest_nsa.system.procfs import ProcessState, began, children_of, difference, look_at, stat_of
 from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append_line, parse, read_text, write_atomically
 from pytest_nsa.wire.messages import Job
@@ -84,8 +84,7 @@ def _parent(path: Path) -> int:
 
 def _began(pid: int) -> tuple[int, int]:
     """Return when a process began, in ticks since boot (0: it has gone), and its number."""
-    fields = stat_of(Path(f"/proc/{pid}"))
-    return int(fields[19]) if len(fields) > 19 else 0, pid
+    return began(pid), pid
 
 
 def python_stacks(pid: int) -> tuple[str, str]:

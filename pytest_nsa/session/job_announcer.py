@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor.terminal import past_capture
-from pytest_nsa.system.procfs import stat_of
+from pytest_nsa.system.procfs import began
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import write_json
 
 _PROGRAM = Path(__file__).parents[1] / "cli" / "announce.py"
-_BEGAN = 19  # field of /proc/PID/stat, behind the command's name
 
 
 class JobAnnouncer:
@@ -39,8 +38,7 @@ class JobAnnouncer:
                 self._begin()
 
     def _begin(self) -> None:
-        began = stat_of(Path("/proc/self"))[_BEGAN]
-        arguments = [str(_PROGRAM), str(self.path), str(os.getpid()), began, json.dumps(sys.path)]
+        arguments = [str(_PROGRAM), str(self.path), str(os.getpid()), str(began(os.getpid())), json.dumps(sys.path)]
         with open(os.devnull, "rb") as nothing:
             silent = nothing.fileno()
             redirected = [(os.POSIX_SPAWN_DUP2, silent, 0), (os.POSIX_SPAWN_DUP2, self._screen, 2)]

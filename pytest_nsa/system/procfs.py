@@ -64,6 +64,12 @@ def is_runnable(pid: int) -> bool:
     return stat_of(Path("/proc") / str(pid))[:1] == ["R"]
 
 
+def began(pid: int) -> int:
+    """Return when a process began, in clock ticks since boot; 0 when it has gone. The kernel gives its number again."""
+    fields = stat_of(Path("/proc") / str(pid))
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
 def has_more_threads(pid: int, count: int) -> bool:
     """Return whether a process has more than ``count`` threads; False where the kernel does not show it."""
     fields = stat_of(Path("/proc") / str(pid))
