@@ -17,6 +17,9 @@ from typing import Any
 
 from figures import keep
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests_cpu.faults.recorded import GENERATED, folders_of, pack
+
 HERE = "# HERE"  # ends the lines that a verdict may name
 
 
@@ -31,10 +34,13 @@ class Program:
     ranks: list[int]
 
 
-def run(programs: list[Program], head: str, folder: Path, workers: int, *, count_passed: bool) -> dict[str, Any]:
+def run(
+    programs: list[Program], head: str, folder: Path, workers: int, *, count_passed: bool, record: str = ""
+) -> dict[str, Any]:
     """Run the programs, each in a file of its own below ``head``; return how many verdicts are right, by kind of fault.
 
-    ``count_passed``: a program that passes counts as a wrong verdict; else it is left out.
+    ``count_passed``: a program that passes counts as a wrong verdict; else it is not counted. ``record``: the archive to keep the
+    evidence of the others in, for `fit.py`.
     """
     for p in programs:
         (folder / f"{p.name}.py").write_text(head + p.text)
@@ -47,6 +53,8 @@ def run(programs: list[Program], head: str, folder: Path, workers: int, *, count
     lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
     verdicts = {v["nodeid"].rpartition("::")[2]: v for v in map(json.loads, lines)}
     counted = [p for p in programs if count_passed or verdicts[p.name]["cause"]]
+    if record:
+        keep_evidence(record, [p for p in programs if verdicts[p.name]["cause"]], folder)
     right, by_kind, wrong = Counter[str](), Counter[str](), []
     for p in counted:
         verdict = verdicts[p.name]
@@ -79,6 +87,13 @@ def run(programs: list[Program], head: str, folder: Path, workers: int, *, count
     }  # fmt: skip
 
 
+def keep_evidence(name: str, programs: list[Program], folder: Path) -> None:
+    """Pack the evidence of programs that ran below ``folder``, with their labels."""
+    found = folders_of(folder / "artifacts" / "latest")
+    labels = {p.name: {"causes": p.causes, "ranks": p.ranks} for p in programs}
+    pack(GENERATED / f"{name}.tar.xz", {p.name: found[p.name] for p in programs}, folder, labels)
+
+
 def measure(
     description: str | None, program: Callable[[int, random.Random], Program], head: str, *, count_passed: bool
 ) -> None:
@@ -88,9 +103,12 @@ def measure(
     parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--workers", type=int, default=3, help="tests at a time (default: 3)")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--record", default="", metavar="NAME", help="keep the evidence, to fit the weights to")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     programs = [program(k, draw) for k in range(arguments.programs)]
     with tempfile.TemporaryDirectory() as folder:
-        figures = run(programs, head, Path(folder), arguments.workers, count_passed=count_passed)
+        figures = run(
+            programs, head, Path(folder), arguments.workers, count_passed=count_passed, record=arguments.record
+        )
     keep({"seed": arguments.seed, **figures}, arguments.json)

@@ -10,10 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
+from pytest_nsa.diagnosis.explain import calls
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, memory_fact, parameters_missing, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
     agreement,
+    alone,
     autograd,
     devices,
     dropped,
@@ -23,7 +25,6 @@ from pytest_nsa.diagnosis.rules import (
     network,
     numbering,
     numbers,
-    order,
     pairs,
     payloads,
     requests,
@@ -74,17 +75,17 @@ RULES: tuple[Rule, ...] = (
     autograd.unused_parameters,
     gradients.never_arrived,  # DDP's reductions of such a step go wrong in many ways: what follows is its consequence
     numbering.numbered_apart,
-    order.departed,
+    calls.departed,
     groups.groups_apart,
     pairs.unpaired,
     payloads.splits_differ,
-    order.waiting_apart,
+    calls.waiting_apart,
     dropped.lost_messages,
     network.unusable,
     exits.init_timeout,
     numbers.nan_loss,
     numbers.diverged_before,
-    order.met_another_call,
+    alone.met_another_call,
     exits.rank_raised,
     payloads.aborted_apart,
     payloads.aborted,
@@ -106,10 +107,10 @@ RULES: tuple[Rule, ...] = (
 SUSPICIONS: tuple[Rule, ...] = (
     exits.rank_gone,
     numbering.numbered_apart,
-    order.departed,
+    calls.departed,
     groups.groups_apart,
     pairs.unpaired,
-    order.waiting_apart,
+    calls.waiting_apart,
     dropped.lost_messages,
     absence.left_alone,
     speed.graph_explosion,
@@ -130,7 +131,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
-_OF_STALLS = ("order", "groups", "numbering", "pairs", "dropped", "absence", "requests", "stalls")
+_OF_STALLS = ("calls", "groups", "numbering", "pairs", "dropped", "absence", "requests", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
@@ -145,7 +146,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         try:
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
-            if finding is not None:
+            if finding is not None and not finding.terms:
                 finding = ties.weakened(evidence, finding)
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
                 finding = threads.raised_beside(evidence, unwinding.in_cleanup(evidence, finding))
@@ -162,7 +163,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
 
 
 def name_of(rule: Rule) -> str:
-    """'order.departed', as the registry names rules."""
+    """'calls.departed', as the registry names rules."""
     return f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
 
 
@@ -249,6 +250,7 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
         advice=finding.advice or CAUSES[finding.cause].advice,
         retry=CAUSES[finding.cause].retry,
         rule=finding.rule,
+        terms=finding.terms,
         **fields,
     )
 

@@ -6,9 +6,12 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 
 from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, by_ranks
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.collectives import Rings
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+
+STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")  # ends of a test at which ranks stalled
 
 
 def signal_text(number: int) -> str:
@@ -232,3 +235,21 @@ def owning_module(rank: RankEvidence) -> str:
 def awaited(rank: RankEvidence) -> Collective | None:
     """Return the call that a rank waits in; None where it is in none."""
     return rank.board.waits_in if rank.board is not None else None
+
+
+def doing(rank: RankEvidence) -> str:
+    """Return what a rank is in or at, in words."""
+    call = awaited(rank)
+    if call is not None:
+        return f"in {call.describe()}"
+    return "at the end of its test" if rank.finished else f"at {last_seen(rank)}"
+
+
+def rings(evidence: Evidence) -> Rings:
+    """Return the calls that each rank entered, oldest first, as far as its board holds them."""
+    return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
+
+
+def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
+    """Return what a rank entered before ``at``, of all groups, sends and receives too."""
+    return [c for c in evidence.ranks[rank].collectives if c.index < at.index and c.op != NEW_GROUP]

@@ -40,6 +40,7 @@ class Finding:
     rule: str = ""  # that found it, as the registry of causes names rules
     called_from: str = ""  # where a rule knows it; else the stacks tell
     advice: str = ""  # in place of the cause's own
+    terms: dict[str, float] = field(default_factory=dict)  # what an explanation rests on, and how much each counts
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -53,8 +54,8 @@ class Verdict:
 
     ``expected`` is true where pytest's xfail foresaw the failure; ``rule`` found the cause; ``reads_as`` is what the plan takes a
     failure of the scenario for; ``retry`` is 'never', 'once' or 'elsewhere'; ``machines`` has 'rank 3 = node5, GPU 2' per culprit;
-    ``called_from`` is the user's line that called the function of ``where``; ``figures`` are what runs are compared by
-    (`pytest_nsa.evidence.figures`).
+    ``called_from`` is the user's line that called the function of ``where``; ``terms`` are the facts that an explanation rests on,
+    with how much each counts; ``figures`` are what runs are compared by (`pytest_nsa.evidence.figures`).
     """
 
     scenario: str = ""
@@ -82,6 +83,7 @@ class Verdict:
     retry: str = ""
     machines: tuple[str, ...] = ()
     called_from: str = ""
+    terms: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +96,8 @@ class Verdict:
         check_kinds(cls, data)
         names = set(cls.__dataclass_fields__)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
-        values["figures"] = {name: n for name, n in data.get("figures", {}).items() if is_number(n)}
+        for key in ("figures", "terms"):
+            values[key] = {name: n for name, n in data.get(key, {}).items() if is_number(n)}
         known = set(Fact.__dataclass_fields__)
         for fact in values.get("evidence", ()):
             check_kinds(Fact, fact)

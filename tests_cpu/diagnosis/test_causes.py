@@ -114,12 +114,12 @@ def test_a_broken_rule_neither_ends_nor_hides_a_test(pytester: pytest.Pytester) 
     pytester.makeconftest(
         """
 from pytest_nsa.diagnosis import engine
-from pytest_nsa.diagnosis.rules import order
+from pytest_nsa.diagnosis.explain import calls
 
 def departed(evidence):
     raise IndexError("no such collective")
 
-departed.__module__ = order.__name__
+departed.__module__ = calls.__name__
 engine.RULES = (departed, *engine.RULES)
 engine.SUSPICIONS = (departed, *engine.SUSPICIONS)
 """
@@ -146,4 +146,4 @@ def test_raises(group):
     assert result.outcomes == {"passed": 1, "failed": 1}
     verdict = result.verdicts["test_raises"]
     assert (verdict.cause, verdict.ranks, verdict.rule) == ("rank_exception", (1,), "exits.rank_raised")
-    assert "rule order.departed failed: IndexError: no such collective" in result.stdout
+    assert "rule calls.departed failed: IndexError: no such collective" in result.stdout

@@ -79,7 +79,9 @@ def looping(rank: int, skips: tuple[int, int]) -> list[Collective]:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("round_", [0, 1, 2])
 def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culprit: int, round_: int) -> None:
-    """Its next call is at an earlier line than the one that the other rank waits in: lines alone would name the other rank."""
+    """Its next call is at an earlier line than the one that the other rank waits in: lines alone would name the other rank. In a
+    first round, and without the source, nothing shows which rank is right.
+    """
     folder = make_folder(tmp_path / "t")
     stuck = 2 * round_ + 2  # the sequence number at which the ranks diverge
     for rank in (0, 1):
@@ -90,6 +92,9 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
                 board.leave(index)
     (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "departed", "stood_still_s": 1.2}\n')
     verdict = diagnose(load(folder))
+    if round_ == 0:
+        assert not verdict.certain
+        return
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (culprit,))
     assert verdict.where == "a.py:5 in f"
 

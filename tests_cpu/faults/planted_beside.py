@@ -174,7 +174,7 @@ class Sent:
         return whole
 
 
-@planted("collective_mismatch", [3], n=4, marked=True)
+@planted("collective_mismatch", [3], n=4, marked=True, miss="a method of two classes")
 def test_a_rank_with_another_transport(group):
     transport = Sent() if group.rank == 3 else Gathered()
     dist.barrier()
@@ -212,7 +212,7 @@ def test_tags_by_the_number_of_chunks(group):
 # Ranks outside of the circle
 
 
-@planted("group_order_deadlock", [0], n=3, marked=True)
+@planted("group_order_deadlock", [0], n=3, marked=True, miss="who is not in the circle")
 def test_a_third_rank_waits_at_the_end_for_two_in_a_circle(group):
     both = [dist.new_group([0, 1]) for _ in range(2)]
     if group.rank < 2:

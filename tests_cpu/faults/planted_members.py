@@ -46,7 +46,7 @@ def test_a_member_goes_on_to_its_messages(group):
         dist.send(h, group.rank + 1)
 
 
-@planted("group_order_deadlock", [0], n=4, marked=True, reason="after which the others make it in each round")
+@planted("group_order_deadlock", [0], n=4, marked=True, reason="smaller group")
 def test_the_ends_share_a_weight_and_one_is_early(group):
     ends = dist.new_group([0, 3])
     for step in range(7):
@@ -176,7 +176,7 @@ def save(state, rank):
         dist.barrier()  # HERE
 
 
-@planted("extra_collective", [0], n=2, marked=True, reason="leaves the call to rank 0 alone")
+@planted("extra_collective", [0], n=2, marked=True, reason="selected by a condition")
 def test_a_barrier_in_the_first_rank_s_branch(group):
     """The other one is in the next step's backward meanwhile."""
     model = DDP(small(), broadcast_buffers=False)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests_cpu.faults.planting import AT, planted
 
 
-@planted("skipped_collective", [1], n=3, marked=True, reason="at the end of a `Join`")
+@planted("skipped_collective", [1], n=3, marked=True, reason="at the end of a `Join`", miss="the end of a Join")
 def test_a_mean_is_reduced_within_a_join(group):
     model = DDP(nn.Linear(5, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,7 +49,7 @@ def longest(rows):
     return int(most)
 
 
-@planted("collective_mismatch", [0], n=3, marked=True, reason="whose counterpart on this rank is to come")
+@planted("collective_mismatch", [0], n=3, marked=True, miss="a turn to come")
 def test_a_reduction_in_the_first_rank_s_turn(group):
     for _ in range(3):
         dist.all_reduce(torch.ones(2))
@@ -97,7 +97,7 @@ class Counted:
             dist.all_reduce(self.counts.clone())  # HERE
 
 
-@planted("extra_collective", [1], n=3, marked=True)
+@planted("extra_collective", [1], n=3, marked=True, miss="a step that was left")
 def test_counts_are_due_by_a_rank_s_own_samples(group):
     """gloo ends the others over the sizes; what tells is that this rank has made the step's reduction, and they the next one's."""
     model = DDP(nn.Linear(5, 20))

@@ -52,7 +52,7 @@ def test_nothing_to_check_is_not_agreed_upon(group):
             cache.check_loads()
 
 
-@planted("group_order_deadlock", [1, 2], n=4, marked=True)
+@planted("group_order_deadlock", [1, 2], n=4, marked=True, miss="two ranks of one kind")
 def test_a_mesh_s_two_dimensions_in_another_order(group):
     shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][group.rank // 2]
     replicate = [dist.new_group([0, 2]), dist.new_group([1, 3])][group.rank % 2]
@@ -250,7 +250,7 @@ class Save:
         dist.barrier()
 
 
-@planted("skipped_collective", [0], marked=True, reason="a round before had the call")
+@planted("skipped_collective", [0], marked=True, reason="ahead in the program")
 def test_a_callback_leaves_its_vote_out(group):
     callbacks = [EarlyStop(1 if group.rank == 0 else None), Save()]
     step = 0
@@ -298,7 +298,7 @@ def test_a_plan_is_not_shared_and_its_place_is_taken(group):
         dist.all_reduce(torch.ones(1))
 
 
-@planted("skipped_collective", [0], marked=True, reason="a round ahead")
+@planted("skipped_collective", [0], marked=True, reason="call skipped")
 def test_a_step_s_gradients_are_left_out_and_the_log_goes_on(group):
     step = 0
     for _epoch in range(3):

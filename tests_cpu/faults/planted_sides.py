@@ -30,7 +30,7 @@ def mean_of(value):
     return total.item() / dist.get_world_size()
 
 
-@planted("extra_collective", [3], n=4, marked=True, reason="leaves to this rank alone")
+@planted("extra_collective", [3], n=4, marked=True, reason="selected by a condition")
 def test_the_last_rank_prints_a_mean(group):
     """The others are in the loop over parameters that it has left, as ever, by the end of its step."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))

@@ -129,7 +129,7 @@ def test_a_barrier_by_keys_that_a_rank_left_out_before_the_last_one(group):
 # Collectives
 
 
-@planted("skipped_collective", [3], n=4, marked=True)
+@planted("skipped_collective", [3], n=4, marked=True, miss="sizes of rounds")
 def test_a_rank_leaves_a_size_out_of_a_list_of_sizes(group):
     """One line, and a size of its own in each round."""
     for rows in (8, 12, 5, 9, 16):
@@ -190,7 +190,7 @@ def with_attempts(work, attempts=3):
     raise RuntimeError("all attempts failed")
 
 
-@planted("extra_collective", [1], n=4, marked=True)
+@planted("extra_collective", [1], n=4, marked=True, miss="a loop of attempts")
 def test_what_is_tried_again_has_a_collective(group):
     failures = [2] if group.rank == 1 else []
 

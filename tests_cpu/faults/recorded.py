@@ -14,10 +14,12 @@ import re
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVES = Path(__file__).with_name("evidence")
+GENERATED = ARCHIVES / "generated"  # of the programs that benchmarks generate, with their labels
 # The files that `evidence.load` reads, of a test and of each rank.
 FILES = (
     "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
@@ -29,28 +31,41 @@ MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums
 
 def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
     """Write a module's archive from the ``run`` of its tests in ``folder``. Raise ValueError for a path too short to replace."""
-    replaced = {str(folder): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
+    found = folders_of(run)
+    return pack(ARCHIVES / f"{module}.tar.xz", {name: found[name] for name in sorted(names)}, folder)
+
+
+def folders_of(run: Path) -> dict[str, Path]:
+    """Return the folders of a run's tests, by the tests' names."""
+    verdicts = map(json.loads, (run / "verdicts.jsonl").read_text(encoding="utf-8").splitlines())
+    return {verdict["nodeid"].partition("::")[2]: run / verdict["folder"] for verdict in verdicts}
+
+
+def pack(path: Path, folders: Mapping[str, Path], tests: Path, labels: Mapping[str, object] | None = None) -> Path:
+    """Write the evidence of tests below ``tests`` as an archive, with ``labels`` as labels.json; paths are replaced."""
+    replaced = {str(tests): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
     replaced |= {str(Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}"): "/tests/tmp"}
-    folders = {}
-    for line in (run / "verdicts.jsonl").read_text(encoding="utf-8").splitlines():
-        verdict = json.loads(line)
-        folders[verdict["nodeid"].partition("::")[2]] = run / verdict["folder"]
-    ARCHIVES.mkdir(exist_ok=True)
-    path = ARCHIVES / f"{module}.tar.xz"
+    path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
     with tarfile.open(partial, "w:xz", preset=9) as archive:
-        for name in sorted(names):
-            for file in sorted({f for pattern in FILES for f in folders[name].glob(pattern)}):
+        if labels is not None:
+            _add(archive, "labels.json", json.dumps(labels, indent=1).encode())
+        for name, folder in folders.items():
+            for file in sorted({f for pattern in FILES for f in folder.glob(pattern)}):
                 data = _replace(file.read_bytes(), replaced, is_padded=file.name == "board.bin")
                 if file.name == "events.jsonl":
                     data = data.replace(f'"machine": "{platform.node()}'.encode(), b'"machine": "node')
                 if file.suffix == ".jsonl" and file.name not in ("events.jsonl", "host.jsonl", "source.jsonl"):
                     data = b"\n".join(data.split(b"\n")[-MOST_LINES:])
-                entry = tarfile.TarInfo(f"{name}/{file.relative_to(folders[name])}")
-                entry.size = len(data)
-                archive.addfile(entry, io.BytesIO(data))
+                _add(archive, f"{name}/{file.relative_to(folder)}", data)
     partial.replace(path)
     return path
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    archive.addfile(entry, io.BytesIO(data))
 
 
 def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes:

@@ -87,6 +87,8 @@ def _value(node: ast.expr, rank: int, size: int) -> Any:
         case ast.UnaryOp(op=ast.Not()):
             return not _value(node.operand, rank, size)
         case ast.Compare(ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            if _is_rank(node.left) and _is_rank(right):
+                raise _UnknownError  # `group.rank == rank`: one of the two is another rank's number
             return _COMPARE[type(op)](_value(node.left, rank, size), _value(right, rank, size))
         case ast.BinOp() if type(node.op) in _BINARY:
             try:
@@ -101,6 +103,11 @@ def _value(node: ast.expr, rank: int, size: int) -> Any:
             if name in _SIZE_NAMES:
                 return size
     raise _UnknownError
+
+
+def _is_rank(node: ast.expr) -> bool:
+    node = node.func if isinstance(node, ast.Call) else node
+    return getattr(node, "attr", getattr(node, "id", "")) in _RANK_NAMES
 
 
 def _of_several(node: ast.BoolOp, rank: int, size: int) -> bool:

@@ -76,17 +76,23 @@ class Compared:
 
 
 def position_of(rank: RankEvidence, call: Collective) -> Position:
-    """Return where a rank is: by its stack, with the counters that it wrote; else by the lines that led to its call."""
+    """Return where a rank is in a call: by its stack, with the counters that it wrote, while it is at the line of the call; else by
+    the lines that led there, without counters.
+    """
+    way = tuple(Frame(place, {}) for place in reversed(call.way))
+    frames = user_frames(rank)
+    if not call.is_inside and all(frame.describe() != call.site for frame in frames):
+        return way  # it went on since
     counted = [(place, dict(values)) for place, values in rank.counters]
     found = []
-    for frame in user_frames(rank):
+    for frame in frames:
         place = frame.describe()
         at = next((i for i, (known, _) in enumerate(counted) if known == place), None)
         values = counted[at][1] if at is not None else {}
         if at is not None:
             del counted[: at + 1]
         found.append(Frame(place, values))
-    return tuple(found) or tuple(Frame(place, {}) for place in reversed(call.way))
+    return tuple(found) or way
 
 
 # What calls the user's code at the line that it is called from, once.
@@ -229,6 +235,12 @@ def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position
     return None
 
 
+def is_in_loop_below(sources: Sources, position: Position, parted: Frame) -> bool:
+    """Return whether a rank is in a loop of a function that the line ``parted`` of its position has called."""
+    at = next((i for i, frame in enumerate(position) if frame is parted or frame == parted), len(position))
+    return any(isinstance(s, Loop) for frame in position[at + 1 :] for s in sources.around(frame.place))
+
+
 def _in_one_function(
     a: Frame, b: Frame, open_loops: Sequence[Loop | None], in_more: tuple[bool, bool], first_below: Sequence[bool | None],
     latest: Collective | None,
@@ -254,12 +266,6 @@ def _in_one_function(
     keys = [(gone is not False, frame.line) for gone, frame in zip(gone_round, parted, strict=True)]
     order = Order.BEFORE if keys[0] < keys[1] else Order.AFTER
     return Compared(order, parted, left and keys[0][0] == keys[1][0], is_assumed=None in gone_round)
-
-
-def is_in_first_round(sources: Sources, frame: Frame) -> bool | None:
-    """Return whether the innermost loop around a line is in its first round, or there is none; None where it is not counted."""
-    loops = [s for s in sources.around(frame.place) if isinstance(s, Loop)]
-    return is_first_round(loops[-1], frame.counters, sources.around(frame.place)[0], frame.line) if loops else True
 
 
 def _are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, owning_module, rings
+from pytest_nsa.diagnosis.rules import conditions
 from pytest_nsa.diagnosis.rules.alone import skipped
-from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
+from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.rules.memberships import members_of_new
-from pytest_nsa.diagnosis.rules.order import STOPS, is_for_one_rank
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import lacking
@@ -80,7 +80,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     if missed.is_send or missed.is_receive:
         return _unmatched(evidence, culprits, left)
-    if (len(here) == 1 and is_for_one_rank(evidence, here[0], missed)) or len(here) < len(culprits):
+    if (len(here) == 1 and _is_for_one_rank(evidence, here[0], missed)) or len(here) < len(culprits):
         who_waits = describe_ranks(here, evidence.job.world_size)
         return Finding(
             cause="extra_collective",
@@ -93,6 +93,12 @@ def left_alone(evidence: Evidence) -> Finding | None:
         )
     why = f"{who} {ended} without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
     return skipped(evidence, culprits, missed, why)
+
+
+def _is_for_one_rank(evidence: Evidence, rank: int, call: Collective) -> bool:
+    """Return whether a call, or the line of a caller, is under a condition that is true on one rank."""
+    places = {call.site, *(frame.describe() for frame in user_frames(evidence.ranks[rank]))}
+    return any(conditions.is_for_one_rank(evidence.sources, place) for place in places)
 
 
 def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
-from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.blame import blame, rings
+from pytest_nsa.diagnosis.explain.choose import explain
+from pytest_nsa.diagnosis.facts import all_facts, rings
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, Collective
@@ -39,7 +39,8 @@ def wrong_numbers(evidence: Evidence) -> Finding | None:
     """Find a test that passed though ranks gave different types, counts or reductions to a call."""
     entered = first_departure(rings(evidence))
     if entered is not None and len({c.op for c in entered.values()}) == 1:
-        return _found(evidence, entered, blame(evidence, entered)[0])
+        found = explain(evidence, entered)
+        return _found(evidence, entered, found.candidate.ranks if found is not None else tuple(sorted(entered)))
     for calls in _in_order(evidence):
         if len({_terms(c, calls) for c in calls.values()}) > 1:
             return _found(evidence, calls, _odd_ones(evidence, calls))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts
+from pytest_nsa.diagnosis.facts import all_facts, rings
+from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.locations import where_ways_part
 from pytest_nsa.diagnosis.rules.origins import origin_of
 from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart
-from pytest_nsa.diagnosis.rules.shifts import first_shift
+from pytest_nsa.diagnosis.rules.shifts import first_shift, parted_before
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
 
 
@@ -76,3 +78,32 @@ def skipped(
         confidence=confidence,
         facts=all_facts(evidence.ranks),
     )
+
+
+def of_an_earlier_call(evidence: Evidence, entered: dict[int, Collective]) -> Finding | None:
+    """Find that some ranks left a call out before, or at, the one in which ranks differ, and met the others in it all the same."""
+    found = parted_before(evidence, entered)
+    if found is None:
+        return None
+    ranks, missed, made = found
+    who = describe_ranks(ranks, evidence.job.world_size)
+    why = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
+    return skipped(evidence, ranks, missed, why)
+
+
+def met_another_call(evidence: Evidence) -> Finding | None:
+    """Find that ranks met in two calls that are alike, and one of them raised, or was ended, over what it got from the other."""
+    ends = [e.time for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
+    ends += [r.exit_time for r in evidence.ranks if r.signal and not r.by_us]
+    if not ends:
+        return None
+    calls = {r: [c for c in ring if c.peer == -1 and c.entered < min(ends)] for r, ring in rings(evidence).items()}
+    latest = {place: found for place, found in by_place(calls).items() if len(found) == len(evidence.members(place[0]))}
+    for group in sorted({place[0] for place in latest}):
+        place = max(p for p in latest if p[0] == group)
+        found = (
+            of_an_earlier_call(evidence, latest[place]) if len({c.shape for c in latest[place].values()}) == 1 else None
+        )
+        if found is not None:
+            return found
+    return None

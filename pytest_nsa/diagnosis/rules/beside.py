@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from pytest_nsa.diagnosis.explain.rhythm import expected_next
+from pytest_nsa.diagnosis.facts import calls_before, rings
 from pytest_nsa.diagnosis.rules.alone import extra, skipped
-from pytest_nsa.diagnosis.rules.blame import calls_before, rings
 from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.counters import lead
-from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import user_frames, where_they_part
 from pytest_nsa.diagnosis.rules.rounds import token
 from pytest_nsa.diagnosis.rules.source import is_here, loops_of

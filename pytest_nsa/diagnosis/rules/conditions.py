@@ -6,7 +6,6 @@ import ast
 import itertools
 import re
 
-from pytest_nsa.diagnosis.rules.source import BLOCKS, COMPOUND, called_name, loops_of
 from pytest_nsa.evidence.source import Sources
 
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
@@ -17,57 +16,6 @@ _MAIN = re.compile(r"_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coord
 def names_the_rank(test: ast.expr) -> bool:
     """Return whether a condition is one on the rank, of whatever form."""
     return bool(_RANK.search(ast.unparse(test)) or _MAIN.fullmatch(_last_name(test)))
-
-
-def follows_in_its_block(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one line comes after another in a block, of a loop, and neither is under a condition of its own there: who
-    comes to it in a round has come past the other one.
-    """
-    a, b = sources.around(place), sources.around(other)
-    common = [statement for statement in a if statement in b]
-    if not common or not any(isinstance(s, ast.For | ast.While) for s in common):
-        return False
-    outer, mine, theirs = common[-1], *(next((s for s in way if s not in common), None) for way in (a, b))
-    if mine is None or theirs is None or any(isinstance(s, (*COMPOUND, *BLOCKS)) for s in (mine, theirs)):
-        return False
-    block = _block_of(outer, theirs)
-    return mine in block and block.index(theirs) < block.index(mine)
-
-
-def may_be_left_out(sources: Sources, place: str) -> bool:
-    """Return whether a round of the innermost ``for`` of a line may go without it: an ``if`` without ``else`` is around it, or
-    before it one that ends in a ``continue``.
-    """
-    found, loops = sources.around(place), loops_of(sources, place)
-    if not loops or not isinstance(loops[-1], ast.For):
-        return False
-    inside = found[found.index(loops[-1]) :]
-    for outer, inner in itertools.pairwise(inside):
-        if isinstance(inner, ast.If) and not inner.orelse and inner is not inside[-1]:
-            return True
-        block = getattr(outer, "body", [])
-        before = block[: block.index(inner)] if inner in block else []
-        if any(isinstance(s, ast.If) and isinstance(s.body[-1], ast.Continue) for s in before):
-            return True
-    return False
-
-
-def has_a_counterpart(sources: Sources, place: str) -> bool:
-    """Return whether a line is under a condition that leaves one rank out, and makes a call that a later line of the function makes
-    under a condition that holds on that rank.
-    """
-    found = sources.around(place)
-    function = next((s for s in reversed(found) if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)), None)
-    apart = next((s for s in found if isinstance(s, ast.If) and _tells_one(s.test) is False), None)
-    if function is None or apart is None:
-        return False
-    names = {called_name(n) for n in ast.walk(found[-1]) if isinstance(n, ast.Call)}
-    later = [
-        s
-        for s in ast.walk(function)
-        if isinstance(s, ast.If) and s.lineno > (apart.end_lineno or 0) and _tells_one(s.test)
-    ]
-    return any(isinstance(n, ast.Call) and called_name(n) in names for s in later for b in s.body for n in ast.walk(b))
 
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 from collections.abc import Iterable, Mapping
 
 from pytest_nsa.diagnosis.rules.locations import main_thread_that_joins, where_they_part
@@ -52,18 +51,6 @@ def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None
             return None
     # A trainer's loop, say, that has called a callback on one of them: its rounds are not counted.
     return None if calls_package or other_calls_package else 0
-
-
-def are_in_one_round(sources: Sources, one: RankEvidence, other: RankEvidence) -> bool:
-    """Return whether the counters of the outer loops that both ranks are in, as far as they are at the same lines, are equal, and
-    there are some: neither rank is in a round that the other has not come to.
-    """
-    shared = list(
-        itertools.takewhile(lambda pair: pair[0][0] == pair[1][0], zip(one.counters, other.counters, strict=False))
-    )
-    # The last line has called two functions: its own loop may have gone on.
-    outer = [(counted(sources, *mine), counted(sources, *theirs)) for mine, theirs in shared[:-1]]
-    return any(mine for mine, _ in outer) and all(mine == theirs for mine, theirs in outer)
 
 
 def counted(sources: Sources, place: str, values: Mapping[str, int]) -> Mapping[str, int]:

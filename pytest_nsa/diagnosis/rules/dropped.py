@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
-from pytest_nsa.diagnosis.rules.order import STOPS
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence

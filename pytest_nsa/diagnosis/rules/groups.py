@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited
-from pytest_nsa.diagnosis.rules.blame import rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.memberships import (
     ITSELF,
@@ -16,7 +15,6 @@ from pytest_nsa.diagnosis.rules.memberships import (
     members_of_new,
     of_other_members,
 )
-from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete

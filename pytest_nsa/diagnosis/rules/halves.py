@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.facts import awaited
-from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence
 

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.locations import parts_of
-from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
-from pytest_nsa.evidence.values import Evidence, RankEvidence
-
-
-def without_hook(evidence: Evidence, departing: tuple[int, ...], found: dict[int, Collective]) -> Collective | None:
-    """Return the call that all others make in a gradient hook, where the departing ranks are in none: it did not run there."""
-    others = [r for r in found if r not in departing]
-    stacks = {r: evidence.ranks[r].stack for r in found}
-    in_hook = {r for r, stack in stacks.items() if stack is not None and stack.is_in_hook}
-    if not departing or not others or in_hook != set(others):
-        return None
-    return found[others[0]]
+from pytest_nsa.evidence.values import RankEvidence
 
 
 def is_in_hook(rank: RankEvidence) -> bool:

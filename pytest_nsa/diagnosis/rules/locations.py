@@ -15,7 +15,6 @@ from pytest_nsa.diagnosis.rules.source import (
     is_endless_generator,
     is_here,
     is_in_loop,
-    is_past_the_loop,
     line_that_ends,
     loops_of,
     share_a_loop,
@@ -23,7 +22,7 @@ from pytest_nsa.diagnosis.rules.source import (
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.stacks import Frame, ThreadStack
-from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.values import RankEvidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,6 @@ class Parting:
     fork: str = ""
     by_one_name: bool = False
     called_first: bool | None = None  # whether `fork` calls the one's function before the other's, as `f` in `g(f())`
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the one has left a loop that the other is in."""
-        later = self.turned.comes_first
-        return is_past_the_loop(self.sources, self.here, self.there) or (self.other_below and not self.below and later)
 
     @property
     def turned(self) -> Parting:
@@ -108,14 +101,6 @@ def where_they_part(
     if there:
         return Parting(site, there, sources, in_loop, fork=fork, by_one_name=by_one_name, called_first=first)
     return Parting(here or site, other_site, sources, in_loop, fork=fork, by_one_name=by_one_name, called_first=first)
-
-
-def where_calls_part(evidence: Evidence, mine: Collective, other: Collective) -> Parting:
-    """Return where two calls part that were made before the stacks were taken, by the lines that led to them."""
-    known = [frame for rank in evidence.ranks for frame in user_frames(rank)]
-    one, two = (_frames_of(call, known) or [Frame(*parts_of(call.site))] for call in (mine, other))
-    common, parted = _common(evidence.sources, one, two)
-    return _parting(evidence.sources, one, two, common) if parted else Parting(mine.site, other.site, evidence.sources)
 
 
 def _parting(sources: Sources, mine: list[Frame], others: list[Frame], common: int) -> Parting:
@@ -222,18 +207,6 @@ def _place_in(rank: RankEvidence, site: str) -> str:
     """Return where a rank is in the function of ``site``, by its stack; '' where it is not in it."""
     places = [frame.describe() for frame in (rank.stack.frames if rank.stack is not None else ())]
     return next((place for place in places if are_of_one_function(rank.sources, place, site)), "")
-
-
-def frames_where_paths_part(ranks: list[RankEvidence], calls: list[Collective]) -> tuple[Frame, ...]:
-    """Return the frames of the ranks of the innermost function that all of them are in, where their lines differ; else ().
-
-    The lines that led to its call stand for a rank that left no stack.
-    """
-    paths = [user_frames(rank) for rank in ranks]
-    known = [frame for path in paths for frame in path]
-    return _common(
-        ranks[0].sources, *(path or _frames_of(call, known) for path, call in zip(paths, calls, strict=True))
-    )[1]
 
 
 def _common(sources: Sources, *paths: list[Frame]) -> tuple[int, tuple[Frame, ...]]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
-from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_forgotten, of_the_circle
 from pytest_nsa.diagnosis.rules.dropped import dropped_halves
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
 from pytest_nsa.diagnosis.rules.locations import recomputes
-from pytest_nsa.diagnosis.rules.order import STOPS, doing
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.rules.source import are_of_one_function
 from pytest_nsa.diagnosis.rules.waiters import (

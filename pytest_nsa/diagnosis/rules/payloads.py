@@ -7,14 +7,13 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 
-from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.alone import of_a_shift
-from pytest_nsa.diagnosis.rules.blame import rings
+from pytest_nsa.diagnosis.explain.calls import finding_of
+from pytest_nsa.diagnosis.explain.rhythm import expected_next
+from pytest_nsa.diagnosis.facts import all_facts, rings
+from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
-from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import half_of
-from pytest_nsa.diagnosis.rules.order import found_apart, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import UNEVEN, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -65,7 +64,7 @@ def aborted_apart(evidence: Evidence) -> Finding | None:
     groups, process_groups = {c.group for c in waits.values()}, {c.process_group for c in waits.values()}
     if len(waits) < len(evidence.ranks) or len(groups) != 2 or len(process_groups) != 1:
         return None
-    return found_apart(evidence, waits)
+    return finding_of(evidence, waits)
 
 
 def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidence, at: Collective) -> Finding | None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
 from pytest_nsa.diagnosis.rules.counters import alike, is_before
-from pytest_nsa.diagnosis.rules.departures import LEFT_THE_LOOP
 from pytest_nsa.diagnosis.rules.hooks import is_in_hook
 from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.rules.source import is_in_handler
@@ -32,10 +31,9 @@ def explained(
         odd = None  # who accumulates by another rhythm synchronises at other steps
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
-        told = why.replace(f" ({LEFT_THE_LOOP})", "")  # where the step itself has the reason
         # Each that went on without the call has left it out, whether or not the step in which it did so is known.
         blamed = culprits if cause == "skipped_collective" and set(odd.ranks) < set(culprits) else odd.ranks
-        return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {told}"
+        return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
     # Who was aborted may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.rules.departures import is_new_call
+from pytest_nsa.diagnosis.explain.rhythm import is_new_call
 from pytest_nsa.diagnosis.rules.locations import parts_of, where_they_part
 from pytest_nsa.diagnosis.rules.visits import rounds_between
 from pytest_nsa.evidence.board import NEW_GROUP, Collective

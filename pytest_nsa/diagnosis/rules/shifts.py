@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.rules.circles import has_forgotten
+from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.rules.conditions import are_alternatives, is_for_one_rank
-from pytest_nsa.diagnosis.rules.counters import MOST_KINDS
-from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.locations import where_ways_part
-from pytest_nsa.diagnosis.rules.visits import is_same_line
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
@@ -144,88 +140,5 @@ def parted_before(
     return others, missed, made
 
 
-def left_out(evidence: Evidence, found: Mapping[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
-    """Return the ranks that left a group's calls out of their round, and the call of it in which another rank waits.
-
-    A round of a rank is what it calls from one call of the line that it waits in to the next. It has left a group out where this
-    round has fewer of the group's calls than the one before, and already one of those that follow them.
-    """
-    ranks: dict[int, Collective] = {}
-    for waiter, missed in found.items():
-        for rank in evidence.members(missed.group):
-            awaited = found.get(rank)
-            is_elsewhere = rank != waiter and awaited is not None and awaited.group != missed.group
-            if is_elsewhere and _has_left_out(_calls(evidence, rank), awaited, missed.group):
-                ranks.setdefault(rank, missed)
-    if not ranks or len(ranks) == len(found):
-        return None
-    return tuple(sorted(ranks)), ranks[min(ranks)]
-
-
-def missed_by_comparison(
-    evidence: Evidence, found: Mapping[int, Collective]
-) -> tuple[tuple[int, ...], Collective] | None:
-    """Return the ranks that have not come to a call in which another one waits, though other ranks, which wait where these do, made
-    it before; and that call.
-    """
-    for missed in found.values():
-        members = [r for r in evidence.members(missed.group) if r in found]
-        made = {r: _has_ended(_calls(evidence, r), missed) for r in members}
-        absent = tuple(r for r in sorted(members) if made[r] is None)
-        there = {(found[r].place, found[r].way) for r in members if made[r]}
-        if absent and all((found[r].place, found[r].way) in there for r in absent):
-            return absent, missed
-    return None
-
-
-def _has_ended(calls: list[Collective], missed: Collective) -> bool | None:
-    """Return whether a rank has completed a call; None where it has not come to it."""
-    return next((not c.is_inside for c in reversed(calls) if c.place == missed.place), None)
-
-
-def unlike_the_others(evidence: Evidence, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Return the few ranks whose calls so far, whatever their groups' members, are not how those of the others began, while these
-    agree with each other; () where there are none, or where calls are no longer known.
-    """
-    made = {rank: tuple(map(_role, _calls(evidence, rank))) for rank in ranks}
-    kinds = Counter(made.values())  # of thousands of ranks, most are alike
-    if len(kinds) > MOST_KINDS or any(has_forgotten(evidence.ranks[rank]) for rank in made):
-        return ()
-    alike = {one: sum(number for other, number in kinds.items() if _agree(one, other)) for one in kinds}
-    longest = max(kinds, key=lambda calls: (alike[calls], len(calls)))
-    odd = tuple(sorted(rank for rank, calls in made.items() if not _agree(calls, longest)))
-    return odd if 2 * len(odd) < len(made) else ()
-
-
-def _agree(calls: Sequence[object], others: Sequence[object]) -> bool:
-    """Return whether one of two sequences is how the other begins."""
-    return all(a == b for a, b in zip(calls, others, strict=False))
-
-
-def _role(call: Collective) -> tuple[object, ...]:
-    """Return what is equal where ranks make the same call in groups of their own."""
-    return call.op, call.dtype, call.count, call.size, call.way
-
-
-def _has_left_out(calls: list[Collective], awaited: Collective | None, group: str) -> bool:
-    if awaited is None:
-        return False
-    calls = [c for c in calls if c.index < awaited.index]
-    same = [c.index for c in calls if c.group == awaited.group and is_same_line(c, awaited)]
-    if len(same) < 2:
-        return False
-    last = [c for c in calls if same[-2] < c.index < same[-1]]
-    now = [c for c in calls if c.index > same[-1]]
-    of_group = [c.index for c in last if c.group == group]
-    if sum(c.group == group for c in now) >= len(of_group):
-        return False
-    follow = {(c.group, _line(c)) for c in last if c.index > of_group[-1]}
-    return any((c.group, _line(c)) in follow for c in now)
-
-
 def _calls(evidence: Evidence, rank: int) -> list[Collective]:
     return [c for c in evidence.ranks[rank].collectives if c.peer == -1 and c.op != NEW_GROUP]
-
-
-def _line(call: Collective) -> str:
-    return call.site.rpartition(" in ")[0]

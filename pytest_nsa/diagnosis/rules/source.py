@@ -11,7 +11,6 @@ from pytest_nsa.evidence.source import LOCATION, Sources
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Match)
 BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_BY_VALUE = ("sorted", "set", "frozenset", "argsort", "shuffle", "sample", "listdir", "glob", "iterdir", "scandir")
 
 
 def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
@@ -181,19 +180,6 @@ def end_of_with(sources: Sources, place: str) -> int:
     return (found[-1].end_lineno or 0) + 1 if found else 0
 
 
-def is_a_join(sources: Sources, place: str) -> bool:
-    """Return whether a line begins a ``with`` of torch's `Join`, or of DDP's own ``join()``."""
-    match = LOCATION.match(place)
-    line = int(match["line"]) if match else 0
-    found = [s for s in sources.around(place) if isinstance(s, ast.With) and s.lineno == line]
-    return any(
-        called_name(i.context_expr) in ("Join", "join")
-        for s in found
-        for i in s.items
-        if isinstance(i.context_expr, ast.Call)
-    )
-
-
 def is_here(sources: Sources, place: str) -> bool:
     """Return whether the source of a line was kept: else it is not known whether it is in a loop."""
     return bool(sources.around(place))
@@ -266,25 +252,3 @@ def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
 
 def called_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _iterations(sources: Sources, place: str) -> list[ast.For | ast.comprehension]:
-    """Return the loops around a line, outermost first, then those of its comprehensions."""
-    found = sources.around(place)
-    loops: list[ast.For | ast.comprehension] = [loop for loop in loops_of(sources, place) if isinstance(loop, ast.For)]
-    return loops + [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.comprehension)]
-
-
-def calls_each_of_some(sources: Sources, place: str) -> bool:
-    """Return whether a line calls what a loop goes through: `for callback in callbacks: callback.on_step()`."""
-    found, loops = sources.around(place), _iterations(sources, place)
-    taken = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    calls = [node for node in (ast.walk(found[-1]) if found else ()) if isinstance(node, ast.Call)]
-    return any(isinstance(n, ast.Name) and n.id in taken for call in calls for n in ast.walk(call.func))
-
-
-def is_in_order_of_values(sources: Sources, place: str) -> bool:
-    """Return whether the innermost loop of a line goes through what is sorted, or has no order: `for name in sorted(metrics)`."""
-    loops = _iterations(sources, place)
-    calls = [node for node in ast.walk(loops[-1].iter) if isinstance(node, ast.Call)] if loops else []
-    return any(called_name(call) in _BY_VALUE for call in calls) or bool(loops and isinstance(loops[-1].iter, ast.Set))

@@ -8,13 +8,10 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.explain.choose import explain_sides, sides_of
 from pytest_nsa.diagnosis.facts import awaited
-from pytest_nsa.diagnosis.rules.blame import rings
 from pytest_nsa.diagnosis.rules.conditions import names_the_rank
 from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.verdict import Finding
-from pytest_nsa.evidence.collectives import first_departure
 from pytest_nsa.evidence.values import Evidence
 
 CONFIDENCE = 0.55
@@ -36,12 +33,6 @@ def _is_a_tie(evidence: Evidence, finding: Finding) -> bool:
     """Return whether half of the ranks that a call concerns are named, no round before had one of the calls that the two sides are
     in, and those that are said to have made one alone are under no condition on the rank.
     """
-    entered = first_departure(rings(evidence))
-    sides = sides_of(entered) if entered is not None else None
-    found = explain_sides(evidence, sides, entered) if sides is not None and entered is not None else None
-    if sides is not None and finding.cause in ("skipped_collective", "extra_collective"):
-        # No side has a majority: the program shows who is ahead, or it is not known.
-        return found is None or not found.is_known or (found.ranks, found.edit.value) != (finding.ranks, finding.cause)
     named, waits = set(finding.ranks), {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
     made = [(r.rank, c) for r in evidence.ranks for c in r.collectives if c.site == finding.where]
     if not made:

@@ -10,57 +10,6 @@ from pytest_nsa.diagnosis.rules.source import have_a_common_loop
 from pytest_nsa.evidence.board import Collective, Shape
 
 
-def is_same_line(a: Collective, b: Collective) -> bool:
-    return a.site.rpartition(" in ")[0] == b.site.rpartition(" in ")[0]
-
-
-def rounds_since(before: list[Collective], mark: Collective, counted: Collective) -> tuple[int, int]:
-    """Return how many calls of ``counted``'s line were made since the latest of ``mark``'s, and in the round before that; -1 of one
-    whose beginning the ring does not hold.
-    """
-    now, *earlier = counts_of_rounds(before, mark, counted)
-    return now, earlier[0] if earlier else -1
-
-
-def counts_of_rounds(before: list[Collective], mark: Collective, counted: Collective) -> list[int]:
-    """Return how many calls of ``counted``'s line were made since the latest of ``mark``'s, and in the rounds before that, the
-    latest first, as far as the ring holds them whole.
-    """
-    counts, count = [], 0
-    for call in before:
-        if is_same_line(call, mark):
-            if count:
-                counts.append(count)
-            count = 0
-        elif is_same_line(call, counted):
-            count += 1
-    if before and before[0].sequence > 1:
-        counts = counts[1:]
-    return [count, *reversed(counts)]
-
-
-def leaves_out_one(calls: list[Collective], parted: Parting, missed: Collective, made: Collective) -> bool:
-    """Return whether all calls from ``missed`` to the next ``made`` came, at least once, from one statement of the function
-    in which the ranks part: then it may have been left out. False where the calls so far do not show it.
-    """
-    here = parts_of(parted.here)[1]
-    for begin, call in enumerate(calls):
-        end = next((i for i in range(begin, len(calls)) if is_same_line(calls[i], made)), None)
-        if not is_same_line(call, missed) or end is None:
-            continue
-        own = [c for c in calls[begin:end] if not c.group.startswith("ddp")]  # what DDP does by itself is of a forward
-        lines = {line_in(c, parted.there) for c in own}
-        if len(lines - {here}) == 1:
-            return True
-    return False
-
-
-def visits_through(calls: Sequence[Collective], way: tuple[str, ...]) -> list[list[tuple[str, tuple[str, ...]]]]:
-    """Return operation and way of the calls that came through ``way``, which theirs end in, in runs without others between."""
-    runs = itertools.groupby(calls, key=lambda c: c.way[-len(way) :] == way)
-    return [[(c.op, c.way) for c in run] for came, run in runs if came]
-
-
 def ends_a_visit(calls: list[Collective], place: str, following: Collective, *, below: bool) -> bool:
     """Return whether the latest call ended a visit to the statement ``place`` that it came from, if ``following`` is the next from
     there. ``below``: what the statement calls has loops.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from pytest_nsa.diagnosis.facts import awaited
-from pytest_nsa.diagnosis.rules.blame import calls_before
+from pytest_nsa.diagnosis.explain.rhythm import expected_next
+from pytest_nsa.diagnosis.facts import awaited, calls_before
 from pytest_nsa.diagnosis.rules.circles import begins_anew, completed, has_forgotten, rounds_of
-from pytest_nsa.diagnosis.rules.departures import expected_next
 from pytest_nsa.diagnosis.rules.halves import half_of
 from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, loops_of

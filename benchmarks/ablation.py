@@ -1,0 +1,210 @@
+"""What each function of the rules decides on the recorded faults, and how many verdicts are right without what only one file needs.
+
+    python benchmarks/ablation.py --json benchmarks/results/ablation.json --crossvalidation benchmarks/results/crossvalidation.json
+
+Ablation: each function is replaced by one that returns False, None or nothing, and the faults that call it are diagnosed again. A
+verdict depends on the function where its cause, its ranks or its line change. Cross-validation: of each file of faults, every
+function on which verdicts of that file alone depend is replaced, all at once, and the file's faults are diagnosed again: a
+function that one file needs would not exist without that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pytest_nsa.diagnosis import explain, rules  # noqa: E402
+from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
+from pytest_nsa.evidence.load import load  # noqa: E402
+from pytest_nsa.evidence.values import Evidence  # noqa: E402
+from tests_cpu.faults.recorded import unpack  # noqa: E402
+from tests_cpu.faults.test_corpus import MODULES, faults, planted_module  # noqa: E402
+
+Fault = tuple[str, str]  # a file and a test in it
+Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
+BANDS = ((0, 0), (1, 1), (2, 2), (3, 5), (6, 20), (21, 10_000))
+
+
+def functions() -> dict[str, FunctionType]:
+    """Return the functions and methods of the rules and of the model, by 'package.module.name'."""
+    found: dict[str, FunctionType] = {}
+    for package in (explain, rules):
+        for info in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
+            short = f"{package.__name__.rpartition('.')[2]}.{info.name}"
+            for name, value in vars(module).items():
+                own = getattr(value, "__wrapped__", value)
+                if isinstance(own, FunctionType) and own.__module__ == module.__name__:
+                    found[f"{short}.{name}"] = own
+                elif isinstance(value, type) and value.__module__ == module.__name__:
+                    found |= {f"{short}.{name}.{key}": own for key, own in _methods(value)}
+    return found
+
+
+def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    for key, value in vars(kind).items():
+        own = value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else value
+        if isinstance(own, FunctionType) and own.__module__ == kind.__module__ and not key.startswith("__"):
+            yield key, own
+
+
+def nothing(function: FunctionType) -> CodeType | None:
+    """Return the code of a function that answers nothing, of the same type; None where there is no such answer."""
+    says = str(function.__annotations__.get("return", ""))
+    answers = {"bool": "False", "str": "''", "int": "0"}
+    if function.__code__.co_freevars:
+        return None
+    if says in answers:
+        answer = answers[says]
+    elif "None" in says:
+        answer = "None"
+    elif says.startswith(("list", "Sequence", "tuple[int, ...]", "tuple[str, ...]", "tuple[Fact, ...]", "Iterator")):
+        answer = "()"
+    elif says.startswith(("set", "frozenset")):
+        answer = "set()"
+    elif says.startswith(("dict", "Mapping")):
+        answer = "{}"
+    else:
+        return None
+    names: dict[str, Any] = {}
+    exec(f"def answers_nothing(*a, **k): return {answer}", names)
+    return names["answers_nothing"].__code__  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without(*replaced: FunctionType) -> Iterator[None]:
+    """Replace the code of functions."""
+    codes = [f.__code__ for f in replaced]
+    try:
+        for function in replaced:
+            code = nothing(function)
+            assert code is not None
+            function.__code__ = code
+        yield
+    finally:
+        for function, code in zip(replaced, codes, strict=True):
+            function.__code__ = code
+
+
+def answer(evidence: Evidence) -> Answer:
+    """Return what the engine says of a fault."""
+    verdict = diagnose(evidence)
+    return verdict.cause, verdict.ranks, verdict.where
+
+
+def called(evidence: Evidence, codes: dict[CodeType, str]) -> tuple[Answer, set[str]]:
+    """Return the answer, and the names of the functions that led to it."""
+    seen: set[CodeType] = set()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        found = answer(evidence)
+    finally:
+        sys.setprofile(None)
+    return found, {codes[code] for code in seen if code in codes}
+
+
+def decided(recorded: dict[Fault, Evidence]) -> tuple[dict[str, set[Fault]], dict[str, int]]:
+    """Return the faults that depend on each function that can be replaced, and by how many each is called."""
+    known = functions()
+    codes = {f.__code__: name for name, f in known.items()}
+    before, callers = {}, defaultdict(list)
+    for fault, evidence in recorded.items():
+        before[fault], names = called(evidence, codes)
+        for name in names:
+            callers[name].append(fault)
+    found = {}
+    for name, function in known.items():
+        if nothing(function) is not None:
+            with without(function):
+                found[name] = {f for f in callers[name] if answer(recorded[f]) != before[f]}
+    return found, {name: len(callers[name]) for name in known}
+
+
+def crossvalidated(recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]]) -> dict[str, Any]:
+    """Return how many verdicts are right where each file is diagnosed without the functions that it alone needs."""
+    known = functions()
+    right, certain, wrong = Counter[str](), 0, []
+    for module in sorted({module for module, _ in recorded}):
+        alone = [known[name] for name, needs in depend.items() if needs and {m for m, _ in needs} == {module}]
+        expected = faults(module)
+        with without(*alone):
+            for (_, name), evidence in ((f, e) for f, e in recorded.items() if f[0] == module):
+                verdict, wants = diagnose(evidence), expected[name]
+                is_named = (verdict.cause, verdict.ranks) == (wants.cause, wants.ranks)
+                right.update(
+                    {
+                        "cause": verdict.cause == wants.cause,
+                        "ranks": verdict.ranks == wants.ranks,
+                        "cause and ranks": is_named,
+                        "line": is_named and wants.allows(verdict.where, planted_module(module)),
+                    }
+                )
+                certain += verdict.certain and not is_named
+                if not is_named:
+                    wrong.append(f"{module}.{name}: {verdict.cause} {list(verdict.ranks)}")
+    shares = {key: round(count / len(recorded), 4) for key, count in right.items()}
+    return {
+        "faults": len(recorded),
+        "right": dict(right),
+        "share": shares,
+        "wrong and certain": certain,
+        "wrong": wrong,
+    }
+
+
+def main() -> None:
+    """Measure both on the recorded faults, print and keep them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the ablation here")
+    parser.add_argument("--crossvalidation", type=Path, help="write the cross-validation here")
+    parser.add_argument("--least", type=int, default=-1, help="list the functions on which at most so many depend")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = {
+            (module, name): load(path)
+            for module in MODULES
+            for name, path in unpack(module, Path(folder) / module).items()
+            if name in faults(module)
+        }
+        depend, callers = decided(recorded)
+        for name, needs in sorted(depend.items(), key=lambda pair: len(pair[1])):
+            if len(needs) <= arguments.least:
+                print(f"{len(needs):4} of {callers[name]:4}  {name}  {sorted(f'{m}.{n}' for m, n in needs)}")
+        bands = {
+            f"{low} to {high}" if low != high else str(low): sum(low <= len(n) <= high for n in depend.values())
+            for low, high in BANDS
+        }
+        few = sum(len(n) <= 1 for n in depend.values())
+        figures = {
+            "faults": len(recorded), "functions": len(callers), "replaced": len(depend), "verdicts that depend": bands,
+            "share of one or none": round(few / len(depend), 4),
+            "by_function": {name: len(needs) for name, needs in sorted(depend.items())},
+        }  # fmt: skip
+        validation = crossvalidated(recorded, depend)
+    print(json.dumps({**figures, "by_function": ..., "cross-validated": validation}, indent=1, default=str))
+    for path, value in ((arguments.json, figures), (arguments.crossvalidation, validation)):
+        if path is not None:
+            path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Fit the weights of the terms by which the diagnosis explains that ranks are in different calls.
+
+    python benchmarks/fit.py            writes pytest_nsa/diagnosis/explain/weights.json
+
+The model is a conditional logit: of the edits that would explain a fault, the right one has the highest score. It is fitted to the
+recorded faults of tests_cpu/faults, and to recorded generated programs (`--record` of the generators), with a quadratic penalty.
+`ablation.py` fits it again without each file of faults, and scores it on that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tarfile
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
+from pytest_nsa.diagnosis.explain import choose  # noqa: E402
+from pytest_nsa.diagnosis.explain.calls import first_apart, held_apart  # noqa: E402
+from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
+from pytest_nsa.evidence.load import load  # noqa: E402
+from pytest_nsa.evidence.values import Evidence  # noqa: E402
+from tests_cpu.faults.recorded import GENERATED, unpack  # noqa: E402
+from tests_cpu.faults.test_corpus import MODULES, faults  # noqa: E402
+
+TABLE = ROOT / "pytest_nsa" / "diagnosis" / "explain" / "weights.json"
+PENALTY = 5e-4  # of a squared weight, per row
+AS_MANY = 60  # written faults as an archive of generated programs counts for
+LEAST = 0.05  # of a weight that is kept
+# What a recorded cause may be as an edit: some name why a call was skipped, or made otherwise.
+CAUSES = {
+    Edit.SKIP: ("skipped_collective", "data_dependent_branch", "hook_deadlock"),
+    Edit.EXTRA: ("extra_collective", "hook_deadlock"),
+    Edit.MISMATCH: ("collective_mismatch", "hook_deadlock"),
+    Edit.ORDER: ("group_order_deadlock",),
+}
+Weights = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A fault: the kind of edit and the terms' values of each candidate, which of them are right, and the file it is from."""
+
+    file: str
+    kinds: tuple[str, ...]
+    values: tuple[Mapping[str, float], ...]
+    right: frozenset[int]
+    weight: float
+
+
+def row_of(file: str, evidence: Evidence, causes: Collection[str], ranks: Sequence[int], weight: float) -> Row | None:
+    """Return the row of a fault that is explained by an edit; None of any other."""
+    with patch.object(choose, "weights", dict):  # which edit is chosen changes nothing in whether one is
+        if diagnose(evidence).rule not in ("calls.departed", "calls.waiting_apart"):
+            return None
+    entered = first_apart(evidence) or held_apart(evidence) or {}
+    found = candidates(evidence, entered)
+    right = {i for i, c in enumerate(found) if set(causes) & set(CAUSES[c.edit]) and c.ranks == tuple(sorted(ranks))}
+    if not right:
+        return None
+    return Row(file, tuple(c.kind for c in found), tuple(c.values for c in found), frozenset(right), weight)
+
+
+def rows(folder: Path) -> list[Row]:
+    """Return the rows of all recorded faults, which are unpacked into ``folder``."""
+    found = []
+    for module in MODULES:
+        expected = faults(module)
+        for name, path in unpack(module, folder / module).items():
+            if name in expected:
+                fault = expected[name]
+                found.append(row_of(module, load(path), [fault.cause], fault.ranks, 1.0))
+    for archive in sorted(GENERATED.glob("*.tar.xz")):
+        into = folder / archive.name
+        with tarfile.open(archive) as packed:
+            packed.extractall(into, filter="data")
+        labels = json.loads((into / "labels.json").read_text(encoding="utf-8"))
+        made = [row_of(archive.name, load(into / n), of["causes"], of["ranks"], 1.0) for n, of in labels.items()]
+        rows_ = [row for row in made if row is not None]
+        found += [replace(row, weight=min(1.0, AS_MANY / len(rows_))) for row in rows_]
+    return [row for row in found if row is not None]
+
+
+def fitted(of: Sequence[Row]) -> Weights:
+    """Return the weights, by kind of edit and term, under which the right edits of the rows are the most likely."""
+    names = sorted(
+        {(kind, name) for row in of for kind, values in zip(row.kinds, row.values, strict=True) for name in values}
+    )
+    at = {name: i for i, name in enumerate(names)}
+    most = max(len(row.kinds) for row in of)
+    values = torch.zeros(len(of), most, len(names), dtype=torch.float64)
+    absent = torch.full((len(of), most), -1e9, dtype=torch.float64)
+    wrong = absent.clone()
+    for i, row in enumerate(of):
+        for j, (kind, held) in enumerate(zip(row.kinds, row.values, strict=True)):
+            absent[i, j] = 0
+            wrong[i, j] = 0 if j in row.right else -1e9
+            for name, value in held.items():
+                values[i, j, at[kind, name]] = value
+    counts = torch.tensor([row.weight for row in of], dtype=torch.float64)
+    weights = torch.zeros(len(names), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=300, history_size=20, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        scores = values @ weights
+        missed = torch.logsumexp(scores + absent, 1) - torch.logsumexp(scores + wrong, 1)
+        total = (counts * missed).sum() + PENALTY * len(of) / 2 * weights.square().sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+    table: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for (kind, name), weight in zip(names, weights.tolist(), strict=True):
+        if abs(weight) >= LEAST:
+            table[kind][name] = round(weight, 2)
+    return dict(table)
+
+
+def main() -> None:
+    """Fit the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, default=TABLE, help="the file to write (default: the package's)")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found = rows(Path(folder))
+    weights = fitted(found)
+    text = json.dumps({"fitted_to": len(found), "weights": weights}, indent=1, sort_keys=True)
+    arguments.table.write_text(text + "\n", encoding="utf-8")
+    print(f"{len(found)} faults, {sum(map(len, weights.values()))} weights: {arguments.table}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The rules for ranks in different calls: of one place of a group's sequence, or each waiting in a call that cannot complete."""
+
+from __future__ import annotations
+
+from pytest_nsa.diagnosis.explain.choose import Explanation, explain
+from pytest_nsa.diagnosis.explain.edits import Calls, Edit
+from pytest_nsa.diagnosis.explain.terms import is_of_others
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
+from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_an_earlier_call
+from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.memberships import of_other_members
+from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
+from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
+from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
+from pytest_nsa.evidence.board import DEFAULT_GROUPS
+from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
+from pytest_nsa.evidence.values import Evidence
+
+_OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # what a skipped call may be
+
+
+def departed(evidence: Evidence) -> Finding | None:
+    """Find that ranks entered different collectives at the same place of their group's sequence."""
+    entered = first_apart(evidence)
+    if entered is None or _raised_before(evidence, entered):
+        return None
+    return of_a_shift(evidence) or of_an_earlier_call(evidence, dict(entered)) or finding_of(evidence, entered)
+
+
+def waiting_apart(evidence: Evidence) -> Finding | None:
+    """Find that every rank waits, and not in the same collective: none of them can complete."""
+    if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
+        return None
+    found = held_apart(evidence)
+    return None if found is None else finding_of(evidence, found)
+
+
+def held_apart(evidence: Evidence) -> Calls | None:
+    """Return what each rank waits in, where these calls are several collectives, and none of them can complete.
+
+    A rank that does anything else is no part of it, where the others wait for each other alone; nor is one that no other rank
+    waits for: it does not hold them up.
+    """
+    alive = [r for r in evidence.ranks if not r.finished]
+    found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    entered = rings(evidence)
+    if any(not r.is_waiting for r in alive):
+        waits = {r.rank: found[r.rank] for r in alive if r.is_waiting and r.rank in found}
+        found = deadlocked(waits, entered, evidence.members)
+        alive = [r for r in alive if r.rank in found]
+    if len(alive) < 2 or len(found) < len(alive):
+        return None
+    if len({c.place for c in found.values()}) < 2 or any(c.peer != -1 for c in found.values()):
+        return None
+    if any_can_complete(found.values(), entered):
+        return None
+    held = {rank: found[rank] for rank in sorted(waited_for(found, entered, evidence.members))}
+    return held if len({c.place for c in held.values()}) > 1 else found
+
+
+def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
+    """Return what explains that ranks are in the different calls ``entered``; None where they are in one."""
+    found = explain(evidence, entered)
+    if found is None:
+        return None
+    n, edit = evidence.job.world_size, found.candidate.edit
+    ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
+    who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
+    shown, values = _shown(evidence, entered), found.candidate.values
+    if edit is Edit.ORDER:
+        why = f"the ranks wait in different collectives: {shown}"
+    elif found.candidate.is_for_all:
+        why = f"the ranks are in different collectives: {shown}"
+    elif edit is Edit.SKIP and are_waiting:
+        why = f"{who} went on without {other.describe()}, in which the others wait (call skipped): {shown}"
+    elif edit is Edit.SKIP:
+        told = "it left the loop that the others are in" if values.get("left") else "call skipped"
+        why = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({told})"
+    elif edit is Edit.EXTRA and are_waiting:
+        why = f"{who} entered {mine.describe()}, which the others went on without: {shown}"
+    else:
+        round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
+        why = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
+    why += _because(found, n)
+    culprits, cause, why = explained(evidence, ranks, edit.value, why, entered)
+    left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
+    if edit is Edit.SKIP and cause in _OF_SKIPPED:
+        # For a call that was skipped, the line to look at is the call that the others are in.
+        left = origin_of(evidence, ranks, other)
+        why += left.since
+    why += ran_out(evidence, culprits, cause)
+    calls = () if are_waiting else tuple(
+        Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", says=f"entered {c.describe()} in step {c.step}")
+        for r, c in sorted(entered.items())
+    )  # fmt: skip
+    return Finding(
+        cause=cause, ranks=culprits, where=left.where, called_from=left.called_from, reason=why, certain=found.is_certain,
+        confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
+        terms={_sentence(found, name, words, n): gain for name, words, gain in found.terms},
+    )  # fmt: skip
+
+
+def first_apart(evidence: Evidence) -> Calls | None:
+    """Return what each rank entered where calls first differ, of groups that have one set of members on all ranks."""
+    calls = rings(evidence)
+    entered = first_departure(calls)
+    clashing = of_other_members(evidence) if entered is not None else ()
+    if clashing:  # who is in such a group's call met no other rank there
+        entered = first_departure({r: tuple(c for c in ring if c.group not in clashing) for r, ring in calls.items()})
+    return entered
+
+
+def _raised_before(evidence: Evidence, entered: Calls) -> bool:
+    """Return whether a rank had raised by itself when it entered what differs: its teardown's calls are a consequence."""
+    return any(
+        error.time < c.entered and not is_victim(error)
+        for rank, c in entered.items()
+        for error in evidence.ranks[rank].exceptions
+    )
+
+
+def _shown(evidence: Evidence, entered: Calls) -> str:
+    """Return what each rank is in, and the members of groups other than that of all ranks."""
+    n, in_steps = evidence.job.world_size, any(c.step for c in entered.values())
+    shown = by_ranks(
+        {r: f"in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in sorted(entered.items())}, n
+    )
+    for group in sorted({c.group for c in entered.values()} - set(DEFAULT_GROUPS)):
+        shown += f"; group {group} has {describe_ranks(evidence.members(group), n)}"
+    return shown
+
+
+def _because(found: Explanation, world_size: int) -> str:
+    told = [_sentence(found, name, words, world_size) for name, words, _ in found.terms[:2]]
+    return f"; {'; '.join(told)}" if told else ""
+
+
+def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:
+    """Return a term as a sentence about the side that it is of."""
+    ranks = found.candidate.others if is_of_others(name) else found.candidate.ranks
+    return (
+        f"{describe_ranks(ranks, world_size)}: {words}"
+        if len(ranks) > 1
+        else f"{describe_ranks(ranks, world_size)} {words}"
+    )

@@ -1,0 +1,215 @@
+"""What is known of one rank in one call against another rank in another call: positions, rhythms, conditions, payloads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pytest_nsa.diagnosis.explain.conditions import Path, path_to
+from pytest_nsa.diagnosis.explain.program import (
+    Compared,
+    Order,
+    Position,
+    compare,
+    is_called_back,
+    is_in_loop_below,
+    position_of,
+)
+from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, surprise, token
+from pytest_nsa.diagnosis.facts import calls_before
+from pytest_nsa.diagnosis.rules.conditions import are_alternatives, is_for_one_rank
+from pytest_nsa.diagnosis.rules.hooks import is_in_hook
+from pytest_nsa.diagnosis.rules.locations import line_in, parts_of, recomputes, user_frames
+from pytest_nsa.diagnosis.rules.source import is_in_handler
+from pytest_nsa.diagnosis.rules.threads import raced
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import file_name
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A rank in ``call``, and another one, ``other``, in ``other_call`` of the same or of another group."""
+
+    evidence: Evidence
+    number: int
+    call: Collective
+    other_number: int
+    other_call: Collective
+
+    @cached_property
+    def turned(self) -> Contrast:
+        """Seen from the other rank."""
+        other = Contrast(self.evidence, self.other_number, self.other_call, self.number, self.call)
+        other.__dict__["turned"] = self  # what is known of the one is computed once
+        return other
+
+    @property
+    def rank(self) -> RankEvidence:
+        return self.evidence.ranks[self.number]
+
+    @cached_property
+    def before(self) -> list[Collective]:
+        """What the rank called before, of all groups."""
+        return calls_before(self.evidence, self.number, self.call)
+
+    @cached_property
+    def history(self) -> list[Token]:
+        return [token(c) for c in self.before]
+
+    @cached_property
+    def position(self) -> Position:
+        return position_of(self.rank, self.call)
+
+    @cached_property
+    def latest(self) -> Collective | None:
+        """The last call before these that both ranks have made, from the same lines, or one by a wrapper."""
+        theirs = {c.place: c for c in self.turned.before if c.peer == -1}
+        mine = (c for c in reversed(self.before) if c.peer == -1)
+        return next((c for c in mine if c.place in theirs and _are_one(c.way, theirs[c.place].way)), None)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many calls like its own the rank made since the latest of the other's, and in each round before."""
+        return counts_of_rounds(self.before, self.other_call, self.call)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its visit to the line of its call has not come to its usual end."""
+        now, *earlier = self.counts
+        return len(set(earlier)) == 1 and now < earlier[0]
+
+    @cached_property
+    def compared(self) -> Compared:
+        """Where the rank is in the program, from the other one."""
+        if "compared" in self.turned.__dict__:
+            seen = self.turned.compared
+            return replace(seen, order=seen.order.turned, parted=seen.parted[::-1])
+        return compare(
+            self.evidence.sources, self.position, self.turned.position, self.latest, (self.goes_on, self.turned.goes_on),
+            (self.call.step, self.other_call.step),
+        )  # fmt: skip
+
+    @property
+    def order(self) -> Order:
+        return self.compared.order
+
+    @property
+    def parted(self) -> tuple[str, str]:
+        """The lines of the function in which the ranks part; those of their calls where it is not known."""
+        frames = self.compared.parted
+        return (frames[0].place, frames[1].place) if frames else (self.call.site, self.other_call.site)
+
+    @cached_property
+    def has_left(self) -> bool:
+        """Whether the rank is ahead of a loop that the other is in: of the function in which they part, or of one called there."""
+        if self.order is not Order.AFTER or not self.compared.parted:
+            return False
+        return self.compared.left or is_in_loop_below(
+            self.evidence.sources, self.turned.position, self.compared.parted[1]
+        )
+
+    @cached_property
+    def path(self) -> Path:
+        """What leads the rank to its call from the function in which the two part."""
+        at = next((i for i, frame in enumerate(self.position) if frame in self.compared.parted), 0)
+        return path_to(self.evidence.sources, self.position[at:], (self.number,), self.evidence.job.world_size)
+
+    @cached_property
+    def is_for_one(self) -> bool:
+        """Whether a condition that is true on one rank leads to its call, and not to the other's."""
+        sources, (here, there) = self.evidence.sources, self.parted
+        own = {here, *self.call.way} - {there, *self.other_call.way}
+        return any(is_for_one_rank(sources, place) for place in own)
+
+    def costs(self, *calls: Collective) -> float:
+        """Return the surprise of the last of ``calls`` where the rank makes them next, in bits."""
+        *first, last = map(token, calls)
+        return surprise([*self.history, *first], last)
+
+    @property
+    def has_made(self) -> bool:
+        """Whether the rank has made its call before."""
+        return token(self.call) in self.history
+
+    @property
+    def has_made_other(self) -> bool:
+        """Whether the rank has made the other's call before."""
+        return token(self.other_call) in self.history
+
+    @property
+    def is_known(self) -> bool:
+        """Whether one of the two made its call before."""
+        return self.has_made or self.turned.has_made_other
+
+    @property
+    def goes_on_with_other(self) -> bool:
+        """Whether what the rank called next in the other's group is the other's call: neither waits."""
+        following = next(
+            (c for c in self.rank.collectives if c.group == self.other_call.group and c.index > self.call.index), None
+        )
+        return following is not None and _is_alike(following, self.other_call)
+
+    @property
+    def is_in_statement(self) -> bool:
+        """Whether its latest call came from the statement that its call comes from, where the other is at another one."""
+        here, there = self.parted
+        return here != there and bool(self.before) and line_in(self.before[-1], here) == parts_of(here)[1]
+
+    @cached_property
+    def are_branches(self) -> bool:
+        """Whether the two are in two branches of one `if`."""
+        sources, pairs = self.evidence.sources, ((self.call.site, self.other_call.site), self.parted)
+        return self.call.way != self.other_call.way and any(are_alternatives(sources, *pair) for pair in pairs)
+
+    @property
+    def is_called_back(self) -> bool:
+        """Whether a library or the interpreter has called the function that the rank is in: a hook, a handler, a finalizer."""
+        parted = self.compared.parted
+        return bool(parted) and is_called_back(self.rank, parted[0].place)
+
+    @property
+    def is_in_handler(self) -> bool:
+        """Whether the rank is in an `except`."""
+        return any(is_in_handler(self.evidence.sources, f.describe()) for f in user_frames(self.rank))
+
+    @property
+    def is_in_hook(self) -> bool:
+        """Whether the rank is in a gradient hook."""
+        return is_in_hook(self.rank)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether the rank has made no call of the other's group before, which is another one than its own."""
+        group = self.other_call.process_group
+        return group != self.call.process_group and all(c.process_group != group for c in self.before)
+
+    @property
+    def knows_other(self) -> bool:
+        """Whether the rank has made the other's operation in the other's group before, from whatever line."""
+        kind = self.other_call.op, self.other_call.process_group
+        return any((c.op, c.process_group) == kind for c in self.before)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the rank runs a part of its forward a second time, for gradient checkpointing."""
+        return recomputes(self.rank)
+
+    @cached_property
+    def is_beside(self) -> bool:
+        """Whether a thread beside the main one makes its call, and the other rank has that thread in another call."""
+        return raced(self.evidence, (self.number,), {self.number: self.call, self.other_number: self.other_call})
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the rank is of the group of the other's call."""
+        return self.number in self.evidence.members(self.other_call.process_group)
+
+
+def _is_alike(one: Collective, other: Collective) -> bool:
+    return token(one) == token(other) and one.shape[1:] == other.shape[1:]
+
+
+def _are_one(way: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    depth = min(len(way), len(other))  # of a caller's file the name alone is known
+    return [*map(file_name, way[-depth:])] == [*map(file_name, other[-depth:])]

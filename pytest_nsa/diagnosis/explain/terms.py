@@ -1,0 +1,228 @@
+"""The terms of an explanation: facts about two sides of the ranks, each with its words.
+
+A term has a value, 0 or 1 or between, and a weight for each kind of edit (`weights.json`, fitted by `benchmarks/fit.py`). The score
+of an edit is the sum of weight times value. `OWN` terms are taken of the side that an edit names and of the others; `SHARED` ones
+of the two together, seen from the side that is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.explain.conditions import Path
+from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.program import Order
+from pytest_nsa.diagnosis.explain.rhythm import token
+
+MOST_BITS = 10.0  # of a surprise
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A fact by its ``name`` in the table of weights; ``words`` follow the name of a side: 'rank 1 is ...'."""
+
+    name: str
+    words: str
+    value: Callable[[Contrast], float]
+
+
+def _bits(*calls: str) -> Callable[[Contrast], float]:
+    """Return the surprise of the last of the calls, 'own' or 'other', where the rank makes them next."""
+
+    def value(c: Contrast) -> float:
+        made = [c.call if name == "own" else c.other_call for name in calls]
+        return min(c.costs(*made), MOST_BITS) / MOST_BITS
+
+    return value
+
+
+def _rounds(compares: Callable[[int, int], bool]) -> Callable[[Contrast], float]:
+    def value(c: Contrast) -> float:
+        now, *earlier = c.counts
+        return float(len(set(earlier)) == 1 and compares(now, earlier[0]))
+
+    return value
+
+
+def _path(path: Path) -> Callable[[Contrast], float]:
+    return lambda c: float(c.path is path)
+
+
+def _order(order: Order, *, counted: bool) -> Callable[[Contrast], float]:
+    return lambda c: c.order is order and c.compared.is_counted == counted and not c.compared.is_likely
+
+
+def _interposed(c: Contrast) -> float:
+    return (1 - _bits("other")(c)) * (not c.is_known)
+
+
+def _passed_over(c: Contrast) -> float:
+    return (1 - _bits("other")(c)) * (1 - _bits("other", "own")(c))
+
+
+OWN: tuple[Term, ...] = (
+    Term("new", "makes this call for the first time", lambda c: not c.has_made),
+    Term("other's is new", "never made the others' call", lambda c: not c.has_made_other),
+    Term("surprise", "makes a call that its rounds do not lead to", _bits("own")),
+    Term("surprise of other's", "has no rounds that lead to the others' call here", _bits("other")),
+    Term("surprise after other's", "has no rounds in which its call follows the others'", _bits("other", "own")),
+    Term("surprise before other's", "has no rounds in which the others' call follows its own", _bits("own", "other")),
+    Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
+    Term(
+        "as many", "made as many calls like this one as in each round before", _rounds(lambda now, usual: now == usual)
+    ),
+    Term("more", "made more calls like this one than in each round before", _rounds(lambda now, usual: now > usual)),
+    Term("interposed", "makes a call that no rank made before, where its rounds lead to the others' call", _interposed),
+    Term(
+        "passed over", "makes the call that follows the others' in its rounds, which lead to the others'", _passed_over
+    ),
+    Term("no rounds", "made no whole round before", lambda c: len(c.counts) == 1),
+    Term("same statement", "made its latest call from the same statement", lambda c: c.is_in_statement),
+    Term("again", "makes its latest call again", lambda c: c.history[-1:] == [token(c.call)]),
+    Term("after other's", "made the others' call just before", lambda c: c.history[-1:] == [token(c.other_call)]),
+    Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
+    Term("not excluded", "is let through by a condition that excludes other ranks", _path(Path.EXCLUDES)),
+    Term("on data", "is under a condition that does not name the rank", _path(Path.DATA)),
+    Term("unless data", "is here unless a condition holds that does not name the rank", _path(Path.NOT_DATA)),
+    Term("for one", "is under a condition that is true on one rank", lambda c: c.is_for_one),
+    Term("goes on", "made the others' call next, and does not wait", lambda c: c.goes_on_with_other),
+    Term("called back", "is in a function that a library or the interpreter called", lambda c: c.is_called_back),
+    Term("recomputed", "recomputes a checkpointed forward", lambda c: c.is_recomputed),
+    Term("handler", "is in an `except`", lambda c: c.is_in_handler),
+    Term("hook", "is in a gradient hook", lambda c: c.is_in_hook),
+    Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
+    Term("DDP", "is in a call that DDP makes", lambda c: c.call.op.startswith("ddp")),
+    Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
+    Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
+    Term("knows other's", "made the others' operation in that group before", lambda c: c.knows_other),
+    Term("member", "belongs to the group of the others' call", lambda c: c.is_member),
+)
+
+
+SHARED: tuple[Term, ...] = (
+    Term("ahead, counted", "is ahead in the program, by steps and loop counters", _order(Order.AFTER, counted=True)),
+    Term("behind, counted", "is behind in the program, by steps and loop counters", _order(Order.BEFORE, counted=True)),
+    Term("ahead by lines", "is ahead in the program, by its lines", _order(Order.AFTER, counted=False)),
+    Term("behind by lines", "is behind in the program, by its lines", _order(Order.BEFORE, counted=False)),
+    Term(
+        "ahead by steps",
+        "is ahead in the program, by the steps of the training",
+        lambda c: c.compared.is_likely and c.order is Order.AFTER,
+    ),
+    Term(
+        "behind by steps",
+        "is behind in the program, by the steps of the training",
+        lambda c: c.compared.is_likely and c.order is Order.BEFORE,
+    ),
+    Term(
+        "ahead, new",
+        "is ahead, in a call that no rank made before",
+        lambda c: c.order is Order.AFTER and not c.is_known,
+    ),
+    Term(
+        "ahead, other's new",
+        "is ahead of a call that no rank made before",
+        lambda c: c.order is Order.AFTER and not c.turned.is_known,
+    ),
+    Term(
+        "behind, new",
+        "is behind, in a call that no rank made before",
+        lambda c: c.order is Order.BEFORE and not c.is_known,
+    ),
+    Term(
+        "behind, other's new",
+        "is behind a call that no rank made before",
+        lambda c: c.order is Order.BEFORE and not c.turned.is_known,
+    ),
+    Term(
+        "assumed ahead",
+        "is ahead where a loop has begun again",
+        lambda c: c.compared.is_assumed and c.order is Order.AFTER,
+    ),
+    Term(
+        "assumed behind",
+        "is behind where a loop has begun again",
+        lambda c: c.compared.is_assumed and c.order is Order.BEFORE,
+    ),
+    Term("left", "left a loop that the others are in", lambda c: c.has_left),
+    Term("in a loop", "is in a loop that the others left", lambda c: c.turned.has_left),
+    Term("same line", "is at the others' line", lambda c: c.order is Order.SAME),
+    Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE),
+    Term("not comparable", "is in another function than the others", lambda c: c.order is Order.UNKNOWN),
+    Term("another thread", "makes its call in another thread than the others", lambda c: c.is_beside),
+    Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches),
+    Term("later step", "is in a later step of the training", lambda c: c.call.step > c.other_call.step),
+    Term("earlier step", "is in an earlier step of the training", lambda c: c.call.step < c.other_call.step),
+    Term(
+        "all new",
+        "makes a call that no rank made before, as the others do",
+        lambda c: not (c.is_known or c.turned.is_known),
+    ),
+    Term(
+        "alone new",
+        "makes a call that no rank made before, and the others do not",
+        lambda c: not c.is_known and c.turned.is_known,
+    ),
+    Term(
+        "other's alone new",
+        "does not make the others' call, which no rank made before",
+        lambda c: c.is_known and not c.turned.is_known,
+    ),
+    Term(
+        "one knows",
+        "and the others do not both know the operations of both",
+        lambda c: c.knows_other != c.turned.knows_other,
+    ),
+    Term("same operation", "makes the others' operation", lambda c: c.call.op == c.other_call.op),
+    Term("same call", "makes the others' call by the same lines", lambda c: c.call.way == c.other_call.way),
+    Term(
+        "another caller",
+        "makes the others' call from other lines",
+        lambda c: c.call.site == c.other_call.site and c.call.way != c.other_call.way,
+    ),
+    Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4]),
+    Term("another group", "calls in another group", lambda c: c.call.process_group != c.other_call.process_group),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many ranks an edit names, of how many, in how many different calls."""
+
+    named: int
+    others: int
+    sides: int
+
+    def values(self) -> dict[str, float]:
+        """Return the values of the terms of numbers."""
+        bits = math.log2((self.others + 0.5) / (self.named + 0.5))
+        return {
+            "minority": max(-2.0, min(2.0, bits)), "tie": float(self.named == self.others),
+            "majority": float(self.named > self.others), "two ranks": float(self.named + self.others == 2),
+            "more sides": float(self.sides > 2), "several": float(self.named > 1),
+        }  # fmt: skip
+
+
+def words_of(name: str) -> str:
+    """Return the words of a term by its name in the table of weights."""
+    side, _, bare = name.partition(": ")
+    return next((t.words for t in (OWN if side in ("they", "others") else SHARED) if t.name == (bare or side)), "")
+
+
+def is_of_others(name: str) -> bool:
+    """Return whether a term is a fact of the side that is not named."""
+    return name.startswith("others: ")
+
+
+def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dict[str, float]:
+    """Return the terms that hold, by name; ``for_all``: of an edit that names all ranks, which takes no side."""
+    found = {t.name: float(t.value(contrast)) for t in SHARED}
+    if for_all:
+        other = {t.name: float(t.value(contrast.turned)) for t in SHARED}
+        found = {name: min(value, other[name]) for name, value in found.items()}
+    else:
+        found |= {f"they: {t.name}": float(t.value(contrast)) for t in OWN}
+        found |= {f"others: {t.name}": float(t.value(contrast.turned)) for t in OWN}
+    return {name: value for name, value in (found | sizes.values() | {"always": 1.0}).items() if value}

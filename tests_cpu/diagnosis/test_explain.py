@@ -1,0 +1,82 @@
+"""The model that explains why ranks are in different calls: rhythm, terms, candidates, and the table of weights that is shipped."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from pytest_nsa.diagnosis.engine import diagnose
+from pytest_nsa.diagnosis.explain import choose, terms
+from pytest_nsa.diagnosis.explain.calls import first_apart
+from pytest_nsa.diagnosis.explain.edits import Edit, candidates
+from pytest_nsa.diagnosis.explain.rhythm import surprise
+from pytest_nsa.evidence.load import load
+from tests_cpu.faults.recorded import unpack
+
+
+def test_what_rounds_lead_to_surprises_least() -> None:
+    rounds = list("abcabcab")
+    costs = {call: surprise(rounds, call) for call in "abcx"}
+    assert costs["c"] <= 1 < costs["a"] <= costs["b"] < costs["x"]
+
+
+def test_a_longer_context_decides_between_two_followers() -> None:
+    """After 'a', 'b' and 'c' follow as often; what came before 'a' tells which."""
+    rounds = list("xabyacxabyacxa")
+    assert surprise(rounds, "b") <= 1 < surprise(rounds, "c")
+
+
+def test_a_surprise_depends_on_the_latest_calls_alone() -> None:
+    draw = random.Random(7)
+    old, rounds = [draw.choice("pqrs") for _ in range(500)], list("abc") * 40
+    assert surprise(old + rounds, "a") == surprise(rounds, "a")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return unpack("loops", tmp_path_factory.mktemp("loops"))
+
+
+def test_the_explanation_is_in_the_verdict(recorded: dict[str, Path]) -> None:
+    verdict = diagnose(load(recorded["test_one_batch_less_in_an_epoch"]))
+    assert verdict.rule == "calls.departed"
+    assert verdict.terms
+    assert next(iter(verdict.terms)) in verdict.reason
+    assert all(weight > 0 for weight in verdict.terms.values())
+    assert json.loads(json.dumps(verdict.to_json()))["terms"] == verdict.terms
+
+
+def test_a_side_s_facts_are_the_other_s_turned_round(recorded: dict[str, Path]) -> None:
+    evidence = load(recorded["test_one_batch_less_in_an_epoch"])
+    entered = first_apart(evidence)
+    assert entered is not None
+    one, other = (c.values for c in candidates(evidence, entered) if c.edit is Edit.SKIP)
+    sides = {name.replace("they: ", "others: "): value for name, value in one.items() if name.startswith("they: ")}
+    assert sides == {name: value for name, value in other.items() if name.startswith("others: ")}
+    assert ("ahead, counted" in one) == ("behind, counted" in other)
+
+
+def test_each_weight_is_of_a_term_that_there_is() -> None:
+    named = {t.name for t in terms.SHARED} | {f"{side}: {t.name}" for t in terms.OWN for side in ("they", "others")}
+    named |= {*terms.Sizes(1, 1, 2).values(), "always"}
+    for kind, column in choose.weights().items():
+        assert set(column) <= named, kind
+    assert len({t.name for t in (*terms.OWN, *terms.SHARED)}) == len(terms.OWN) + len(terms.SHARED)
+
+
+def test_a_fit_finds_the_edit_that_a_term_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of faults in which one term is true of the right edit alone, the fitted table chooses by that term."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
+    import fit
+
+    draw = random.Random(3)
+    made = []
+    for _ in range(40):
+        right, noise = draw.randrange(2), [float(draw.random() < 0.5) for _ in range(2)]
+        values = tuple({"tells": float(i == right), "noise": noise[i]} for i in range(2))
+        made.append(fit.Row("drawn", ("skip", "skip"), values, frozenset({right}), 1.0))
+    column = fit.fitted(made)["skip"]
+    assert column["tells"] > 2 * abs(column.get("noise", 0.0))
