@@ -35,7 +35,11 @@ from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
-PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.rank.store")
+# All that a rank imports in any test, so that no rank does.
+PRELOAD = (
+    "encodings.ascii", "torch", "torch.distributed", "nsa.trace.handlers", "nsa.trace.session", "nsa.trace.threads",
+    "nsa.trace.training", "pytest_nsa.rank.store",
+)  # fmt: skip
 # The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
 LATE_FIXTURES = {"ddp", "fsdp"}
 PENDING_S = 0.5
