@@ -53,6 +53,17 @@ def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
     return found
 
 
+def rehearse() -> None:
+    """Do once, before ranks are forked, what would cost each of them: fill caches, install what stays."""
+    from nsa.trace.handlers import install
+    from nsa.trace.memory import limit_mib
+
+    install()
+    limit_mib()
+    machine()
+    os.environ.update()  # its first call looks through the classes of all mappings
+
+
 def _late_modules() -> set[str]:
     # Not an intersection with the names of all modules: it counts a reference to each, and so copies most pages of the zygote.
     return {name for name in LATE if name in sys.modules}
@@ -286,6 +297,7 @@ class RankProcess:
             return self._channel_store
         import torch.distributed as dist
 
+        self.store.parent.mkdir(parents=True, exist_ok=True)
         return dist.FileStore(str(self.store), self.spec.world_size)
 
     def _arm_stack_dumps(self, folder: Path) -> None:
