@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.wire.files import parse, read_bytes, reading
+from pytest_nsa.wire.files import open_to_read, parse, read_bytes
 
 HEADER = 4096
 AFTER_LIMIT_S = 2.0  # for a call to end after its own limit (`BoardSnapshot.limit_time`)
@@ -176,38 +176,42 @@ class BoardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._layout: Mapping[str, Any] | None = None
+        self._layout: _Layout | None = None
         self._used = 1  # entries of the ring
 
     def read(self) -> BoardSnapshot | None:
         """Return the board now. None while there is none, or while its header is being written."""
         try:
-            with reading(self.path) as (fd, size):
-                data = self._used_part(fd, size)
-                if data is None or self._layout is None:
-                    return None
-                board = _decode(self._layout, data)
-                return board if all(map(math.isfinite, board.numbers.values())) else None
+            fd, size = open_to_read(self.path)
+        except OSError:
+            return None
+        try:
+            found = self._used_part(fd, size)
+            board = None if found is None or self._layout is None else _decode(self._layout, *found)
+            return board if board is not None and all(map(math.isfinite, board.numbers.values())) else None
         except (OSError, *_DAMAGED, MemoryError):
             return None
+        finally:
+            os.close(fd)
 
-    def _used_part(self, fd: int, size: int) -> bytes | None:
-        """Return the file without the entries of the ring that no collective has used yet, nine tenths of it in a short test; None
-        for what is no board.
+    def _used_part(self, fd: int, size: int) -> tuple[bytes, dict[str, float]] | None:
+        """Return the file without what no collective has used of the ring, nine tenths of it in a short test, and the
+        numbers; None for what is no board.
         """
         if self._layout is None:
             self._layout = _layout_of(os.pread(fd, HEADER, 0))
         if self._layout is None:
             return None
-        ring = self._layout["ring"]
+        ring = self._layout.ring
         if size < ring["offset"] + ring["size"] * ring["stride"] or not 0 < ring["size"] <= MOST:
             return None  # cut short, by a full disk or a copy that broke off; or no board of ours
         while True:  # until the ring has no more entries than were read
-            end = max(_end_of_fields(self._layout), ring["offset"] + self._used * ring["stride"])
+            end = max(self._layout.end, ring["offset"] + self._used * ring["stride"])
             data = os.pread(fd, min(end, LARGEST), 0)
-            entered = min(ring["size"], int(_number(self._layout, data, "collectives_entered")))
+            numbers = self._layout.numbers(data)
+            entered = min(ring["size"], int(numbers["collectives_entered"]))
             if entered <= self._used:
-                return data
+                return data, numbers
             self._used = entered
 
 
@@ -216,38 +220,43 @@ def read_numbers(path: Path) -> dict[str, float]:
     try:
         data = read_bytes(path, 2 * HEADER)
         layout = _layout_of(data[:HEADER])
-        return _numbers(layout, data) if layout is not None else {}
+        return layout.numbers(data) if layout is not None else {}
     except (OSError, *_DAMAGED):
         return {}
 
 
+class _Layout:
+    """What a board's header says of its fields. Raises one of `_DAMAGED` for what no board has."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields, self.ring = fields, fields["ring"]
+        path = fields.get("path", (0, 0))
+        ends = [
+            offset + size for offset, size in [*fields["texts"].values(), fields["arrived"], (path[0], 2 * path[1])]
+        ]
+        places = sorted((offset, code, name) for name, (offset, code) in fields["numbers"].items())
+        self.end = max([*ends, *(offset + 8 for offset, _, _ in places)])  # of all that is not in the ring
+        self._names, self._first, form, at = [name for _, _, name in places], places[0][0], "<", places[0][0]
+        for offset, code, _ in places:
+            form += "x" * (offset - at) + code
+            at = offset + struct.calcsize("<" + code)
+        self._numbers = struct.Struct(form)
+
+    def numbers(self, data: bytes) -> dict[str, float]:
+        """Return the number fields, by name."""
+        return dict(zip(self._names, self._numbers.unpack_from(data, self._first), strict=True))
+
+
 @functools.lru_cache(maxsize=16)  # one header for all boards of a version
-def _layout_of(header: bytes) -> Mapping[str, Any] | None:
-    layout = parse(header.rstrip(b"\0 "))
-    return layout if isinstance(layout, dict) else None
+def _layout_of(header: bytes) -> _Layout | None:
+    """Return None while the header is being written. Raises one of `_DAMAGED`."""
+    fields = parse(header.rstrip(b"\0 "))
+    return _Layout(fields) if isinstance(fields, dict) else None
 
 
-def _end_of_fields(layout: Mapping[str, Any]) -> int:
-    """Return where the fields end that are not in the ring."""
-    ends = [offset + 8 for offset, _ in layout["numbers"].values()]
-    ends += [offset + size for offset, size in [*layout["texts"].values(), layout["arrived"]]]
-    offset, size = layout.get("path", (0, 0))
-    return max([*ends, offset + 2 * size])
-
-
-def _number(layout: Mapping[str, Any], data: bytes, name: str) -> float:
-    offset, code = layout["numbers"][name]
-    found: float = struct.unpack_from("<" + code, data, offset)[0]
-    return found
-
-
-def _numbers(layout: Mapping[str, Any], data: bytes) -> dict[str, float]:
-    return {name: _number(layout, data, name) for name in layout["numbers"]}
-
-
-def _decode(layout: Mapping[str, Any], data: bytes) -> BoardSnapshot:
+def _decode(of: _Layout, data: bytes, numbers: dict[str, float]) -> BoardSnapshot:
+    layout = of.fields
     phases = layout["phases"]
-    numbers = _numbers(layout, data)
     texts = {name: _text(data[offset : offset + size]) for name, (offset, size) in layout["texts"].items()}
     start, size = layout["arrived"]
     return BoardSnapshot(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 _RESET_PEAK = b"5"  # proc(5): clear_refs
 
 
@@ -13,8 +15,7 @@ class AddedMemory:
 
     def __init__(self) -> None:
         try:
-            with open("/proc/self/clear_refs", "wb", buffering=0) as file:
-                file.write(_RESET_PEAK)
+            Path("/proc/self/clear_refs").write_bytes(_RESET_PEAK)
         except OSError:  # a kernel without it, or a sandbox: the peak since the start is all that is known
             self._began: float | None = None
         else:
@@ -34,8 +35,7 @@ class AddedMemory:
 
 def _mib(field: bytes) -> float | None:
     try:
-        with open("/proc/self/status", "rb", buffering=0) as file:
-            lines = file.readall().splitlines()
+        lines = Path("/proc/self/status").read_bytes().splitlines()
     except OSError:
         return None
     found = next((line.split()[1] for line in lines if line.startswith(field)), None)
