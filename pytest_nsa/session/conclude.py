@@ -24,6 +24,13 @@ from pytest_nsa.wire.files import append_line, replacing, write_atomically
 if TYPE_CHECKING:
     from pytest_nsa.diagnosis.engine import Rule
 
+# Of a verdict: the list has no such field of a test that passes.
+_DEFAULTS = {
+    name: value
+    for name, value in Verdict(nodeid="", outcome="PASS").to_json().items()
+    if name not in ("schema", "outcome")
+}
+
 
 def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
     """Diagnose a folder and write the verdict and the merged logs beside the evidence, unless it passed and is not kept.
@@ -126,7 +133,10 @@ class Recorder:
         self._list(folder, verdict)
 
     def _list(self, folder: Path, verdict: Verdict) -> None:
-        line = {"folder": folder.name, **verdict.to_json()}
+        told = verdict.to_json()
+        if not verdict.failed:  # most tests pass, and such lines are most of what a run leaves
+            told = {name: value for name, value in told.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+        line = {"folder": folder.name, **told}
         try:
             append_line(self.run.path / VERDICTS, line)
         except OSError as error:
