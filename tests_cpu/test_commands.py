@@ -61,7 +61,7 @@ timeout 60 pytest-nsa watch --run run --on-verdict "kill $launcher" > watched; p
     "make plan FAULT=": Run("make plan FAULT=sel_backward_deadlock ARGS='-k sel'", "lock_deadlock", code=2),
     "pytest tests_cpu/plan/test_plan.py --phases 1-5 --fault gc_reentrant": Run(
         "pytest tests_cpu/plan/test_plan.py --phases 1 --fault gc_reentrant --bisect-mitigations",
-        "bisect: passes with NSA_WITH_DDP_STATIC_GRAPH=1 alone (5 runs)",
+        "bisect: passes with NSA_WITH_DDP_STATIC_GRAPH=1 alone (7 runs)",
         code=1,
     ),
     "python -m nsa.train": Run("", "step 100"),
