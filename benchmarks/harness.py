@@ -5,6 +5,9 @@ torch, FileStore, gloo, all_reduce, exit. Peers that are not installed are left 
 
     python benchmarks/harness.py --rounds 5 --json benchmarks/results/harness.json
 
+`--check` measures no time: it counts what a busy machine does not change, and compares it with what
+benchmarks/results/harness_counts.json has.
+
 The times of pytest-nsa, MultiProcessTestCase and MultiProcContinuousTest are those of each test but the first, which waits for
 imports and ranks. Those of torchrun and spawn are whole, as every test pays them.
 """
@@ -23,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
+import counts
 import torch
 import torch.distributed as dist
 from figures import keep
@@ -211,7 +215,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often the ways take turns (default: 3)")
     parser.add_argument("--only", help="measure only ways whose name holds this, beside the floor and pytest-nsa")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--check", action="store_true", help="count, compare with harness_counts.json, and fail where a row is worse"
+    )
+    parser.add_argument("--count", action="store_true", help="count, and write harness_counts.json")
     arguments = parser.parse_args()
+    if arguments.check or arguments.count:
+        sys.exit(counts.check() if arguments.check else counts.write())
     torch.set_num_threads(1)
     times, failed = measure(arguments.rounds, arguments.only)
     medians = {way: statistics.median(found) for way, found in times.items() if found}

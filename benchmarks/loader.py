@@ -49,7 +49,8 @@ def make_tokenizer(folder: Path, texts: list[str]) -> str:
 def rate(path: Path, workers: int, tokenizer: str) -> float:
     """Return tokens per second, after the first batch."""
     from nsa.config import load_config
-    from nsa.data import Loader, Position, open_source
+    from nsa.data import Position, open_source
+    from nsa.data.loader import Loader
 
     config = load_config(
         ROOT / "configs" / "tiny_cpu.yaml",

@@ -139,34 +139,35 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(config: Config, arguments: argparse.Namespace) -> int:
+    # Without torch, which takes seconds to import: what can be refused is refused first.
     from nsa.data import Position, open_source
-    from nsa.training.parallel import choose_backend, choose_device, launched_ranks
+    from nsa.training import saved
 
     rank, world_size, local_rank = launched_ranks()
     if world_size > 1 and config.parallel.mode == "none":
         raise ConfigError(
             f"{world_size} ranks with --parallel none would train {world_size} unrelated models; use --ddp 1"
         )
-    device = choose_device(config.train.device, local_rank)
-    backend = choose_backend(config.parallel.backend, device, world_size)
     source = open_source(config)  # before any group starts: a bad file is refused here
     _boot_lines(config, arguments, rank)
 
-    from nsa.data import Loader
-    from nsa.training import checkpoint
-    from nsa.training.parallel import RankInfo
-    from nsa.training.run import NotFiniteError, Run
-
-    resumed = checkpoint.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
+    resumed = saved.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
         _say(f"[train] resume=auto: no checkpoint in {_checkpoints(arguments)}, starting at step 1")
     if resumed is not None:
-        checkpoint.refuse_other_data(resumed, config)
-    position = Position() if resumed is None else checkpoint.describe(resumed).position
-    loader = Loader(config, source, position, rank, world_size)
+        saved.refuse_other_data(resumed, config)
+        saved.refuse_another_model(resumed, config)
+    position = Position() if resumed is None else saved.describe(resumed).position
 
     import torch
 
+    from nsa.data.loader import Loader
+    from nsa.training.parallel import RankInfo, choose_backend, choose_device
+    from nsa.training.run import NotFiniteError, Run
+
+    device = choose_device(config.train.device, local_rank)
+    backend = choose_backend(config.parallel.backend, device, world_size)
+    loader = Loader(config, source, position, rank, world_size)
     if config.parallel.safe:
         os.environ.update(SAFE_ENVIRONMENT)
     if config.train.threads and device.type == "cpu":
@@ -188,6 +189,21 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
         loader.close()
         if config.parallel.mode != "none":
             torch.distributed.destroy_process_group()
+
+
+def launched_ranks() -> tuple[int, int, int]:
+    """Return (rank, world size, local rank) as the launcher set them; (0, 1, 0) without one. ConfigError for half a set."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, 0
+    try:
+        found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
+    except (KeyError, ValueError):
+        seen = f"RANK={os.environ.get('RANK')!r} WORLD_SIZE={os.environ.get('WORLD_SIZE')!r}"
+        raise ConfigError(f"{seen}: both must be whole numbers, as torchrun sets them") from None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and found[1] > 1:
+        raise ConfigError(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: start the ranks with torchrun")
+    return found
 
 
 def _checkpoints(arguments: argparse.Namespace) -> Path:

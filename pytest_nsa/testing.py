@@ -42,7 +42,7 @@ class ExampleResult:
         """Return the folder of the test whose id ends in ``name``."""
         assert self.run is not None
         entries = [json.loads(line) for line in (self.run / "verdicts.jsonl").read_text().splitlines()]
-        return self.run / next(e["folder"] for e in entries if e["nodeid"].endswith(name) or e["scenario"] == name)
+        return self.run / next(e["folder"] for e in entries if e["nodeid"].endswith(name) or e.get("scenario") == name)
 
 
 def run_example(

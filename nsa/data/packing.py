@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from nsa.config import ConfigError
 from nsa.data.documents import Documents, Place
 from nsa.data.tokens import Tokenizer, Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,8 @@ def batches(
 
 
 def _batch(samples: list[Sample], taken: int) -> Batch:
+    import torch  # not before the first batch: a source that cannot be used is refused sooner
+
     S = len(samples[0].tokens) - 1
     starts = [row * S + offset for row, sample in enumerate(samples) for offset in (0, *sample.starts)]
     return Batch(

@@ -9,8 +9,7 @@ import atexit
 import functools
 import gc
 import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nsa.trace.frames import call_site, is_user_file
@@ -62,16 +61,18 @@ def forget() -> None:
     _registered.clear()
 
 
-def lasting_handlers(body: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (what it is, where, collective): handlers at exit, and finalizers of objects of the file ``body`` that are alive."""
+def lasting_handlers(names: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (what it is, where, collective): handlers at exit, and finalizers of living objects of the classes in ``names``.
+
+    ``names`` are the globals of the test's module.
+    """
     for function, site in _registered:
         yield f"the exit handler {getattr(_code(function), 'co_name', '?')}", site, collective_in(function)
     kinds: dict[type, str] = {}
-    for module in [m for m in sys.modules.values() if body and getattr(m, "__file__", None) == body]:
-        for value in vars(module).values():
-            finalizer = vars(value).get("__del__") if isinstance(value, type) else None
-            if finalizer is not None and (call := collective_in(finalizer)):
-                kinds[value] = call
+    for value in list(names.values()):
+        finalizer = vars(value).get("__del__") if isinstance(value, type) else None
+        if finalizer is not None and (call := collective_in(finalizer)):
+            kinds[value] = call
     if not kinds:
         return
     gc.collect()

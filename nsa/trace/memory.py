@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -37,6 +38,7 @@ def on_gpu_mib() -> tuple[float, float] | None:
     return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
 
 
+@functools.cache  # a fork inherits it
 def limit_mib() -> float:
     """Return how much this process and those beside it may hold, in MiB: the machine's memory, or its container's."""
     lines = Path("/proc/meminfo").read_text().splitlines()

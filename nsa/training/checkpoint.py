@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 import pickle
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,26 +29,19 @@ from nsa.config import Config, ConfigError, ModelConfig, model_config
 from nsa.data.packing import Position
 from nsa.trace.files import write_atomically
 from nsa.trace.strict_json import to_json
-from nsa.training.safe_reader import SafePlanner, SafeReader, is_name, open_file, read_file
-
-SCHEMA = 1
-DESCRIPTION = "checkpoint.json"
-_CHUNK = 1 << 24  # bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Description:
-    """The contents of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: loss and gradients of the step were."""
-
-    step: int
-    position: Position
-    world_size: int
-    parallel: str
-    model: dict[str, Any]
-    data: dict[str, Any]
-    torch: str
-    files: dict[str, tuple[int, int]]
-    finite: bool = True
+from nsa.training.safe_reader import SafePlanner, SafeReader
+from nsa.training.saved import (
+    DESCRIPTION,
+    SCHEMA,
+    Description,
+    data_settings,
+    describe,
+    find,
+    is_finite,
+    refuse_another_model,
+    saved_in,
+    size_and_crc,
+)
 
 
 class Checkpointer:
@@ -143,7 +133,7 @@ class Checkpointer:
             self.on_saved(target)
 
     def _name(self, partial: Path, target: Path, description: Description) -> None:
-        files = {path.name: _size_and_crc(path) for path in sorted(partial.iterdir())}
+        files = {path.name: size_and_crc(path) for path in sorted(partial.iterdir())}
         described = dataclasses.asdict(dataclasses.replace(description, files=files))
         write_atomically(partial / DESCRIPTION, to_json({"schema": SCHEMA, **described}, indent=1) + "\n", synced=True)
         if target.exists():  # a run that went on from an earlier step comes here again
@@ -151,7 +141,7 @@ class Checkpointer:
         partial.rename(target)
         write_atomically(self.folder / "latest", target.name + "\n", follow=True, synced=True)
         # Those of later steps are another run's, or will be written again.
-        saved = [path for path in _saved(self.folder) if path <= target]
+        saved = [path for path in saved_in(self.folder) if path <= target]
         last_finite = next((path for path in reversed(saved) if is_finite(path)), None)
         for old in saved[: -self.config.checkpoint.keep]:
             if old != last_finite:
@@ -163,91 +153,6 @@ def _reason(error: BaseException) -> str:
     """Return what dcp gathered from all ranks, or the error itself."""
     causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
     return "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error) or type(error).__name__
-
-
-def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
-    """Return the checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named.
-
-    ``verify`` reads it all. Raises ConfigError for one that is damaged, naming it and the whole one before it.
-    """
-    if resume == "none":
-        return None
-    if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise ConfigError(f"--resume {resume!r}: no such folder; give auto, none or a checkpoint (step_*)")
-    else:
-        saved = _saved(folder)
-        if (folder / "latest").exists():
-            named = folder / read_file(folder / "latest").decode(errors="replace").strip()
-            saved = [path for path in saved if path <= named]  # those of later steps are not this run's
-        if not saved:
-            return None
-        path = saved[-1]
-    wrong = damage(path) if verify else ""
-    if wrong:
-        before = next((p for p in reversed(_saved(path.parent)) if p < path and not damage(p)), None)
-        advice = f"give --resume {before}, which is whole" if before else "no whole one is before it"
-        raise ConfigError(f"checkpoint {str(path)!r}: {wrong}; {advice}")
-    return path
-
-
-def damage(path: Path) -> str:
-    """Return what is wrong with a checkpoint's files, '' when nothing is. Reads all of them."""
-    try:
-        described = describe(path)
-    except ConfigError as error:
-        return str(error).partition(": ")[2]
-    for name, (size, crc) in described.files.items():
-        try:
-            found = _size_and_crc(path / name, size)
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if found != (size, crc):
-            return (
-                f"{name} is damaged ({found[0]} bytes, {size} were written)"
-                if found[0] != size
-                else f"{name} is damaged"
-            )
-    return ""
-
-
-def describe(path: Path) -> Description:
-    """Return what is in a checkpoint. ConfigError for a folder that is not one."""
-    try:
-        fields = json.loads(read_file(path / DESCRIPTION))
-        if fields.pop("schema") != SCHEMA:
-            raise ValueError
-        files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}
-        position = Position.from_json(fields.pop("position"))
-        described = Description(**fields, position=position, files=files)
-        numbers = [
-            described.step,
-            position.samples,
-            position.tokens,
-            position.bad_rows,
-            *dataclasses.astuple(position.place),
-        ]
-        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(map(is_name, files)):
-            raise ValueError
-        return dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise ConfigError(
-            f"checkpoint {str(path)!r}: is not a checkpoint of this program; give a step_* folder that --save-every wrote"
-        ) from None
-
-
-def is_finite(path: Path) -> bool:
-    """Return whether it is a checkpoint of a step with finite loss and gradients; its other files are not read."""
-    try:
-        return describe(path).finite
-    except ConfigError:
-        return False
-
-
-def newest_finite(folder: Path, before: int) -> Path | None:
-    """Return the newest checkpoint in ``folder`` of a step below ``before``, with finite loss and gradients, if any."""
-    return next((path for path in reversed(_saved(folder)) if is_finite(path) and describe(path).step < before), None)
 
 
 def load_model(path: Path) -> tuple[nn.Module, Description]:
@@ -300,30 +205,9 @@ def _check_shapes(path: Path, shape: ModelConfig) -> None:
         )
 
 
-def data_settings(config: Config) -> dict[str, Any]:
-    """Return what the position in the data depends on."""
-    return {"seq_len": config.train.seq_len, "dataset": config.data.dataset, "tokenizer": config.data.tokenizer}
-
-
-def refuse_other_data(path: Path, config: Config) -> None:
-    """ConfigError where ``config`` reads other samples than the run that wrote the checkpoint: its position means nothing."""
-    other = _differences(describe(path).data, data_settings(config))
-    if other:
-        raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {other}; go on with the same")
-
-
-def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> str:
-    return ", ".join(
-        f"{prefix}{name}={value!r} (here {mine.get(name)!r})"
-        for name, value in saved.items()
-        if mine.get(name) != value
-    )
-
-
 def load(path: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Restore model, optimizer and this rank's random state; a collective. ConfigError for a model of another shape."""
-    described = describe(path)
-    _refuse_another_model(path, described, config)
+    refuse_another_model(path, config)
     weights, moments = get_state_dict(model, optimizer)
     # How it computes is this trainer's, whatever wrote the checkpoint: fused on a GPU, for example.
     ways = [{way: group.get(way) for way in ("fused", "foreach", "capturable")} for group in moments["param_groups"]]
@@ -356,14 +240,6 @@ def read(path: Path, state: dict[str, Any]) -> None:
         raise ConfigError(f"checkpoint {str(path)!r}: cannot be loaded ({reason}); give another one") from None
 
 
-def _refuse_another_model(path: Path, described: Description, config: Config) -> None:
-    free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not what it is
-    saved = {name: value for name, value in described.model.items() if name not in free}
-    other = _differences(saved, dataclasses.asdict(config.model), "model.")
-    if other:
-        raise ConfigError(f"checkpoint {str(path)!r}: is of another model: {other}; use its configuration")
-
-
 def _be_quiet_about_one_process() -> None:
     """Torch warns of every save and load of a process that is alone."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -383,25 +259,9 @@ def _restore_random_state(rank: int, state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state[f"cuda_{rank}"])
 
 
-def _saved(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.suffix == "" and path.is_dir())
-
-
 def _remove(folder: Path) -> None:
     """Renamed first: half of a checkpoint must not look like one."""
     doomed = folder.with_suffix(".removed")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _size_and_crc(path: Path, most: int | None = None) -> tuple[int, int]:
-    """Return bytes and CRC-32 of a file; of one that has more than ``most`` bytes, or fewer, only how many."""
-    size, crc = 0, 0
-    with open_file(path) as file:
-        there = os.fstat(file.fileno()).st_size
-        if most not in (None, there):
-            return there, 0
-        while chunk := file.read(_CHUNK):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc

@@ -32,21 +32,6 @@ class RankInfo:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-def launched_ranks() -> tuple[int, int, int]:
-    """Return (rank, world size, local rank) as the launcher set them; (0, 1, 0) without one. ConfigError for half a set."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return 0, 1, 0
-    try:
-        found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
-    except (KeyError, ValueError):
-        seen = f"RANK={os.environ.get('RANK')!r} WORLD_SIZE={os.environ.get('WORLD_SIZE')!r}"
-        raise ConfigError(f"{seen}: both must be whole numbers, as torchrun sets them") from None
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing and found[1] > 1:
-        raise ConfigError(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: start the ranks with torchrun")
-    return found
-
-
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """Return ``auto``, ``cpu`` or ``cuda``; ranks beyond the GPUs share them in turn. ConfigError when there is no GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():

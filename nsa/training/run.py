@@ -13,14 +13,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from nsa.config import Config, ConfigError
-from nsa.data import Loader
+from nsa.data.loader import Loader
 from nsa.trace.environment import write_environment
 from nsa.trace.training import trace_training
 from nsa.trace.watchdog import Watchdog
-from nsa.training.checkpoint import Checkpointer, describe, load, newest_finite
+from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
 from nsa.training.pace import Pace, curve, progress_bar
 from nsa.training.parallel import RankInfo, file_mark
+from nsa.training.saved import describe, newest_finite
 from nsa.training.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import pickle
-import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+
+from nsa.training.saved import is_name, read_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -24,31 +23,6 @@ _KNOWN = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
-
-
-MOST = 256 << 20  # bytes of a file that is read as a whole
-
-
-def open_file(path: Path) -> IO[bytes]:
-    """Open a file for reading. Raises OSError; for what is no regular file, too: a pipe or a device would be read for ever."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
-
-
-def read_file(path: Path) -> bytes:
-    """Return the contents of a file. Raises OSError, for one of more than `MOST` bytes, too."""
-    with open_file(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        return file.read(MOST)
-
-
-def is_name(name: Any) -> bool:
-    """Return whether it is the name of a file in a folder itself."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.wire.files import parse, read_bytes
+from pytest_nsa.wire.files import open_to_read, parse, read_bytes
 
 HEADER = 4096
 AFTER_LIMIT_S = 2.0  # for a call to end after its own limit (`BoardSnapshot.limit_time`)
 LARGEST = 16 << 20  # bytes of a board
 MOST = 1 << 16  # collectives that a board may hold
+# What decoding a damaged file raises.
+_DAMAGED = (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError)
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
 ANY = -2  # the peer of a receive that takes from anybody
@@ -136,8 +140,8 @@ class BoardSnapshot:
         """The last collectives, oldest first, but for those that were refused."""
         try:
             return tuple(c for c in self.decode_ring() if not c.was_refused)
-        except (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError):
-            return ()  # whose file is damaged
+        except _DAMAGED:
+            return ()
 
     @property
     def signature(self) -> tuple[float, ...]:
@@ -172,46 +176,87 @@ class BoardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._layout: dict[str, Any] | None = None
+        self._layout: _Layout | None = None
+        self._used = 1  # entries of the ring
 
     def read(self) -> BoardSnapshot | None:
         """Return the board now. None while there is none, or while its header is being written."""
         try:
-            data = read_bytes(self.path, LARGEST)
+            fd, size = open_to_read(self.path)
         except OSError:
             return None
-        if self._layout is None:
-            layout = parse(data[:HEADER].rstrip(b"\0 "))
-            if not isinstance(layout, dict):
-                return None
-            self._layout = layout
         try:
-            ring = self._layout["ring"]
-            if len(data) < ring["offset"] + ring["size"] * ring["stride"] or not 0 < ring["size"] <= MOST:
-                return None  # cut short, by a full disk or a copy that broke off; or no board of ours
-            board = _decode(self._layout, data)
-            return board if all(map(math.isfinite, board.numbers.values())) else None
-        except (struct.error, KeyError, IndexError, ValueError, TypeError, AttributeError, OverflowError, MemoryError):
+            found = self._used_part(fd, size)
+            board = None if found is None or self._layout is None else _decode(self._layout, *found)
+            return board if board is not None and all(map(math.isfinite, board.numbers.values())) else None
+        except (OSError, *_DAMAGED, MemoryError):
             return None
+        finally:
+            os.close(fd)
+
+    def _used_part(self, fd: int, size: int) -> tuple[bytes, dict[str, float]] | None:
+        """Return the file without what no collective has used of the ring, nine tenths of it in a short test, and the
+        numbers; None for what is no board.
+        """
+        if self._layout is None:
+            self._layout = _layout_of(os.pread(fd, HEADER, 0))
+        if self._layout is None:
+            return None
+        ring = self._layout.ring
+        if size < ring["offset"] + ring["size"] * ring["stride"] or not 0 < ring["size"] <= MOST:
+            return None  # cut short, by a full disk or a copy that broke off; or no board of ours
+        while True:  # until the ring has no more entries than were read
+            end = max(self._layout.end, ring["offset"] + self._used * ring["stride"])
+            data = os.pread(fd, min(end, LARGEST), 0)
+            numbers = self._layout.numbers(data)
+            entered = min(ring["size"], int(numbers["collectives_entered"]))
+            if entered <= self._used:
+                return data, numbers
+            self._used = entered
 
 
 def read_numbers(path: Path) -> dict[str, float]:
     """Return the number fields of a board, without the rest of it; {} where there is none."""
     try:
         data = read_bytes(path, 2 * HEADER)
-        layout = parse(data[:HEADER].rstrip(b"\0 "))
-        return _numbers(layout, data) if isinstance(layout, dict) else {}
-    except (OSError, struct.error, KeyError, ValueError, TypeError, AttributeError):
+        layout = _layout_of(data[:HEADER])
+        return layout.numbers(data) if layout is not None else {}
+    except (OSError, *_DAMAGED):
         return {}
 
 
-def _numbers(layout: dict[str, Any], data: bytes) -> dict[str, float]:
-    return {name: struct.unpack_from("<" + code, data, offset)[0] for name, (offset, code) in layout["numbers"].items()}
+class _Layout:
+    """What a board's header says of its fields. Raises one of `_DAMAGED` for what no board has."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields, self.ring = fields, fields["ring"]
+        path = fields.get("path", (0, 0))
+        ends = [
+            offset + size for offset, size in [*fields["texts"].values(), fields["arrived"], (path[0], 2 * path[1])]
+        ]
+        places = sorted((offset, code, name) for name, (offset, code) in fields["numbers"].items())
+        self.end = max([*ends, *(offset + 8 for offset, _, _ in places)])  # of all that is not in the ring
+        self._names, self._first, form, at = [name for _, _, name in places], places[0][0], "<", places[0][0]
+        for offset, code, _ in places:
+            form += "x" * (offset - at) + code
+            at = offset + struct.calcsize("<" + code)
+        self._numbers = struct.Struct(form)
+
+    def numbers(self, data: bytes) -> dict[str, float]:
+        """Return the number fields, by name."""
+        return dict(zip(self._names, self._numbers.unpack_from(data, self._first), strict=True))
 
 
-def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
+@functools.lru_cache(maxsize=16)  # one header for all boards of a version
+def _layout_of(header: bytes) -> _Layout | None:
+    """Return None while the header is being written. Raises one of `_DAMAGED`."""
+    fields = parse(header.rstrip(b"\0 "))
+    return _Layout(fields) if isinstance(fields, dict) else None
+
+
+def _decode(of: _Layout, data: bytes, numbers: dict[str, float]) -> BoardSnapshot:
+    layout = of.fields
     phases = layout["phases"]
-    numbers = _numbers(layout, data)
     texts = {name: _text(data[offset : offset + size]) for name, (offset, size) in layout["texts"].items()}
     start, size = layout["arrived"]
     return BoardSnapshot(
@@ -229,7 +274,7 @@ def _decode(layout: dict[str, Any], data: bytes) -> BoardSnapshot:
     )
 
 
-def _path(layout: dict[str, Any], numbers: dict[str, float], data: bytes) -> tuple[int, ...]:
+def _path(layout: Mapping[str, Any], numbers: dict[str, float], data: bytes) -> tuple[int, ...]:
     if "path" not in layout:
         return ()
     offset, size = layout["path"]
@@ -239,7 +284,7 @@ def _path(layout: dict[str, Any], numbers: dict[str, float], data: bytes) -> tup
     return struct.unpack_from(f"<{min(length, size)}H", data, offset)
 
 
-def _ring(ring: dict[str, Any], data: bytes, entered: int, phases: list[str]) -> tuple[Collective, ...]:
+def _ring(ring: Mapping[str, Any], data: bytes, entered: int, phases: list[str]) -> tuple[Collective, ...]:
     names = [name for name, _ in ring["record"]]
     record = struct.Struct("<" + "".join(code for _, code in ring["record"]))
     found = []

@@ -146,7 +146,7 @@ def _read_rank(
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
-    frames = _frames_told(folder)
+    frames, dump = _frames_told(folder), _text(folder / "stacks.txt")
     start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})
     machine = str(start.get("machine", ""))
     return RankEvidence(
@@ -167,10 +167,10 @@ def _read_rank(
         beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
-        threads=_threads(_text(folder / "stacks.txt"), own.get("stacks", ""), job.body),
+        threads=_threads(dump, own.get("stacks", ""), job.body),
         native_symbol=innermost_symbol(_text(folder / "native.txt")),
         native_absent=next((e["absent"] for e in host if e["event"] == "native" and e["rank"] == rank), ""),
-        children_threads=parse_children(_text(folder / "stacks.txt")),
+        children_threads=parse_children(dump),
         fatal=parse_dump(_text(folder / "fatal.txt"), job.body),
         reports=tuple(read_reports(folder / "reports.jsonl")),
         heartbeats=tuple(read_beats(folder.parent / f"heartbeat_rank{rank}.jsonl")),

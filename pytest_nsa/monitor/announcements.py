@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
@@ -29,6 +28,8 @@ class Suspicions:
 
     def __call__(self, watch: ProgressWatch) -> Finding | None:
         """Return what the rules make of the evidence now; None where none fits."""
+        from pytest_nsa.diagnosis.engine import suspect  # not before a stall: the rules take long to import
+
         try:
             evidence = with_sources(load(self.folder))
             found = suspect(evidence)

@@ -12,14 +12,11 @@ pause that recurs (a checkpoint, an evaluation) is announced once at most. A ran
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.rules.source import is_in_retries
-from pytest_nsa.diagnosis.rules.whys import is_at_a_lock
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.stacks import Frame
@@ -55,6 +52,8 @@ class Past:
 
     def limit(self, least: float, line: str) -> float:
         """Return after how long a pause at ``line`` is unusual, ``least`` at least."""
+        import statistics  # here, as a session without a stall does without it
+
         step = statistics.median(self._steps) if len(self._steps) >= ENOUGH_STEPS else 0.0
         return max(least, STEPS * step, LONGEST * self._longest.get(_place(line), 0.0))
 
@@ -103,6 +102,8 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
         return True
     if finding.cause == "lock_deadlock":
         return any(_has_thread_at_work(rank) for rank in ranks)
+    from pytest_nsa.diagnosis.rules.source import is_in_retries  # not before a stall
+
     places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
     return finding.cause == "sleeping" and any(
         is_in_retries(evidence.sources, frame.describe()) for frame in places[:2]
@@ -123,5 +124,7 @@ def _is_at_a_lock(rank: RankEvidence, frame: Frame) -> bool:
     """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does. Of a ``with``
     that has called no Python, it is a lock that is entered.
     """
+    from pytest_nsa.diagnosis.rules.whys import is_at_a_lock  # not before a stall
+
     line = rank.sources.line(frame.file, frame.line) if frame.is_user else ""
     return frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)

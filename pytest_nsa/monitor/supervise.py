@@ -99,8 +99,8 @@ class RanksRun:
             if reason:
                 return reason
             self.watch.look()
-            self._look_closer()
-            self.watch.look(worked=True)  # that may have taken long: what moved meanwhile is not stalled
+            if self._look_closer():
+                self.watch.look(worked=True)  # that may have taken long: what moved meanwhile is not stalled
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now
@@ -135,23 +135,24 @@ class RanksRun:
             return "certain"
         return "hang_after" if 0 < self.limits.hang_after <= self.standing.counted else ""
 
-    def _look_closer(self) -> None:
-        """At a stall: record what the processes do, and let the rules make a suspicion of it."""
+    def _look_closer(self) -> bool:
+        """At a stall: record what the processes do, and let the rules make a suspicion of it. Return whether it is one."""
         waited = self.watch.longest_wait
         moves = waited < GRACE_S or self._has_limits_to_come()
         if self.suspect is None or not self.watch.running_since or moves:
             self.standing.reset()
             self.suspicion = None
             self._beats = {}
-            return
+            return False
         self._beats = self._beats or self._late_beats()
         if not self.standing.look(self._alive(), waited):
-            return
+            return True
         locks = file_locks(self._alive())
         for rank, facts in self.standing.facts.items():
             note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})})
         self._note("standing", **self.watch.stand_still_facts(waited, GRACE_S))
         self.suspicion = self.suspect(self.watch)
+        return True
 
     def _late_beats(self) -> dict[int, tuple[float, float]]:
         """By how many seconds in all the heartbeats came late, and how many there were."""

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -53,8 +53,20 @@ def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
     return found
 
 
+def rehearse() -> None:
+    """Do once, before ranks are forked, what would cost each of them: fill caches, install what stays."""
+    from nsa.trace.handlers import install
+    from nsa.trace.memory import limit_mib
+
+    install()
+    limit_mib()
+    machine()
+    os.environ.update()  # its first call looks through the classes of all mappings
+
+
 def _late_modules() -> set[str]:
-    return set(sys.modules).intersection(LATE)
+    # Not an intersection with the names of all modules: it counts a reference to each, and so copies most pages of the zygote.
+    return {name for name in LATE if name in sys.modules}
 
 
 class RankProcess:
@@ -152,10 +164,12 @@ class RankProcess:
         trace_log.folder = folder
         memory, imported = AddedMemory(), _late_modules()
         measuring = coverage.start(self._coverage_settings)
+        names: Mapping[str, Any] = {}
         try:
             if self._wrong is not None:
                 raise self._wrong
             run = replay.prepare(job, self.items)
+            names = run.names
             session.board.text("line", run.place)
             self._join(again=job.fresh_group and self._is_used)
             self._is_used = True
@@ -174,7 +188,7 @@ class RankProcess:
         session.end(SETTLE_S if job.stay else 0.0)
         for name, place in lasting_threads():
             record(folder, event="left_thread", name=name, where=place)
-        for what, place, call in lasting_handlers(job.body):
+        for what, place, call in lasting_handlers(names):
             record(folder, event="left_handler", what=what, where=place, call=call)
         for command in end_leftovers():
             record(folder, event="left_running", command=command)
@@ -283,6 +297,7 @@ class RankProcess:
             return self._channel_store
         import torch.distributed as dist
 
+        self.store.parent.mkdir(parents=True, exist_ok=True)
         return dist.FileStore(str(self.store), self.spec.world_size)
 
     def _arm_stack_dumps(self, folder: Path) -> None:

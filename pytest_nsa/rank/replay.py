@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ _kept_alive: list[object] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every rank of a job does: ``body`` returns whether it passed; ``place`` is 'file:line in name'."""
+    """What every rank of a job does: ``body`` returns whether it passed; ``place`` is 'file:line in name'.
+
+    ``names`` are the globals of a collected test's own code.
+    """
 
     body: Callable[[RankContext], bool]
     place: str
+    names: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
@@ -64,7 +68,8 @@ def prepare(job: Job, items: Mapping[str, pytest.Item]) -> Run:
     if item is None:
         raise LookupError(f"{job.nodeid}: was not collected by the process that starts the ranks")
     path, line, _ = item.reportinfo()
-    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{(line or 0) + 1} in {item.name}")
+    names = getattr(inspect.unwrap(item.function), "__globals__", {}) if isinstance(item, pytest.Function) else {}
+    return Run(body=lambda ctx: _run_item(ctx, item), place=f"{path}:{(line or 0) + 1} in {item.name}", names=names)
 
 
 def _run_function(ctx: RankContext, function: Callable[..., Any]) -> bool:

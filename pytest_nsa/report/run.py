@@ -14,8 +14,7 @@ from typing import Any
 
 from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.report import html, summary
-from pytest_nsa.report.last_green import last_greens
+from pytest_nsa.report import summary
 from pytest_nsa.report.traces import missing_in
 from pytest_nsa.settings import outer_environment, step_summary
 from pytest_nsa.system.gpu import driver_version, gpu_names
@@ -79,6 +78,10 @@ def write_reports(
 
     Starts from files, so may run again.
     """
+    # Not before a run ends, of which most processes of a suite write no report.
+    from pytest_nsa.report import html
+    from pytest_nsa.report.last_green import last_greens
+
     entries = summary.read_entries(run)
     decision = left or summary.decision_of(entries, decide)
     write_json(run / DECISION, decision.to_json(), indent=1)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Verdict, runs_of
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import ThreadStack
@@ -92,6 +91,8 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
     Equal means the same error at the same lines: arguments that name the rank differ by nature.
     """
+    from pytest_nsa.diagnosis.rules.exits import is_victim  # not before a failure: the rules take long to import
+
     grouped: dict[str, list[int]] = {}
     shown: dict[str, str] = {}
     for rank in sorted(evidence.ranks, key=lambda r: (r.rank not in verdict.ranks, r.rank)):

@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from pytest_nsa.diagnosis.engine import Rule, diagnose
 from pytest_nsa.diagnosis.facts import in_backward
 from pytest_nsa.diagnosis.verdict import RULE_FAILED, Verdict
-from pytest_nsa.evidence.figures import figures_of
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.run import write_verdict
@@ -23,12 +21,25 @@ from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line, replacing, write_atomically
 
+if TYPE_CHECKING:
+    from pytest_nsa.diagnosis.engine import Rule
+
+# Of a verdict: the list has no such field of a test that passes.
+_DEFAULTS = {
+    name: value
+    for name, value in Verdict(nodeid="", outcome="PASS").to_json().items()
+    if name not in ("schema", "outcome")
+}
+
 
 def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
     """Diagnose a folder and write the verdict and the merged logs beside the evidence, unless it passed and is not kept.
 
     ``rules`` are a repository's own.
     """
+    # Not before the first verdict: processes of a suite that make none, and the zygote, do without the rules.
+    from pytest_nsa.diagnosis.engine import diagnose
+
     began = time.time()
     evidence = load(folder)
     if not all(rank.passed for rank in evidence.ranks):
@@ -46,6 +57,8 @@ def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[V
 
 
 def _figures(evidence: Evidence) -> dict[str, float]:
+    from pytest_nsa.evidence.figures import figures_of
+
     try:
         return figures_of(evidence)
     except (
@@ -120,7 +133,10 @@ class Recorder:
         self._list(folder, verdict)
 
     def _list(self, folder: Path, verdict: Verdict) -> None:
-        line = {"folder": folder.name, **verdict.to_json()}
+        told = verdict.to_json()
+        if not verdict.failed:  # most tests pass, and such lines are most of what a run leaves
+            told = {name: value for name, value in told.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+        line = {"folder": folder.name, **told}
         try:
             append_line(self.run.path / VERDICTS, line)
         except OSError as error:

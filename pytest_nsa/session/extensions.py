@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_nsa import marks
 from pytest_nsa.diagnosis.causes import CAUSES, Cause
-from pytest_nsa.diagnosis.engine import Rule
 from pytest_nsa.diagnosis.verdict import Fact
 from pytest_nsa.report.summary import SCENARIOS
 from pytest_nsa.wire.files import write_json
+
+if TYPE_CHECKING:
+    from pytest_nsa.diagnosis.engine import Rule
 
 EVIDENCE_LIMIT_S = 5.0
 

@@ -175,7 +175,7 @@ class RankRunner:
             hang_after=self.settings.hang_after,
         )
         folder = Path(job.folder)
-        write_json(folder / "job.json", {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)}, indent=1)
+        write_json(folder / "job.json", {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)})
         try:
             launcher = self.launcher.ready(session)
             launcher.expect(self._ranks_ahead(job))

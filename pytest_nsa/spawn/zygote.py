@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.rank.process import LATE, RankProcess, listen_to_traces
+from pytest_nsa.rank.process import LATE, RankProcess, listen_to_traces, rehearse
 from pytest_nsa.rank.replay import make_ranks_config, prepare
 from pytest_nsa.spawn.worker_group import Member, WorkerGroup
 from pytest_nsa.system import unix_sockets
@@ -35,7 +35,11 @@ from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
-PRELOAD = ("torch", "torch.distributed", "nsa.trace.session", "pytest_nsa.rank.store")
+# All that a rank imports in any test, so that no rank does.
+PRELOAD = (
+    "torch", "torch.distributed", "nsa.trace.handlers", "nsa.trace.session", "nsa.trace.threads",
+    "nsa.trace.training", "pytest_nsa.rank.store",
+)  # fmt: skip
 # The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.
 LATE_FIXTURES = {"ddp", "fsdp"}
 PENDING_S = 0.5
@@ -147,6 +151,7 @@ class Zygote:
         torch.set_num_threads(1)
         installed()
         listen_to_traces()
+        rehearse()
         return ""
 
     def _accept(self, listener: socket.socket) -> None:
@@ -252,8 +257,7 @@ class Zygote:
     def _fork(self, host: Host, spec: GroupSpec, run: Path, job: Job | None = None) -> WorkerGroup:
         """Fork a worker group: for ``job``, or for a job that it will receive."""
         self._count += 1
-        folder = run / ".worker_groups" / f"{os.getpid()}-{self._count}"
-        folder.mkdir(parents=True)
+        folder = run / ".worker_groups" / f"{os.getpid()}-{self._count}"  # which a rank makes that needs it
         group = WorkerGroup(spec, folder / "store", held=hold_ports())
         parent = os.getpid()
         host.groups.append(group)

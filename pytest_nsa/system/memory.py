@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_STATUS, _RESET_PEAK = Path("/proc/self/status"), "5"  # proc(5): clear_refs
+_RESET_PEAK = b"5"  # proc(5): clear_refs
 
 
 class AddedMemory:
@@ -15,17 +15,17 @@ class AddedMemory:
 
     def __init__(self) -> None:
         try:
-            Path("/proc/self/clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+            Path("/proc/self/clear_refs").write_bytes(_RESET_PEAK)
         except OSError:  # a kernel without it, or a sandbox: the peak since the start is all that is known
             self._began: float | None = None
         else:
-            self._began = _mib("VmRSS")
+            self._began = _mib(b"VmRSS:")
 
     def peaks(self) -> dict[str, float]:
         """Return ``peak_mib``, the most that was held, and ``added_mib``, how much more that is than at the beginning; what is not
         known is left out.
         """
-        peak = _mib("VmHWM")
+        peak = _mib(b"VmHWM:")
         if peak is None:
             return {}
         return {"peak_mib": peak} | (
@@ -33,10 +33,10 @@ class AddedMemory:
         )
 
 
-def _mib(field: str) -> float | None:
+def _mib(field: bytes) -> float | None:
     try:
-        lines = _STATUS.read_text(encoding="ascii").splitlines()
+        lines = Path("/proc/self/status").read_bytes().splitlines()
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines if line.startswith(f"{field}:")), None)
+    found = next((line.split()[1] for line in lines if line.startswith(field)), None)
     return None if found is None else round(int(found) / 1024, 1)

@@ -112,15 +112,32 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 LARGEST = 64 << 20  # bytes that are read of a file
 
 
-def read_bytes(path: Path, most: int = LARGEST, *, follow: bool = False) -> bytes:
-    """Return a file's bytes, the first ``most``. Raises OSError; for what is no regular file, and, unless ``follow``, for a link: a
-    folder of evidence may come from a stranger, and a pipe or a device in it would be read for ever.
+def open_to_read(path: Path, *, follow: bool = False) -> tuple[int, int]:
+    """Return a descriptor of a file, and the file's size in bytes. Raises OSError; for what is no regular file, and, unless
+    ``follow``, for a link: a folder of evidence may come from a stranger, and a pipe or a device in it would be read for ever.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read(most)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd, status.st_size
+
+
+def read_bytes(path: Path, most: int = LARGEST, *, follow: bool = False) -> bytes:
+    """Return a file's bytes, the first ``most``. Raises OSError as `open_to_read` does."""
+    fd, size = open_to_read(path, follow=follow)
+    try:
+        # Not one read of `most` bytes: memory for them is mapped, and each page of what is read copied once more.
+        data = os.read(fd, min(most, size + 1))
+        if len(data) <= size:
+            return data
+        parts = [data]  # it grows, or it is one of /proc, which have no size
+        while (left := most - sum(map(len, parts))) > 0 and (data := os.read(fd, min(left, 1 << 16))):
+            parts.append(data)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
 
 
 def read_text(path: Path, most: int = LARGEST) -> str:

@@ -8,7 +8,7 @@ import select
 import signal
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return {"schema": SCHEMA, **asdict(self)}
+        # Not `asdict`, which copies deeply: it is made for each test, and written at once.
+        return {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:

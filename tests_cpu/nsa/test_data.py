@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.config import Config, ConfigError, load_config
-from nsa.data import Batch, Loader, Position, batches, documents, open_source
+from nsa.data import Batch, Position, batches, documents, open_source
 from nsa.data.documents import HubDocuments, ParquetDocuments, Place, check_parquet
+from nsa.data.loader import Loader
 from nsa.data.packing import PackedSource
 from nsa.data.tokens import ByteTokenizer, open_tokenizer
 

@@ -180,6 +180,22 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", TINY, "--resume", "gone"],
+        ["--config", TINY, "--resume", "auto"],
+        ["--config", TINY, "--dataset", "nowhere.parquet"],
+        ["--config", TINY, "--set", "train.lr=abc"],
+    ],
+)
+def test_what_needs_no_torch_is_refused_before_torch_is_imported(arguments: list[str], tmp_path: Path) -> None:
+    code = f"import sys; from nsa import train; print(train.main({arguments!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "2 False"
+    assert done.stderr.startswith("error: ")
+
+
 def test_bad_variable_stops_the_program_before_anything_starts(tmp_path: Path, run: Run) -> None:
     code, _, errors = run("--out", str(tmp_path / "out"), NSA_GC_RANGE="6:3")
     assert code == 2

@@ -366,6 +366,17 @@ def test_importing_the_plugin_imports_no_torch() -> None:
     assert result.stdout == "[]\n"
 
 
+def test_importing_the_plugin_and_the_command_imports_no_rules_and_no_torch_before_they_are_needed() -> None:
+    """The rules come with the first verdict, the page with the report; the command does without torch."""
+    late = "('torch', 'nsa', 'pytest_nsa.diagnosis.engine', 'pytest_nsa.report.html', 'pytest_nsa.cli')"
+    code = (
+        f"import sys, pytest_nsa.plugin; print([m for m in {late} if m in sys.modules]); "
+        "import pytest_nsa.cli.main; print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert result.stdout == "[]\nFalse\n"
+
+
 def test_the_plugin_can_be_switched_off(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_a(): pass")
     pytester.runpytest_subprocess("-p", "no:nsa").assert_outcomes(passed=1)

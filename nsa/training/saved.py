@@ -1,0 +1,190 @@
+"""Checkpoints as they lie on the disk: which one a run goes on from, whether it is whole, what it is of.
+
+Without torch, so that one that cannot be used is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+from nsa.config import Config, ConfigError
+from nsa.data.packing import Position
+
+SCHEMA = 1
+DESCRIPTION = "checkpoint.json"
+_CHUNK = 1 << 24  # bytes
+MOST = 256 << 20  # bytes of a file that is read as a whole
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a file for reading. Raises OSError; for what is no regular file, too: a pipe or a device would be read for ever."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_file(path: Path) -> bytes:
+    """Return the contents of a file. Raises OSError, for one of more than `MOST` bytes, too."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read(MOST)
+
+
+def is_name(name: Any) -> bool:
+    """Return whether it is the name of a file in a folder itself."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Description:
+    """The contents of ``checkpoint.json``. ``files``: (bytes, CRC-32) by name; ``finite``: loss and gradients of the step were."""
+
+    step: int
+    position: Position
+    world_size: int
+    parallel: str
+    model: dict[str, Any]
+    data: dict[str, Any]
+    torch: str
+    files: dict[str, tuple[int, int]]
+    finite: bool = True
+
+
+def find(folder: Path, resume: str, *, verify: bool = True) -> Path | None:
+    """Return the checkpoint that ``--resume`` means: none, the newest in ``folder`` (auto), or the one named.
+
+    ``verify`` reads it all. Raises ConfigError for one that is damaged, naming it and the whole one before it.
+    """
+    if resume == "none":
+        return None
+    if resume != "auto":
+        path = Path(resume)
+        if not path.is_dir():
+            raise ConfigError(f"--resume {resume!r}: no such folder; give auto, none or a checkpoint (step_*)")
+    else:
+        saved = saved_in(folder)
+        if (folder / "latest").exists():
+            named = folder / read_file(folder / "latest").decode(errors="replace").strip()
+            saved = [path for path in saved if path <= named]  # those of later steps are not this run's
+        if not saved:
+            return None
+        path = saved[-1]
+    wrong = damage(path) if verify else ""
+    if wrong:
+        before = next((p for p in reversed(saved_in(path.parent)) if p < path and not damage(p)), None)
+        advice = f"give --resume {before}, which is whole" if before else "no whole one is before it"
+        raise ConfigError(f"checkpoint {str(path)!r}: {wrong}; {advice}")
+    return path
+
+
+def damage(path: Path) -> str:
+    """Return what is wrong with a checkpoint's files, '' when nothing is. Reads all of them."""
+    try:
+        described = describe(path)
+    except ConfigError as error:
+        return str(error).partition(": ")[2]
+    for name, (size, crc) in described.files.items():
+        try:
+            found = size_and_crc(path / name, size)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found != (size, crc):
+            return (
+                f"{name} is damaged ({found[0]} bytes, {size} were written)"
+                if found[0] != size
+                else f"{name} is damaged"
+            )
+    return ""
+
+
+def describe(path: Path) -> Description:
+    """Return what is in a checkpoint. ConfigError for a folder that is not one."""
+    try:
+        fields = json.loads(read_file(path / DESCRIPTION))
+        if fields.pop("schema") != SCHEMA:
+            raise ValueError
+        files = {name: (int(size), int(crc)) for name, (size, crc) in fields.pop("files").items()}
+        position = Position.from_json(fields.pop("position"))
+        described = Description(**fields, position=position, files=files)
+        numbers = [
+            described.step,
+            position.samples,
+            position.tokens,
+            position.bad_rows,
+            *dataclasses.astuple(position.place),
+        ]
+        if not all(isinstance(n, int) and n >= 0 for n in numbers) or not all(map(is_name, files)):
+            raise ValueError
+        return dataclasses.replace(described, model=dict(described.model), data=dict(described.data))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise ConfigError(
+            f"checkpoint {str(path)!r}: is not a checkpoint of this program; give a step_* folder that --save-every wrote"
+        ) from None
+
+
+def is_finite(path: Path) -> bool:
+    """Return whether it is a checkpoint of a step with finite loss and gradients; its other files are not read."""
+    try:
+        return describe(path).finite
+    except ConfigError:
+        return False
+
+
+def newest_finite(folder: Path, before: int) -> Path | None:
+    """Return the newest checkpoint in ``folder`` of a step below ``before``, with finite loss and gradients, if any."""
+    return next((path for path in reversed(saved_in(folder)) if is_finite(path) and describe(path).step < before), None)
+
+
+def data_settings(config: Config) -> dict[str, Any]:
+    """Return what the position in the data depends on."""
+    return {"seq_len": config.train.seq_len, "dataset": config.data.dataset, "tokenizer": config.data.tokenizer}
+
+
+def refuse_other_data(path: Path, config: Config) -> None:
+    """ConfigError where ``config`` reads other samples than the run that wrote the checkpoint: its position means nothing."""
+    other = _differences(describe(path).data, data_settings(config))
+    if other:
+        raise ConfigError(f"checkpoint {str(path)!r}: its place in the data is of {other}; go on with the same")
+
+
+def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") -> str:
+    return ", ".join(
+        f"{prefix}{name}={value!r} (here {mine.get(name)!r})"
+        for name, value in saved.items()
+        if mine.get(name) != value
+    )
+
+
+def refuse_another_model(path: Path, config: Config) -> None:
+    """ConfigError where a checkpoint is of a model of another shape."""
+    free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not what it is
+    saved = {name: value for name, value in describe(path).model.items() if name not in free}
+    other = _differences(saved, dataclasses.asdict(config.model), "model.")
+    if other:
+        raise ConfigError(f"checkpoint {str(path)!r}: is of another model: {other}; use its configuration")
+
+
+def saved_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if path.suffix == "" and path.is_dir())
+
+
+def size_and_crc(path: Path, most: int | None = None) -> tuple[int, int]:
+    """Return bytes and CRC-32 of a file; of one that has more than ``most`` bytes, or fewer, only how many."""
+    size, crc = 0, 0
+    with open_file(path) as file:
+        there = os.fstat(file.fileno()).st_size
+        if most not in (None, there):
+            return there, 0
+        while chunk := file.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
