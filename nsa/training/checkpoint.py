@@ -104,7 +104,7 @@ class Checkpointer:
             dcp.save(state, storage_writer=writer, process_group=self._group)
             reason = ""
         except (OSError, CheckpointException) as error:
-            reason = _reason(error, partial)
+            reason = _why_not_saved(error, partial)
         self._end(partial, description, reason)
 
     @property
@@ -121,7 +121,7 @@ class Checkpointer:
         try:
             running.result()
         except (OSError, CheckpointException) as error:
-            reason = _reason(error, partial)
+            reason = _why_not_saved(error, partial)
         self._end(partial, description, reason)
 
     def _end(self, partial: Path, description: Description, reason: str) -> None:
@@ -159,10 +159,15 @@ class Checkpointer:
                     _remove(old)
 
 
-def _reason(error: BaseException, folder: Path) -> str:
-    """Return what dcp gathered from all ranks, or the error itself; of torch's writer, what the disk refuses."""
+def _reason(error: BaseException) -> str:
+    """Return what dcp gathered from all ranks, or the error itself."""
     causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
-    text = "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error) or type(error).__name__
+    return "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error) or type(error).__name__
+
+
+def _why_not_saved(error: BaseException, folder: Path) -> str:
+    """Return the reason; where torch's writer failed, what the disk refuses."""
+    text = _reason(error)
     # On a full disk torch's writer reports its own position ("unexpected pos 704 vs 598"), and not what the system said.
     return (_what_the_disk_refuses(folder) if "inline_container" in text else "") or text
 
