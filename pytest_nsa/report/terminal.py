@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Verdict, runs_of
-from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.report.plain import visible
@@ -45,6 +45,21 @@ def headline(verdict: Verdict) -> str:
     return visible(f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}")
 
 
+def brief(verdict: Verdict, test_file: Path) -> str:
+    """Return what pytest's short summary has room for: 'app/step.py:12 lock_deadlock, rank 1 of 2'.
+
+    Pytest cuts the line at the terminal's width, and begins it with the outcome and the test's file.
+    """
+    match = LOCATION.match(short_place(verdict.where))
+    place = "" if match is None else f"{match['file']}:{match['line']} "
+    if match is not None and Path(match["file"]).name == test_file.name:
+        place = f"{test_file.name}:{match['line']} "
+    who = verdict.culprits() if verdict.ranks else "no rank in particular"
+    of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
+    sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
+    return visible(f"{place}{verdict.cause or 'no cause'}, {who}{of}{sure}")
+
+
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict in at most twelve lines."""
     out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
@@ -71,6 +86,10 @@ def failure(verdict: Verdict, evidence: Evidence) -> str:
     """Return what the test's report shows: the verdict, then each different failure of the ranks once."""
     parts = ["\n".join(lines(verdict, evidence)), *failures_of_ranks(verdict, evidence)]
     notes = {note for rank in evidence.ranks for note in rank.notes}
+    if evidence.job.hash_seeds:
+        notes.add(
+            f"hash seeds: @hash_seeds({', '.join(map(str, evidence.job.hash_seeds))}) starts the ranks with these again"
+        )
     parts += sorted(notes)
     return visible("\n\n".join(parts))
 

@@ -152,7 +152,7 @@ class Ranked(pytest.Function):
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
         """Return the report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
         path, line = self._place_of(error.verdict)
-        place = ReprFileLocation(path, line, terminal.headline(error.verdict))
+        place = ReprFileLocation(path, line, terminal.brief(error.verdict, self.path))
         entry = ReprEntryNative([error.report + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
 

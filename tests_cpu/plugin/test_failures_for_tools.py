@@ -46,7 +46,8 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert cases["test_fails[1]"].find("failure") is not None
     assert "rank 1 alone fails" in result.stdout
     short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
-    assert f"{pytester.path}/test_example.py:{line_of('THERE')}: FAIL: rank 1 of 2, assertion" in short
+    place = f"test_example.py:{line_of('THERE')}"
+    assert f"{pytester.path}/{place}: {place} assertion, rank 1 of 2" in short
 
 
 @pytest.mark.slow
@@ -57,3 +58,22 @@ def test_a_failure_is_coloured_as_pytest_s_own_are_and_travels_between_processes
         coloured = "\x1b[31m" in next(line for line in shown.splitlines() if "FAIL: rank 1 of 2, assertion" in line)
         assert coloured == (not options), "xdist sends the text alone"
         assert "rank 1 alone fails" in shown
+
+
+def test_the_short_summary_of_a_hang_fits_80_columns(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("CI", raising=False)  # with it pytest cuts nothing
+    pytester.mkpydir("app").joinpath("loop.py").write_text(
+        "import torch\nimport torch.distributed as dist\n\n\ndef step(rank):\n    if rank == 0:\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+    )
+    source = (
+        "from app.loop import step\n@world_size(2)\ndef test_step(group):\n    step(group.rank)\n    dist.barrier()\n"
+    )
+    result = run_example(pytester, source)
+    summary = result.stdout.partition("short test summary info")[2].splitlines()[1]
+    cause = result.verdicts["test_step"].cause
+    assert summary == f"HANG test_example.py::test_step - app/loop.py:7 {cause}, rank 0 of 2"
+    assert len(summary) <= 80

@@ -12,12 +12,13 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
         "world_size(*n, group='made')", "backend(name)",
-        "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
+        "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "trace_kinds(*kinds)",
+        "hash_seeds(*seeds)", "scenario(name, reads_as='')",
         "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "rank_env(**variables)",
         "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 13
+    assert len(RULES) == 15
 
 
 @pytest.mark.parametrize(
