@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
+from _pytest.junitxml import LogXML, xml_key
 
 from nsa.trace.events import record
 from nsa.trace.exceptions import cut, origin, record_exception
@@ -151,6 +152,13 @@ def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
     return traceback.FrameSummary(str(path), (line or 0) + 1, item.name, lookup_line=False)
 
 
+def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
+    """Return what `record_testsuite_property` was given in this process: in a log without a file, where there is no other."""
+    if config.stash.get(xml_key, None) is None:
+        config.stash[xml_key] = LogXML(os.devnull, None)
+    return config.stash[xml_key].global_properties
+
+
 class SilentTerminal:
     """In the terminal reporter's place: pytest before 9 explains comparisons by its writer."""
 
@@ -170,6 +178,13 @@ class RankRecorder:
         """Another test."""
         self.ctx, self._is_begun = ctx, True
         self._outcomes: set[str] = set()
+        self._suite_properties = len(_suite_properties(self.config))
+
+    def _new_suite_properties(self) -> list[tuple[str, str]]:
+        """Return what `record_testsuite_property` was given since the last report: it goes into this process's JUnit log."""
+        new = _suite_properties(self.config)[self._suite_properties :]
+        self._suite_properties += len(new)
+        return [(str(name), str(value)) for name, value in new]
 
     @property
     def passed(self) -> bool:
@@ -213,8 +228,9 @@ class RankRecorder:
         if data is not None:
             # The text is all that anybody reads of a failure; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
+            entry = {"text": text, "report": data, "of_the_suite": self._new_suite_properties()}
             with where_there_is_room():
-                append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
+                append_line(self.ctx.folder / "reports.jsonl", entry)
         self._outcomes.add(report.outcome)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:

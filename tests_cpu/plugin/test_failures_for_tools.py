@@ -77,3 +77,24 @@ def test_the_short_summary_of_a_hang_fits_80_columns(
     cause = result.verdicts["test_step"].cause
     assert summary == f"HANG test_example.py::test_step - app/loop.py:7 {cause}, rank 0 of 2"
     assert len(summary) <= 80
+
+
+def test_what_ranks_record_is_in_the_junit_file_under_their_rank(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_records(group, record_property, record_testsuite_property, request):
+    record_property("loss", 0.5)
+    record_property("memory", 100 + group.rank)
+    record_testsuite_property("torch", "2")
+    record_testsuite_property("device", f"cpu:{group.rank}")
+    request.addfinalizer(lambda: record_property("late", group.rank))
+"""
+    for launch in ("fork", "clean"):
+        result = run_example(pytester, source, "--junitxml=junit.xml", f"--ranks-launch={launch}")
+        assert result.outcomes["passed"] == 1, result.stdout
+        suite = ET.parse(pytester.path / "junit.xml").find("testsuite")
+        assert suite is not None
+        of_the_suite = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
+        assert of_the_suite == {"torch": "2", "device": "cpu:0", "rank1.device": "cpu:1"}
+        of_the_test = {p.get("name"): p.get("value") for p in suite.findall("testcase/properties/property")}
+        assert of_the_test == {"loss": "0.5", "memory": "100", "late": "0", "rank1.memory": "101", "rank1.late": "1"}
