@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -159,6 +160,16 @@ def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
     return config.stash[xml_key].global_properties
 
 
+def _first_named(item: pytest.Item, text: str) -> traceback.FrameSummary | None:
+    """Return the first location that a plugin's own text names, as pytest-check's: 'test_x.py:6 in test_it() -> equal(1, 2)'."""
+    for found in re.finditer(r"^(\S+):(\d+) in (\w+)", text, re.M):
+        for folder in (item.config.invocation_params.dir, item.config.rootpath):
+            path = folder / found[1]
+            if path.is_file():
+                return traceback.FrameSummary(str(path), int(found[2]), found[3], lookup_line=False)
+    return None
+
+
 class SilentTerminal:
     """In the terminal reporter's place: pytest before 9 explains comparisons by its writer."""
 
@@ -203,7 +214,8 @@ class RankRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        report = yield  # in which pytest takes over what a TestCase has caught
+        raised = call.excinfo
+        report = yield  # in which pytest takes over what a TestCase has caught, and plugins fail a test for what they collected
         if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value
             reason = _torch_s_skip(error)
@@ -216,9 +228,13 @@ class RankRecorder:
             elif isinstance(error, pytest.xfail.Exception):
                 record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
-                # What a plugin fails a test for is at the test, not in pytest.
-                is_verdict = isinstance(error, pytest.fail.Exception)
-                record_exception(self.ctx.folder, error, call.when, _frame_of(item) if is_verdict else None)
+                # What a plugin fails a test for is at the test, not in the plugin.
+                is_collected = call.excinfo is not raised
+                if is_collected:
+                    error = error.with_traceback(None)
+                is_verdict = isinstance(error, pytest.fail.Exception) or is_collected
+                place = _first_named(item, str(error)) or _frame_of(item) if is_verdict else None
+                record_exception(self.ctx.folder, error, call.when, place)
         return report
 
     @pytest.hookimpl(tryfirst=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Verdict, runs_of
@@ -121,8 +122,9 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
             continue
         for entry in rank.reports:
             if entry["report"].get("outcome") == "failed":
-                key = _error_lines(entry["text"])
-                shown.setdefault(key, entry["text"])
+                subtest = _subtest(entry["report"])
+                key = f"{subtest}\n{_error_lines(entry['text'])}"
+                shown.setdefault(key, f"{subtest}\n{entry['text']}".lstrip("\n"))
                 grouped.setdefault(key, []).append(rank.rank)
         if not rank.reports and rank.exceptions:
             error = rank.exceptions[0]
@@ -131,6 +133,18 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
             grouped.setdefault(text, []).append(rank.rank)
     for key, ranks in grouped.items():
         yield ranks, shown[key]
+
+
+def _subtest(report: Mapping[str, Any]) -> str:
+    """Return a subtest's description as pytest's own headline has it, '[sub] (i=1)'; '' for what is none."""
+    context = report.get("_subtest.context")
+    if not isinstance(context, dict):
+        return ""
+    message, given = context.get("msg"), context.get("kwargs")
+    parts = [f"[{message}]"] if message is not None else []
+    if isinstance(given, dict) and given:
+        parts.append(f"({', '.join(f'{name}={value}' for name, value in given.items())})")
+    return " ".join(parts) or "(<subtest>)"
 
 
 def _waited(error: RaisedException) -> str:

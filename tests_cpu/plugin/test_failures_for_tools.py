@@ -98,3 +98,54 @@ def test_records(group, record_property, record_testsuite_property, request):
         assert of_the_suite == {"torch": "2", "device": "cpu:0", "rank1.device": "cpu:1"}
         of_the_test = {p.get("name"): p.get("value") for p in suite.findall("testcase/properties/property")}
         assert of_the_test == {"loss": "0.5", "memory": "100", "late": "0", "rank1.memory": "101", "rank1.late": "1"}
+
+
+COLLECTS = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    failures = getattr(item, "collected_failures", [])
+    if call.when == "call" and failures:
+        try:
+            raise AssertionError("\\n".join(failures))
+        except AssertionError:
+            call.excinfo = pytest.ExceptionInfo.from_current()
+        report.outcome, report.longrepr = "failed", "\\n".join(failures)
+    return report
+"""
+
+
+def test_what_a_plugin_collected_is_at_its_line(pytester: pytest.Pytester) -> None:
+    """As pytest-check does: the test goes on, and the plugin fails it at its end."""
+    pytester.makepyfile(collects=COLLECTS)
+    source = """
+@world_size(2)
+def test_checks(group, request):
+    line = sys._getframe().f_lineno
+    request.node.collected_failures = [f"check 1 == 2\\ntest_example.py:{line} in test_checks() -> check.equal(1, 2)"]
+    group.barrier()
+"""
+    result = run_example(pytester, source, "-p", "collects")
+    line = next(i for i, text in enumerate((HEADER + source).splitlines(), 1) if "f_lineno" in text)
+    assert result.verdicts["test_checks"].where.endswith(f"test_example.py:{line} in test_checks"), result.stdout
+
+
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest before 9 has no subtests")
+def test_each_subtest_is_at_its_line_and_has_its_description(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_parts(group, subtests):
+    for i in range(3):
+        with subtests.test(msg="part", i=i):
+            assert i != 1
+            assert not (i == 2 and group.rank == 1)
+    group.barrier()
+"""
+    text = run_example(pytester, source).stdout
+    first = next(i for i, line in enumerate((HEADER + source).splitlines(), 1) if "i != 1" in line)
+    for headline, place in (
+        ("--- ranks 0, 1 ---\n[part] (i=1)\n", first), ("--- rank 1 ---\n[part] (i=2)\n", first + 1)
+    ):  # fmt: skip
+        assert f"test_example.py:{place}: AssertionError" in text.partition(headline)[2].partition("--- ")[0]
