@@ -75,6 +75,13 @@ def neighbours(session: nox.Session) -> None:
 
 
 @nox.session
+def hugging_face(session: nox.Session) -> None:
+    """Run the code of docs/hugging_face.md against transformers."""
+    session.install("-e", ".[test,hf]", f"torch=={TORCHES[-1]}")
+    session.run("python", "-m", "pytest", "tests_cpu/nsa/test_hugging_face.py", "-m", "slow", *session.posargs)
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """Build the wheel and the source distribution, check what an index would say of them, and use each where nothing else is."""
     session.install("build", "hatchling", "twine")
