@@ -1,4 +1,4 @@
-"""docs/hugging_face.md: its code runs, and the model does what a Hugging Face model does. `nox -s hugging_face` installs transformers."""
+"""docs/hugging_face.md: its code runs, and the model does what others do. `nox -s hugging_face` installs transformers."""
 
 from __future__ import annotations
 
