@@ -42,6 +42,21 @@ def test_each_set_of_unseen_faults_is_counted_within_its_size() -> None:
             assert 0 <= row.get(name, 0) <= row.get(of.get(name, ""), row["faults"]), (row["set"], name)
 
 
+KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+
+def test_the_changelog_is_a_line_per_behaviour() -> None:
+    """Of what is not released; earlier sections stay as they were."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", text, flags=re.M)[1]
+    for line in section.splitlines()[1:]:
+        assert not line or line in [f"### {kind}" for kind in KINDS] or re.fullmatch(r"- .*[.)]", line), line
+    for fragment in (ROOT / "changelog.d").glob("*"):
+        if fragment.name != ".gitignore":
+            assert re.fullmatch(rf"\+[a-z0-9-]+\.({'|'.join(KINDS).lower()})\.md", fragment.name), fragment.name
+            assert len(fragment.read_text(encoding="utf-8").splitlines()) == 1, fragment.name
+
+
 def test_a_circle_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a circle: (a -> b -> a|b -> a -> b)"):
         rooms.shortest({"a": {"b"}, "b": {"a"}})
