@@ -100,7 +100,7 @@ def rank_env(**variables: str) -> pytest.MarkDecorator:
 
 
 def cores(n: int) -> pytest.MarkDecorator:
-    """Pin the test's ranks to n cores that no other test with this mark has meanwhile."""
+    """Pin the test's ranks to n cores that no other test with this mark uses at the same time."""
     return pytest.mark.cores(n)
 
 
@@ -264,9 +264,9 @@ _RULES = (
         name="gpu",
         form="(count=None, share=False, memory=None)",
         text=(
-            "The test needs GPUs: skipped with a reason where there are too few. They are its own while it runs, unless it "
-            "shares them with other tests that do. memory='8GiB': what all its ranks together need on each; tests that name it run "
-            "beside each other where they fit. Default count: one per rank, or all that there are."
+            "The test needs GPUs: skipped with a reason where there are too few. No other test uses them while it runs, "
+            "except with share=True on both. memory='8GiB': what all its ranks need together on each; tests that name it share "
+            "a GPU as far as they fit. Default count: one per rank, or all that there are."
         ),
         check=_check_gpu,
     ),

@@ -113,16 +113,16 @@ class Ranked(pytest.Function):
             pytest.skip(verdict.reason)
         foreseen = marks.value(self, "fails_as")
         if foreseen is not None and verdict.cause == foreseen:
-            pytest.xfail(f"{foreseen}, as foreseen: {verdict.reason}")
+            pytest.xfail(f"{foreseen}, as expected: {verdict.reason}")
         if foreseen is not None and not verdict.failed:
-            passed = f"was to fail as {foreseen}, and passed"
+            passed = f"expected to fail as {foreseen}, but passed"
             verdict = replace(
                 verdict,
                 outcome="FAIL",
                 cause="assertion",
                 rule="items.foreseen",
                 reason=passed,
-                advice="take fails_as away, or mend it",
+                advice="remove the mark fails_as",
             )
             self.stash[verdict_key] = verdict
             runner.recorder.replace(evidence.folder, verdict)

@@ -173,8 +173,8 @@ def test_that_passes(group): pass
     result = run_example(pytester, source, "-rA")
     text = result.stdout
     assert result.outcomes == {"xfailed": 1, "failed": 2}
-    assert "rank_exception, as foreseen: RuntimeError: gone" in text
-    assert "was to fail as rank_exception, and passed" in text
+    assert "rank_exception, as expected: RuntimeError: gone" in text
+    assert "expected to fail as rank_exception, but passed" in text
     assert result.verdicts["test_as_foreseen"].expected
     assert result.verdicts["test_by_another_cause"].failed
     assert result.verdicts["test_that_passes"].failed
