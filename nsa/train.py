@@ -86,7 +86,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="PATH", help="YAML file (default: the variable CONFIG)")
     parser.add_argument(
-        "--dataset", metavar="NAME", help="synthetic, fineweb_edu (data.path), or a parquet file or folder"
+        "--dataset",
+        metavar="NAME",
+        help="synthetic, fineweb_edu (data.path), or a file or folder: parquet, .jsonl, .txt",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="how many steps, instead of train.steps")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: --parallel ddp; 0: --parallel none")
