@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -63,10 +64,21 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 
 @nox.session
 def neighbours(session: nox.Session) -> None:
-    """Run the tests with plugins that are not in the extra 'test', as they warn in each session that has them installed."""
+    """Run ranked tests beside plugins that are not in the extra 'test', one at a time: docs/plugins.md."""
     session.install("-e", ".[test]", "pytest-asyncio", f"torch=={TORCHES[-1]}")
     coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines")
     session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)
+    listed = re.findall(r'^    Neighbour\("([\w-]+)"', Path("benchmarks/neighbours.py").read_text(), re.M)
+    session.install(*dict.fromkeys(listed), f"torch=={TORCHES[-1]}")
+    session.run("python", "benchmarks/neighbours.py", "--json", "benchmarks/results/neighbours.json")
+    session.run("python", "benchmarks/neighbours.py", "--table")
+
+
+@nox.session
+def hugging_face(session: nox.Session) -> None:
+    """Run the code of docs/hugging_face.md against transformers."""
+    session.install("-e", ".[test,hf]", f"torch=={TORCHES[-1]}")
+    session.run("python", "-m", "pytest", "tests_cpu/nsa/test_hugging_face.py", "-m", "slow", *session.posargs)
 
 
 @nox.session

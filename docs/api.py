@@ -44,7 +44,7 @@ def page() -> str:
     for name in sorted(nsa.__all__):
         value = getattr(nsa, name)
         if inspect.isclass(value):
-            out += members(value)
+            out += members(value, is_made_by_users=name not in ("Config", "ConfigError"))
         elif callable(value):
             out += entry(name + signature(value), inspect.getdoc(value) or "")
     return "\n".join(out).rstrip() + "\n"
@@ -55,18 +55,20 @@ def entry(title: str, text: str) -> list[str]:
     return [f"### `{title}`", "", text.strip() or "No docstring.", ""]
 
 
-def members(kind: type) -> list[str]:
-    """A class and its public methods and properties."""
+def members(kind: type, *, is_made_by_users: bool = False) -> list[str]:
+    """A class and its public methods and properties; how it is made, where users make it; what calling it takes, of a module."""
     own = {
         n: v
         for n, v in vars(kind).items()
         if not n.startswith("_") and (inspect.isfunction(v) or isinstance(v, property))
     }
-    out = entry(kind.__name__, inspect.getdoc(kind) or "")
+    made = signature(kind.__init__) if is_made_by_users else ""
+    out = entry(kind.__name__ + made, inspect.getdoc(kind) or "")
     for name, value in own.items():
         text = inspect.getdoc(value)
-        if text and name != "forward":
-            shown = name if isinstance(value, property) else name + signature(value)
+        if text and (name != "forward" or is_made_by_users):
+            called = "layer" if name == "forward" else name  # a module is called by its name
+            shown = name if isinstance(value, property) else called + signature(value)
             out += [f"- `{shown}`: {' '.join(text.split())}"]
     return [*out, ""] if out[-1] else out
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa.config import Config, ConfigError, load_config
+    from nsa.kernels.compression import compress
     from nsa.kernels.dispatch import explain, nsa_attention, reference_attention
+    from nsa.kernels.given_picks import selected_attention
     from nsa.model.attention import NSAAttention
     from nsa.model.decoding import KVCache
     from nsa.model.transformer import NSATransformer, build_model
@@ -23,7 +25,9 @@ _WHERE = {
     "NSAAttention": "nsa.model.attention",
     "NSATransformer": "nsa.model.transformer",
     "build_model": "nsa.model.transformer",
+    "compress": "nsa.kernels.compression",
     "nsa_attention": "nsa.kernels.dispatch",
+    "selected_attention": "nsa.kernels.given_picks",
     "explain": "nsa.kernels.dispatch",
     "reference_attention": "nsa.kernels.dispatch",
 }
@@ -35,10 +39,12 @@ __all__ = [
     "NSAAttention",
     "NSATransformer",
     "build_model",
+    "compress",
     "explain",
     "load_config",
     "nsa_attention",
     "reference_attention",
+    "selected_attention",
 ]
 
 

@@ -7,6 +7,7 @@ Nothing here imports torch, so that a bad value is refused before anything expen
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -260,6 +261,18 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())[:MOST_PROBLEM]}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply; a configuration has sections, and keys in them") from None
+
+
+def as_yaml(config: Config) -> str:
+    """Return every field as a YAML that `load_config` reads to an equal configuration, from any folder."""
+    import yaml
+
+    tree = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
+    if config.train.gc_range is not None:
+        tree["train"]["gc_range"] = "{}:{}".format(*config.train.gc_range)
+    if config.data.path is not None:
+        tree["data"]["path"] = os.path.abspath(config.data.path)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def model_config(entries: Any, where: str) -> ModelConfig:

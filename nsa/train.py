@@ -18,6 +18,7 @@ from nsa.config import (
     SAFE_ENVIRONMENT,
     Config,
     ConfigError,
+    as_yaml,
     config_path_from_environment,
     environment_help,
     load_config,
@@ -36,6 +37,10 @@ EXIT_CODES = {
     75: "stopped by SIGTERM, with a checkpoint: start it again with --resume auto",
     INTERRUPTED: "interrupted",
 }
+RESULTS = """\
+Results:
+  DIR/metrics.jsonl has a line per step: loss, learning rate, tokens per second. `pytest-nsa diagnose DIR --html` draws the losses.
+  DIR/checkpoints/ has what --resume goes on from; `python -m nsa.generate` and `python -m nsa.export` read it."""
 NEEDED = {
     "torch": "install torch>=2.6",
     "yaml": "install pyyaml",
@@ -54,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "no configuration: give --config PATH, or CONFIG=PATH, as in --config configs/tiny_cpu.yaml"
             )
         config = load_config(path, **_overrides(arguments))
+        if arguments.print_config:
+            print(as_yaml(config), end="")
+            return 0
         return _train(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,12 +80,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m nsa.train",
         description="Train a Native Sparse Attention transformer; alone, or one rank of several under torchrun.",
-        epilog=f"Environment variables (stronger than the YAML, weaker than options):\n{environment_help()}\n\n{_exit_codes()}",
+        epilog=f"Environment variables (stronger than the YAML, weaker than options):\n{environment_help()}\n\n"
+        f"{_exit_codes()}\n\n{RESULTS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="PATH", help="YAML file (default: the variable CONFIG)")
     parser.add_argument(
-        "--dataset", metavar="NAME", help="synthetic, fineweb_edu (data.path), or a parquet file or folder"
+        "--dataset",
+        metavar="NAME",
+        help="synthetic, fineweb_edu (data.path), or a file or folder: parquet, .jsonl, .txt",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="how many steps, instead of train.steps")
     parser.add_argument("--ddp", choices=("0", "1"), help="1: --parallel ddp; 0: --parallel none")
@@ -94,6 +105,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--resume", default="none", metavar="auto|none|PATH", help="go on from a checkpoint (default: none)"
+    )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every field, as the YAML, the variables and the options set it, and train nothing",
     )
     parser.add_argument(
         "--set", metavar="SECTION.KEY=VALUE", action="append", default=[], dest="settings",

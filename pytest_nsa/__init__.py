@@ -25,11 +25,13 @@ from pytest_nsa.marks import (
     fails_as,
     gc_range,
     gpu,
+    hash_seeds,
     rank_env,
     reuse,
     scenario,
     static_graph,
     trace,
+    trace_kinds,
     world_size,
 )
 from pytest_nsa.session.outcome import Outcome
@@ -46,11 +48,13 @@ __all__ = [
     "fails_as",
     "gc_range",
     "gpu",
+    "hash_seeds",
     "host_fixture",
     "rank_env",
     "reuse",
     "scenario",
     "static_graph",
     "trace",
+    "trace_kinds",
     "world_size",
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,8 +71,13 @@ def gc_range(*ranges: str) -> pytest.MarkDecorator:
     return pytest.mark.gc_range(*ranges)
 
 
-def trace(*kinds: str) -> pytest.MarkDecorator:
+def trace_kinds(*kinds: str) -> pytest.MarkDecorator:
     """What the fixture `trace` records and prints: any of 'grads', 'module_bwd', 'ddp_buckets' (default: all)."""
+    return pytest.mark.trace_kinds(*kinds)
+
+
+def trace(*kinds: str) -> pytest.MarkDecorator:
+    """The older name of trace_kinds, which the fixture `trace` has too."""
     return pytest.mark.trace(*kinds)
 
 
@@ -94,7 +100,7 @@ def rank_env(**variables: str) -> pytest.MarkDecorator:
 
 
 def cores(n: int) -> pytest.MarkDecorator:
-    """Pin the test's ranks to n cores that no other test with this mark has meanwhile."""
+    """Pin the test's ranks to n cores that no other test with this mark uses at the same time."""
     return pytest.mark.cores(n)
 
 
@@ -103,6 +109,7 @@ static_graph: pytest.MarkDecorator = pytest.mark.static_graph
 gpu: pytest.MarkDecorator = pytest.mark.gpu
 check_divergence: pytest.MarkDecorator = pytest.mark.check_divergence
 reuse: pytest.MarkDecorator = pytest.mark.reuse
+hash_seeds: pytest.MarkDecorator = pytest.mark.hash_seeds
 
 
 def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single: bool = False) -> str | None:
@@ -136,6 +143,14 @@ def _check_cores(mark: pytest.Mark) -> str | None:
     if mark.kwargs or len(mark.args) != 1 or type(mark.args[0]) is not int or mark.args[0] < 1:
         return "takes one whole number of cores, as in cores(1)"
     return f"this machine lends {available} cores" if mark.args[0] > available else None
+
+
+def _check_hash_seeds(mark: pytest.Mark) -> str | None:
+    if mark.kwargs or any(type(seed) is not int or not 0 <= seed < 1 << 32 for seed in mark.args):
+        return (
+            "takes a whole number from 0 to 4294967295 for each rank, as in hash_seeds(3, 14), or none: they are drawn"
+        )
+    return None
 
 
 def _check_rank_env(mark: pytest.Mark) -> str | None:
@@ -243,18 +258,29 @@ _RULES = (
         "check_divergence",
         "Fail when ranks end with different gradients or parameters though DDP keeps them equal (three norms per tensor and step).",
     ),
-    _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace('grads', 'module_bwd')"), fixture="trace"),
+    _taking_arguments(trace_kinds, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
+    _taking_arguments(trace, lambda m: _one_of(m, TRACES, "trace_kinds('grads', 'module_bwd')"), fixture="trace"),
     MarkRule(
         name="gpu",
         form="(count=None, share=False, memory=None)",
         text=(
-            "The test needs GPUs: skipped with a reason where there are too few. They are its own while it runs, unless it "
-            "shares them with other tests that do. memory='8GiB': what all its ranks together need on each; tests that name it run "
-            "beside each other where they fit. Default count: one per rank, or all that there are."
+            "The test needs GPUs: skipped with a reason where there are too few. No other test uses them while it runs, "
+            "except with share=True on both. memory='8GiB': what all its ranks need together on each; tests that name it share "
+            "a GPU as far as they fit. Default count: one per rank, or all that there are."
         ),
         check=_check_gpu,
     ),
     _taking_arguments(cores, _check_cores),
+    MarkRule(
+        name="hash_seeds",
+        form="(*seeds)",
+        text=(
+            "Start each rank as a new interpreter with another hash seed (PYTHONHASHSEED), as torchrun's processes have. A bug "
+            "that depends on the order of a set shows then: forked ranks all have one order. Without seeds they are drawn, and a "
+            "failure prints them; hash_seeds(3, 14) gives rank 0 and rank 1 these. It costs the seconds of an import of torch."
+        ),
+        check=_check_hash_seeds,
+    ),
     _taking_arguments(rank_env, _check_rank_env),
     MarkRule(
         name="reuse",
@@ -291,8 +317,20 @@ def wrong_marks(item: pytest.Item) -> Iterator[str]:
         yield f"{where}: fails_as: does nothing, as the test does not run on ranks and gets no verdict; use pytest.mark.xfail"
     if any(node is item for node, _ in item.iter_markers_with_node("reuse")):
         yield f"{where}: reuse: belongs on a class or a module (pytestmark = pytest.mark.reuse), whose tests then share their ranks"
+    if item.get_closest_marker("hash_seeds"):
+        yield from _wrong_hash_seeds(item, where)
     if item.get_closest_marker("static_graph") and "ddp" not in fixtures:
         yield f"{where}: static_graph: does nothing, as the test does not take the fixture 'ddp'; add it to its arguments"
+
+
+def _wrong_hash_seeds(item: pytest.Item, where: str) -> Iterator[str]:
+    given, size = item.get_closest_marker("hash_seeds").args, size_of(item, DEFAULT_WORLD_SIZE)  # type: ignore[union-attr]
+    if not is_ranked(item):
+        yield f"{where}: hash_seeds: does nothing, as the test does not run on ranks; set PYTHONHASHSEED for pytest"
+    elif given and len(given) != size:
+        yield f"{where}: hash_seeds: has {len(given)} seeds for {size} ranks: give one for each rank, or none"
+    elif item.get_closest_marker("reuse"):
+        yield f"{where}: hash_seeds: starts new ranks, and reuse keeps them: take one of the two off"
 
 
 def not_for_ranks(item: pytest.Item) -> Iterator[str]:
@@ -362,6 +400,20 @@ def environment_of(item: pytest.Item) -> dict[str, str]:
     for mark in item.iter_markers("rank_env"):
         found = {**mark.kwargs, **found}
     return found
+
+
+def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
+    """Return the hash seed of each rank by the mark, drawn where it names none; () without the mark."""
+    mark = item.get_closest_marker("hash_seeds")
+    if mark is None:
+        return ()
+    return mark.args or tuple(random.SystemRandom().sample(range(1, 1 << 32), world_size))
+
+
+def traces_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return what the fixture `trace` records, by its mark under either name; () without it."""
+    marks = (item.get_closest_marker(name) for name in ("trace_kinds", "trace"))
+    return next((mark.args for mark in marks if mark is not None), ())
 
 
 def reuse_scope(item: pytest.Item) -> str:

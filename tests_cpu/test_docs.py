@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import neighbours, unseen
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -22,6 +25,36 @@ def test_the_page_of_public_names_is_made_from_their_docstrings() -> None:
     text = api.PAGE.read_text(encoding="utf-8")
     assert text == api.page(), "run python docs/api.py, which writes it again"
     assert "No docstring." not in text
+
+
+def test_the_tables_of_benchmarks_and_plugins_are_those_of_their_results() -> None:
+    sets, matrix = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "plugins.md"))
+    assert unseen.page_with(sets) == sets, "run python benchmarks/unseen.py, which writes the table again"
+    results = json.loads(neighbours.RESULTS.read_text(encoding="utf-8"))
+    assert neighbours.page_with(matrix, results) == matrix, "run python benchmarks/neighbours.py --table"
+    assert len(sets.splitlines()) <= 150, "figures belong into benchmarks/results, and the reader's first ones here"
+
+
+def test_each_set_of_unseen_faults_is_counted_within_its_size() -> None:
+    for row in unseen.sets():
+        of = {"line": "lines", "end_line": "lines", "line_or_caller": "lines", "ended": "healthy"}
+        for name in ("cause_and_ranks", "ranks", "line", "line_or_caller", "end_cause_and_ranks", "end_line", "ended"):
+            assert 0 <= row.get(name, 0) <= row.get(of.get(name, ""), row["faults"]), (row["set"], name)
+
+
+KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+
+def test_the_changelog_is_a_line_per_behaviour() -> None:
+    """Of what is not released; earlier sections stay as they were."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", text, flags=re.M)[1]
+    for line in section.splitlines()[1:]:
+        assert not line or line in [f"### {kind}" for kind in KINDS] or re.fullmatch(r"- .*[.)]", line), line
+    for fragment in (ROOT / "changelog.d").glob("*"):
+        if fragment.name != ".gitignore":
+            assert re.fullmatch(rf"\+[a-z0-9-]+\.({'|'.join(KINDS).lower()})\.md", fragment.name), fragment.name
+            assert len(fragment.read_text(encoding="utf-8").splitlines()) == 1, fragment.name
 
 
 def test_a_circle_is_refused() -> None:

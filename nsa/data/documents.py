@@ -20,7 +20,7 @@ ROWS = 256  # that are decoded at a time
 class Place:
     """Somewhere in the documents where reading can begin: the ``epoch``-th pass over them, a file, and a part of it.
 
-    A part is a row group of a parquet file, or a row of a stream (whose file is 0).
+    A part is a row group of a parquet file, an offset in bytes in a file of JSON lines, or a row of a stream (whose file is 0).
     """
 
     epoch: int = 0
@@ -61,7 +61,7 @@ class ParquetDocuments:
                     except (OSError, pa.ArrowInvalid):  # pyarrow's words for pages that do not decode
                         yield here, [None] * file.metadata.row_group(part).num_rows
                         continue
-                    yield here, _checked(texts)
+                    yield here, checked(texts)
 
 
 def _batches(file: Any, path: Path, part: int) -> Iterator[Any]:
@@ -101,14 +101,14 @@ class HubDocuments:
                 text = entry.get("text")
                 yield (
                     Place(place.epoch, 0, row),
-                    _checked([text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None]),
+                    checked([text.encode("utf-8", "surrogatepass") if isinstance(text, str) else None]),
                 )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"data.hub={self.name!r}: cannot be streamed ({reason})") from None
 
 
-def _checked(texts: list[bytes | None]) -> list[bytes | None]:
+def checked(texts: list[bytes | None]) -> list[bytes | None]:
     """None in place of what is not UTF-8."""
     return [text if text is None or text.isascii() or _is_utf8(text) else None for text in texts]
 
@@ -127,10 +127,12 @@ def parquet_files(path: str) -> list[Path]:
     if root.is_dir():
         files = sorted(root.rglob("*.parquet"))
         if not files:
-            raise ConfigError(f"dataset {path!r}: no *.parquet in this folder")
+            raise ConfigError(f"dataset {path!r}: no *.parquet, *.jsonl or *.txt in this folder")
         return files
     if not root.is_file():
-        raise ConfigError(f"dataset {path!r}: no such file or folder; give synthetic, fineweb_edu or a parquet path")
+        raise ConfigError(
+            f"dataset {path!r}: no such file or folder; give synthetic, fineweb_edu or a path of parquet, .jsonl or .txt"
+        )
     return [root]
 
 
@@ -156,7 +158,9 @@ def check_parquet(file: Path) -> int:
                 pass
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again") from None
+        raise ConfigError(
+            f"dataset {str(file)!r}: not a whole parquet file ({reason}); copy it again, or name text .txt or .jsonl"
+        ) from None
     if "text" not in columns:
         raise ConfigError(
             f"dataset {str(file)!r}: no column 'text' (columns: {', '.join(columns)}); FineWeb-Edu's schema has one"

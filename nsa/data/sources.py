@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from nsa.config import Config, ConfigError
-from nsa.data.documents import HubDocuments, ParquetDocuments
+from nsa.data.documents import Documents, HubDocuments, ParquetDocuments
 from nsa.data.packing import PackedSource, Position, Sample, Source
+from nsa.data.plain import PlainDocuments, plain_files
 from nsa.data.tokens import Tokens, open_tokenizer
 
 
@@ -60,5 +61,9 @@ def open_source(config: Config) -> Source:
             "dataset fineweb_edu: neither data.path nor data.hub is set; name the folder of parquet files, "
             "or the hub's dataset, or use --dataset PATH"
         )
-    documents = HubDocuments(data.hub) if path is None and data.hub is not None else ParquetDocuments(str(path))
+    if path is None and data.hub is not None:
+        documents: Documents = HubDocuments(data.hub)
+    else:
+        plain = plain_files(str(path))
+        documents = PlainDocuments(plain) if plain else ParquetDocuments(str(path))
     return PackedSource(documents, tokenizer, config.train.seq_len, data.max_bad_rows)

@@ -81,9 +81,12 @@ def window_visible(seq_len: int, w: int, device: torch.device) -> torch.Tensor:
     return (back >= 0) & (back < w)
 
 
-def selected_visible(chosen: torch.Tensor, l_sel: int) -> torch.Tensor:
-    """bool [B, G, S, S] from ``chosen`` [B, S, G, Ns]: the tokens of chosen blocks, cut at the query itself."""
-    seq_len = chosen.shape[1]
-    t = torch.arange(seq_len, device=chosen.device)
-    tokens = chosen.permute(0, 2, 1, 3)[..., t // l_sel]
-    return tokens & (t[None, :] <= t[:, None])
+def selected_visible(chosen: torch.Tensor, l_sel: int, first: int = 0, end: int | None = None) -> torch.Tensor:
+    """bool [B, G, queries, end] from ``chosen`` [B, S, G, Ns]: the tokens of chosen blocks, cut at the query itself.
+
+    Of queries first ... end - 1, and the keys before ``end``; of all S by default.
+    """
+    end = chosen.shape[1] if end is None else end
+    t = torch.arange(end, device=chosen.device)
+    tokens = chosen[:, first:end].permute(0, 2, 1, 3)[..., t // l_sel]
+    return tokens & (t[None, :] <= t[first:, None])

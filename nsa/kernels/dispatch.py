@@ -12,6 +12,7 @@ import torch
 from nsa.config import BRANCHES, Branch
 from nsa.kernels import blocks, flash, reference
 from nsa.kernels.backends import BACKENDS, Backend, Listener
+from nsa.kernels.checks import check_compressed, check_sizes, check_tensors, pack_ends
 from nsa.kernels.sizes import KV, Sizes
 
 # (requested, used, reason) -> calls; written to fallback_counters.csv by the telemetry.
@@ -174,7 +175,7 @@ def nsa_attention(
     n_sel: int,
     w: int,
     scale: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Native Sparse Attention, the gated sum of three branches (arXiv 2502.11089, Eq. 5).
@@ -186,13 +187,15 @@ def nsa_attention(
         gates: [B, S, H, 3], after the sigmoid, in the order cmp, sel, win. None is below zero: triton makes its gradient NaN.
         l, d, l_sel, n_sel, w: compression block and stride, selection block, blocks selected, window (tokens).
         scale: of the scores; 1/sqrt(Dk) when None.
-        cu_seqlens: int [n + 1], for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
+        cu_seqlens: int [n + 1] or a list, for B = 1: token offsets of packed sequences, 0 first and S last. Nc is then the
             sum over the sequences.
         backend: ``auto``, or one of `BACKENDS` by name; `explain` names the one that would serve, and the reason.
 
     Returns: [B, S, H, Dv]. Raises ValueError naming the argument that does not fit.
     """
-    _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, l, d, l_sel, n_sel, w)
+    check_sizes(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
+    check_tensors(q, {"k_sel": k_sel, "k_win": k_win}, {"v_sel": v_sel, "v_win": v_win})
+    check_compressed(q, k_cmp, v_cmp, k_sel, v_sel, gates)
     ends = None if cu_seqlens is None else pack_ends(cu_seqlens, q.shape[0], q.shape[1])
     lengths = [q.shape[1]] if ends is None else [b - a for a, b in pairwise(ends)]
     if k_cmp.shape[1] != sum(blocks.num_compressed(length, l, d) for length in lengths):
@@ -227,57 +230,3 @@ def spans(ends: Sequence[int], l: int, d: int) -> list[tuple[int, int, int, int]
             found.append((start, end, at, at + count))
         at += count
     return found
-
-
-def pack_ends(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> list[int]:
-    """Return ``cu_seqlens`` as numbers. Raises ValueError where they are not a packing of ``tokens`` tokens."""
-    ends = [int(v) for v in cu_seqlens.tolist()]
-    if batch != 1:
-        raise ValueError(f"cu_seqlens needs batch 1, got {batch}")
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens={ends}: must start at 0, never fall, and end at S={tokens}")
-    return ends
-
-
-def _check(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, k_sel: torch.Tensor, v_sel: torch.Tensor,
-    k_win: torch.Tensor, v_win: torch.Tensor, gates: torch.Tensor,
-    l: int, d: int, l_sel: int, n_sel: int, w: int,
-) -> None:  # fmt: skip
-    check_sizes(l, d, l_sel, n_sel, w)
-    for name, tensor in (("q", q), ("k_cmp", k_cmp), ("k_sel", k_sel), ("v_sel", v_sel)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}: must have 4 dimensions, [batch, tokens, heads, width]"
-            )
-    B, S, H, Dk = q.shape
-    G, Dv = k_sel.shape[2], v_sel.shape[3]
-    if G == 0 or H % G:
-        raise ValueError(f"q has {H} heads: must be a multiple of the {G} KV heads")
-    if not q.is_floating_point():
-        raise ValueError(f"q is {q.dtype}: must be a floating point dtype")
-    n_cmp = k_cmp.shape[1]
-    expected = {
-        "k_cmp": (k_cmp, (B, n_cmp, G, Dk)), "v_cmp": (v_cmp, (B, n_cmp, G, Dv)),
-        "k_sel": (k_sel, (B, S, G, Dk)), "v_sel": (v_sel, (B, S, G, Dv)),
-        "k_win": (k_win, (B, S, G, Dk)), "v_win": (v_win, (B, S, G, Dv)), "gates": (gates, (B, S, H, 3)),
-    }  # fmt: skip
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {shape}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}: must be on {q.device}, as q is")
-        if tensor.dtype != q.dtype and name != "gates":
-            raise ValueError(f"{name} is {tensor.dtype}: must be {q.dtype}, as q is")
-
-
-def check_sizes(l: int, d: int, l_sel: int, n_sel: int, w: int) -> None:
-    """Raise ValueError for sizes of blocks and window that do not fit each other; the message names the one that does not."""
-    for name, value in (("l", l), ("d", d), ("l_sel", l_sel), ("w", w)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
-    for name, value in (("l", l), ("l_sel", l_sel)):
-        if value % d:
-            raise ValueError(f"{name}={value}: must be a multiple of d={d}")
-    if n_sel < 1 + blocks.NUM_LOCAL:
-        raise ValueError(f"n_sel={n_sel}: must be at least {1 + blocks.NUM_LOCAL} (1 initial and 2 local blocks)")

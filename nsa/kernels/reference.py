@@ -30,7 +30,9 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale
     some = visible.any(-1, keepdim=True)
     # A row without keys keeps finite scores, so that neither softmax nor its gradient meets inf - inf.
     weights = scores.masked_fill(~visible & some, float("-inf")).softmax(-1)
-    return weights * some
+    return weights.masked_fill(
+        ~some, 0.0
+    )  # and not times zero: a NaN in a key that they do not see stays away from them
 
 
 def weighted(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

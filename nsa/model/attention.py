@@ -14,17 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa.config import Branch, ModelConfig
+from nsa.kernels.checks import check_hidden, check_sizes, pack_ends, refuse_padding
+from nsa.kernels.compression import mean_of_blocks, tokens_of_blocks
 from nsa.kernels.derivatives import has_tangent, is_transformed
-from nsa.kernels.dispatch import (
-    attend,
-    attend_densely,
-    check_backend,
-    check_sizes,
-    pack_ends,
-    run_branches,
-    spans,
-    zero_times,
-)
+from nsa.kernels.dispatch import attend, attend_densely, check_backend, run_branches, spans, zero_times
 from nsa.kernels.sizes import KV, Sizes
 from nsa.kernels.triton import support
 from nsa.kernels.triton.operators import rotate
@@ -79,17 +72,7 @@ class MeanCompression(nn.Module):
         self.l, self.d = l, d
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        if tokens is not None:
-            return x[:, tokens].mean(2)
-        if x.shape[1] < self.l:
-            return x[:, :0]
-        each = self.l // self.d
-        strides = x.unfold(1, self.d, self.d).mean(-1)  # of d tokens; a block has l / d, and shares them with others
-        n = strides.shape[1] - (each - 1)
-        total = strides[:, :n]
-        for i in range(1, each):
-            total = total + strides[:, i : n + i]
-        return total / each if each > 1 else total
+        return mean_of_blocks(x, self.l, self.d, tokens)
 
 
 class MLPCompression(nn.Module):
@@ -176,7 +159,7 @@ class NSAAttention(nn.Module):
             raise ValueError(f"n_heads={n_heads}: must be a multiple of n_kv_heads={n_kv_heads}")
         if d_k % 2:
             raise ValueError(f"d_k={d_k}: must be even, as the rotation turns pairs")
-        check_sizes(l, d, l_sel, n_sel, w)
+        check_sizes(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
         if force_branch not in (None, "cmp", "sel", "win"):
             raise ValueError(f"force_branch={force_branch!r}: must be cmp, sel or win")
         self.n_heads, self.n_kv_heads, self.d_k, self.d_v = n_heads, n_kv_heads, d_k, d_v
@@ -214,14 +197,27 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, x: torch.Tensor, cache: KVCache | None = None, cu_seqlens: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        cache: KVCache | None = None,
+        cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [B, S, dim] -> [B, S, dim].
 
         With a ``cache``, x are the tokens after those that it has seen; RuntimeError where gradients are enabled, and for
-        tangents of forward mode. With ``cu_seqlens`` (int [n + 1], B = 1) x are packed sequences, of which none sees another;
-        ValueError if they do not fit.
+        tangents of forward mode. With ``cu_seqlens`` (int [n + 1] or a list, B = 1) x are packed sequences, of which none sees
+        another. ``attention_mask`` [B, S], with a cache of its tokens too (1: token, 0: padding), is read on the host: padding
+        behind a sequence changes none of its outputs, and padding before or in one is refused. ValueError for what does not
+        fit.
         """
+        check_hidden(x, self.w_q.in_features)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(
+                f"cache is {type(cache).__name__}: must be a nsa.KVCache; a padding mask is attention_mask="
+            )
+        if attention_mask is not None:
+            refuse_padding(attention_mask, x.shape[0], x.shape[1] + (0 if cache is None else cache.length))
         B, S, _ = x.shape
         start = 0 if cache is None else cache.length
         if cache is not None and torch.is_grad_enabled():
@@ -265,7 +261,7 @@ class NSAAttention(nn.Module):
             k_cmp, v_cmp = self.compress_k(tail[0]), self.compress_v(tail[1])
             last = torch.arange(k_cmp.shape[1], device=q.device) * self.d + (start + S - tail[0].shape[1] + self.l - 1)
         else:
-            tokens = _tokens_of_blocks(ends, self.l, self.d, q.device)
+            tokens = tokens_of_blocks(ends, self.l, self.d, q.device)
             k_cmp, v_cmp, last = self.compress_k(tail[0], tokens), self.compress_v(tail[1], tokens), tokens[:, -1]
         # Rotated after compression, to the block's last token: the mean of rotated keys would cancel itself.
         cmp = KV(self.rotary(k_cmp, last), v_cmp)
@@ -310,14 +306,6 @@ class NSAAttention(nn.Module):
         return torch.cat(parts, dim=1)
 
 
-def _tokens_of_blocks(ends: Sequence[int], l: int, d: int, device: torch.device) -> torch.Tensor:
-    """Return the tokens of each compression block of a pack, int64 [Nc, l]; no block lies in two sequences."""
-    firsts = [first for a, b in itertools.pairwise(ends) for first in range(a, b - l + 1, d)]
-    return torch.tensor(firsts, dtype=torch.int64, device="cpu").to(device, non_blocking=True)[:, None] + torch.arange(
-        l, device=device
-    )
-
-
 class DenseAttention(nn.Module):
     """Plain causal attention with the same heads: the control that passes where NSA hangs."""
 
@@ -330,8 +318,9 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(m.n_heads * m.d_v, m.dim, bias=False)
         self.rotary = Rotary(m.d_k, m.rope_theta)
 
-    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1], B = 1) packed sequences."""
+    def forward(self, x: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int] | None = None) -> torch.Tensor:
+        """x [B, S, dim] -> [B, S, dim]; with ``cu_seqlens`` (int [n + 1] or a list, B = 1) packed sequences."""
+        check_hidden(x, self.w_q.in_features)
         S = x.shape[1]
         t = torch.arange(S, device=x.device)
         q, k, v = (

@@ -94,12 +94,12 @@ class KVCache:
             raise
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Make sequence i of the batch the former sequence ``index[i]``: int64 [B'], in any order, repeated or dropped.
+        """Make sequence i of the batch the former sequence ``index[i]``: int32 or int64 [B'], in any order, repeated or dropped.
 
         So a beam search keeps its best beams, and a batch drops the sequences that have ended.
         """
-        if index.ndim != 1 or index.dtype != torch.int64:
-            raise ValueError(f"index: must be int64 of one dimension, got {index.dtype} {list(index.shape)}")
+        if index.ndim != 1 or index.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"index: must be int32 or int64 of one dimension, got {index.dtype} {list(index.shape)}")
         for one in (*self._compressed, *self._selected):
             one.reorder(index)
         self._window, self._tail = (

@@ -94,7 +94,7 @@ class Checkpointer:
             dcp.save(state, storage_writer=writer, process_group=self._group)
             reason = ""
         except (OSError, CheckpointException) as error:
-            reason = _reason(error)
+            reason = _why_not_saved(error, partial)
         self._end(partial, description, reason)
 
     @property
@@ -111,7 +111,7 @@ class Checkpointer:
         try:
             running.result()
         except (OSError, CheckpointException) as error:
-            reason = _reason(error)
+            reason = _why_not_saved(error, partial)
         self._end(partial, description, reason)
 
     def _end(self, partial: Path, description: Description, reason: str) -> None:
@@ -153,6 +153,25 @@ def _reason(error: BaseException) -> str:
     """Return what dcp gathered from all ranks, or the error itself."""
     causes = getattr(error, "failures", {}).values()  # of CheckpointException: (exception, traceback) by rank
     return "; ".join(sorted({str(cause[0]) for cause in causes})) or str(error) or type(error).__name__
+
+
+def _why_not_saved(error: BaseException, folder: Path) -> str:
+    """Return the reason; where torch's writer failed, what the disk refuses."""
+    text = _reason(error)
+    # On a full disk torch's writer reports its own position ("unexpected pos 704 vs 598"), and not what the system said.
+    return (_what_the_disk_refuses(folder) if "inline_container" in text else "") or text
+
+
+def _what_the_disk_refuses(folder: Path) -> str:
+    """Return the system's words where a further MiB in ``folder`` cannot be written, as 'No space left on device'; else ''."""
+    probe = folder / "room"
+    try:
+        probe.write_bytes(bytes(1 << 20))
+    except OSError as error:
+        return error.strerror or ""
+    finally:
+        probe.unlink(missing_ok=True)
+    return ""
 
 
 def load_model(path: Path) -> tuple[nn.Module, Description]:

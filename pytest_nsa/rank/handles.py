@@ -165,7 +165,7 @@ class Trace:
         """Return names of parameters whose gradient did not arrive in the last traced step."""
         if self._gradients is None:
             raise RuntimeError(
-                "trace: gradients are not traced; use @trace('grads') and `with trace(model): ...` first"
+                "trace: gradients are not traced; use @trace_kinds('grads') and `with trace(model): ...` first"
             )
         return self._gradients.missing()
 
@@ -173,7 +173,7 @@ class Trace:
         """Return names of modules whose backward did not run in the last traced step."""
         if self._modules is None:
             raise RuntimeError(
-                "trace: module backwards are not traced; use @trace('module_bwd') and `with trace(model): ...` first"
+                "trace: module backwards are not traced; use @trace_kinds('module_bwd') and `with trace(model): ...` first"
             )
         return self._modules.not_reached()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
+from _pytest.junitxml import LogXML, xml_key
 
 from nsa.trace.events import record
 from nsa.trace.exceptions import cut, origin, record_exception
@@ -156,6 +158,23 @@ def _frame_of(item: pytest.Item) -> traceback.FrameSummary:
     return traceback.FrameSummary(str(path), (line or 0) + 1, item.name, lookup_line=False)
 
 
+def _suite_properties(config: pytest.Config) -> list[tuple[str, Any]]:
+    """Return what `record_testsuite_property` was given in this process: in a log without a file, where there is no other."""
+    if config.stash.get(xml_key, None) is None:
+        config.stash[xml_key] = LogXML(os.devnull, None)
+    return config.stash[xml_key].global_properties
+
+
+def _first_named(item: pytest.Item, text: str) -> traceback.FrameSummary | None:
+    """Return the first location that a plugin's own text names, as pytest-check's: 'test_x.py:6 in test_it() -> equal(1, 2)'."""
+    for found in re.finditer(r"^(\S+):(\d+) in (\w+)", text, re.M):
+        for folder in (item.config.invocation_params.dir, item.config.rootpath):
+            path = folder / found[1]
+            if path.is_file():
+                return traceback.FrameSummary(str(path), int(found[2]), found[3], lookup_line=False)
+    return None
+
+
 class SilentTerminal:
     """In the terminal reporter's place: pytest before 9 explains comparisons by its writer."""
 
@@ -175,6 +194,13 @@ class RankRecorder:
         """Another test."""
         self.ctx, self._is_begun = ctx, True
         self._outcomes: set[str] = set()
+        self._suite_properties = len(_suite_properties(self.config))
+
+    def _new_suite_properties(self) -> list[tuple[str, str]]:
+        """Return what `record_testsuite_property` was given since the last report: it goes into this process's JUnit log."""
+        new = _suite_properties(self.config)[self._suite_properties :]
+        self._suite_properties += len(new)
+        return [(str(name), str(value)) for name, value in new]
 
     @property
     def passed(self) -> bool:
@@ -193,7 +219,8 @@ class RankRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        report = yield  # in which pytest takes over what a TestCase has caught
+        raised = call.excinfo
+        report = yield  # in which pytest takes over what a TestCase has caught, and plugins fail a test for what they collected
         if call.excinfo is not None and lockstep.own_error(call):
             error = call.excinfo.value
             reason = _torch_s_skip(error)
@@ -206,9 +233,13 @@ class RankRecorder:
             elif isinstance(error, pytest.xfail.Exception):
                 record(self.ctx.folder, event="xfailed", reason=str(error.msg), **origin(error))
             else:
-                # What a plugin fails a test for is at the test, not in pytest.
-                is_verdict = isinstance(error, pytest.fail.Exception)
-                record_exception(self.ctx.folder, error, call.when, _frame_of(item) if is_verdict else None)
+                # What a plugin fails a test for is at the test, not in the plugin.
+                is_collected = call.excinfo is not raised
+                if is_collected:
+                    error = error.with_traceback(None)
+                is_verdict = isinstance(error, pytest.fail.Exception) or is_collected
+                place = _first_named(item, str(error)) or _frame_of(item) if is_verdict else None
+                record_exception(self.ctx.folder, error, call.when, place)
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -218,8 +249,9 @@ class RankRecorder:
         if data is not None:
             # The text is all that anybody reads of a failure; pytest's own form of it can be as long as the error.
             data["longrepr"] = None
+            entry = {"text": text, "report": data, "of_the_suite": self._new_suite_properties()}
             with where_there_is_room():
-                append_line(self.ctx.folder / "reports.jsonl", {"text": text, "report": data})
+                append_line(self.ctx.folder / "reports.jsonl", entry)
         self._outcomes.add(report.outcome)
 
     def pytest_exception_interact(self, call: pytest.CallInfo[Any]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Verdict, runs_of
-from pytest_nsa.evidence.source import Sources
+from pytest_nsa.evidence.source import LOCATION, Sources
 from pytest_nsa.evidence.stacks import ThreadStack
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.report.plain import visible
@@ -44,6 +45,21 @@ def headline(verdict: Verdict) -> str:
     return visible(f"{verdict.outcome}: {who}{of}, {verdict.cause or 'no cause'}{sure}{where}")
 
 
+def brief(verdict: Verdict, test_file: Path) -> str:
+    """Return what pytest's short summary has room for: 'app/step.py:12 lock_deadlock, rank 1 of 2'.
+
+    Pytest cuts the line at the terminal's width, and begins it with the outcome and the test's file.
+    """
+    match = LOCATION.match(short_place(verdict.where))
+    place = "" if match is None else f"{match['file']}:{match['line']} "
+    if match is not None and Path(match["file"]).name == test_file.name:
+        place = f"{test_file.name}:{match['line']} "
+    who = verdict.culprits() if verdict.ranks else "no rank in particular"
+    of = f" of {verdict.world_size}" if len(verdict.ranks) == 1 and verdict.world_size > 1 else ""
+    sure = "" if verdict.certain else f" ({verdict.confidence:.0%} sure)"
+    return visible(f"{place}{verdict.cause or 'no cause'}, {who}{of}{sure}")
+
+
 def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict in at most twelve lines."""
     out = [headline(verdict), f"  why      {short_place(verdict.reason)}"]
@@ -70,6 +86,10 @@ def failure(verdict: Verdict, evidence: Evidence) -> str:
     """Return what the test's report shows: the verdict, then each different failure of the ranks once."""
     parts = ["\n".join(lines(verdict, evidence)), *failures_of_ranks(verdict, evidence)]
     notes = {note for rank in evidence.ranks for note in rank.notes}
+    if evidence.job.hash_seeds:
+        notes.add(
+            f"hash seeds: @hash_seeds({', '.join(map(str, evidence.job.hash_seeds))}) starts the ranks with these again"
+        )
     parts += sorted(notes)
     return visible("\n\n".join(parts))
 
@@ -103,8 +123,9 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
             continue
         for entry in rank.reports:
             if entry["report"].get("outcome") == "failed":
-                key = _error_lines(entry["text"])
-                shown.setdefault(key, entry["text"])
+                subtest = _subtest(entry["report"])
+                key = f"{subtest}\n{_error_lines(entry['text'])}"
+                shown.setdefault(key, f"{subtest}\n{entry['text']}".lstrip("\n"))
                 grouped.setdefault(key, []).append(rank.rank)
         if not rank.reports and rank.exceptions:
             error = rank.exceptions[0]
@@ -113,6 +134,18 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
             grouped.setdefault(text, []).append(rank.rank)
     for key, ranks in grouped.items():
         yield ranks, shown[key]
+
+
+def _subtest(report: Mapping[str, Any]) -> str:
+    """Return a subtest's description as pytest's own headline has it, '[sub] (i=1)'; '' for what is none."""
+    context = report.get("_subtest.context")
+    if not isinstance(context, dict):
+        return ""
+    message, given = context.get("msg"), context.get("kwargs")
+    parts = [f"[{message}]"] if message is not None else []
+    if isinstance(given, dict) and given:
+        parts.append(f"({', '.join(f'{name}={value}' for name, value in given.items())})")
+    return " ".join(parts) or "(<subtest>)"
 
 
 def _waited(error: RaisedException) -> str:

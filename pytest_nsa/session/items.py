@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from _pytest._code.code import ExceptionChainRepr, ReprFileLocation, ReprTraceback
+from _pytest.junitxml import xml_key
 from _pytest.unittest import TestCaseFunction
 
 from pytest_nsa import marks
@@ -22,7 +23,7 @@ from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
-from pytest_nsa.session import snapshots
+from pytest_nsa.session import properties, snapshots
 from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.runner import RankRunner
 
@@ -112,16 +113,16 @@ class Ranked(pytest.Function):
             pytest.skip(verdict.reason)
         foreseen = marks.value(self, "fails_as")
         if foreseen is not None and verdict.cause == foreseen:
-            pytest.xfail(f"{foreseen}, as foreseen: {verdict.reason}")
+            pytest.xfail(f"{foreseen}, as expected: {verdict.reason}")
         if foreseen is not None and not verdict.failed:
-            passed = f"was to fail as {foreseen}, and passed"
+            passed = f"expected to fail as {foreseen}, but passed"
             verdict = replace(
                 verdict,
                 outcome="FAIL",
                 cause="assertion",
                 rule="items.foreseen",
                 reason=passed,
-                advice="take fails_as away, or mend it",
+                advice="remove the mark fails_as",
             )
             self.stash[verdict_key] = verdict
             runner.recorder.replace(evidence.folder, verdict)
@@ -133,10 +134,12 @@ class Ranked(pytest.Function):
             raise failure
 
     def _take_over(self, evidence: Evidence) -> None:
-        """Properties that the body recorded; what the ranks printed, when it failed."""
-        for entry in evidence.ranks[0].reports:
-            if entry["report"].get("when") == "call":
-                self.user_properties.extend((str(k), v) for k, v in entry["report"].get("user_properties", ()))
+        """Properties that the test recorded; what the ranks printed, when it failed."""
+        self.user_properties.extend(properties.of_the_test(evidence.ranks))
+        log = self.config.stash.get(xml_key, None)
+        if log is not None:
+            for name, value in properties.of_the_suite(evidence.ranks):
+                log.add_global_property(name, value)
         verdict = self.stash[verdict_key]
         if verdict.failed:
             self.user_properties.append(("nsa.verdict", terminal.headline(verdict)))
@@ -152,7 +155,7 @@ class Ranked(pytest.Function):
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
         """Return the report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
         path, line = self._place_of(error.verdict)
-        place = ReprFileLocation(path, line, terminal.headline(error.verdict))
+        place = ReprFileLocation(path, line, terminal.brief(error.verdict, self.path))
         entry = ReprEntryNative([error.report + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
 

@@ -65,6 +65,7 @@ def job_of(
         debugger=debugger,
         debug_rank=settings.debug_rank,
         body=_file_of(item),
+        hash_seeds=marks.hash_seeds_of(item, needs.world_size),
         **tracing_of(item, settings),
     )
 

@@ -121,6 +121,10 @@ class ZygoteLauncher:
         return f"; its last words ({self.log}):\n" + "\n".join(lines[-15:]) if lines else ""
 
 
+def _hash_seed(job: Job, rank: int) -> dict[str, str]:
+    return {"PYTHONHASHSEED": str(job.hash_seeds[rank])} if job.hash_seeds else {}
+
+
 class ColdLauncher:
     """A new interpreter per rank, which collects the tests again: slow, and free of whatever this process has done."""
 
@@ -157,7 +161,8 @@ class ColdLauncher:
             with open(open_to_append(folder / "output.log"), "ab") as log:
                 self._ranks[rank] = subprocess.Popen(
                     [sys.executable, "-m", "pytest", *self.arguments], cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=log, env=child_environment(**{COLD_JOB: str(spec)}, **coverage.for_child()), preexec_fn=in_child,
+                    stderr=log, preexec_fn=in_child,
+                    env=child_environment(**{COLD_JOB: str(spec)}, **_hash_seed(job, rank), **coverage.for_child()),
                 )  # fmt: skip
         return [process.pid for process in self._ranks.values()]
 

@@ -30,12 +30,13 @@ class Needs:
     gpu_memory: int = 0  # bytes on each; 0: all of it
     cores: int = 0
     reuse: str = ""
+    is_cold: bool = False  # each rank a new interpreter, for its hash seed
     environment: dict[str, str] = field(default_factory=dict, hash=False)  # of its ranks
 
     @property
     def may_be_forked_ahead(self) -> bool:
         """Whether ranks can be made ready before the test's turn: nothing is to be leased first."""
-        return not self.gpus and not self.cores and self.device == "cpu"
+        return not self.is_cold and not self.gpus and not self.cores and self.device == "cpu"
 
 
 def needs_of(item: pytest.Item, settings: Settings) -> Needs:
@@ -61,6 +62,7 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
         gpu_memory=0 if gpu is None else marks.memory_of(gpu) or 0,
         cores=cores,
         reuse=marks.reuse_scope(item),
+        is_cold=item.get_closest_marker("hash_seeds") is not None,
         environment=marks.environment_of(item),
     )
 
@@ -68,12 +70,11 @@ def needs_of(item: pytest.Item, settings: Settings) -> Needs:
 def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
     """Return how a test's models are shared and traced, as fields of Job."""
     fixtures = getattr(item, "fixturenames", ())
-    traces = item.get_closest_marker("trace")
     return {
         "parallel": "ddp" if "ddp" in fixtures else "fsdp" if "fsdp" in fixtures else "none",
         "static_graph": item.get_closest_marker("static_graph") is not None,
         "fsdp_version": settings.fsdp_version,
-        "traces": traces.args if traces is not None else (),
+        "traces": marks.traces_of(item),
         "check_divergence": settings.check_divergence or item.get_closest_marker("check_divergence") is not None,
     }
 

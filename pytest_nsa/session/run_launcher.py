@@ -18,6 +18,7 @@ class RunLauncher:
         self.config, self.settings, self.run = config, settings, run
         self._launcher: Launcher | None = None
         self._plan: LaunchPlan | None = None
+        self._cold: Launcher | None = None  # for tests that need new interpreters, where other tests do not
         self._unreachable = ""  # why the zygote of all workers is
 
     @property
@@ -57,6 +58,13 @@ class RunLauncher:
             launcher = self.start(session)
         return launcher
 
+    def cold(self, session: pytest.Session) -> Launcher:
+        """Return the launcher of new interpreters; ranks that stayed for another test have ended."""
+        self.kill_ranks()
+        if self._cold is None:
+            self._cold = choose_launcher.start("cold", self.config, session, self.run.path / "zygote.log")
+        return self._cold
+
     def kill_ranks(self) -> None:
         """Kill the ranks that stayed for another test, if any."""
         if self._launcher is not None:
@@ -67,3 +75,6 @@ class RunLauncher:
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
+        if self._cold is not None:
+            self._cold.close()
+            self._cold = None

@@ -177,7 +177,7 @@ class RankRunner:
         folder = Path(job.folder)
         write_json(folder / "job.json", {**job.to_json(), "nodeid": self.shown_id(session, job.nodeid)})
         try:
-            launcher = self.launcher.ready(session)
+            launcher = self.launcher.cold(session) if job.hash_seeds else self.launcher.ready(session)
             launcher.expect(self._ranks_ahead(job))
             self._run_ranks(job, launcher, limits)
         except LaunchError as error:

@@ -90,7 +90,7 @@ class Job:
     another test after this one.
     ``gpus`` and ``cores`` are those that were leased, ``in_use`` the files that ranks hold while they use them; ``debugger``
     names the socket at which the host lends its terminal, to ``debug_rank`` (-1: to any); ``body`` is the file of the test's
-    own code, the user's wherever it lies.
+    own code, the user's wherever it lies. ``hash_seeds`` has PYTHONHASHSEED of each rank, which is then a new interpreter.
     """
 
     nodeid: str
@@ -126,6 +126,7 @@ class Job:
     fresh_group: bool = False
     stay: bool = False
     body: str = ""
+    hash_seeds: tuple[int, ...] = ()
 
     @property
     def group_spec(self) -> GroupSpec:
@@ -144,7 +145,7 @@ class Job:
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Build it from what `to_json` returned; fields of a later schema are passed over."""
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
-        return cls(**{**known, "traces": tuple(data.get("traces", ())), "in_use": tuple(data.get("in_use", ()))})
+        return cls(**{**known, **{name: tuple(data.get(name, ())) for name in ("traces", "in_use", "hash_seeds")}})
 
     @classmethod
     def from_stranger(cls, data: Any) -> Job:

@@ -18,6 +18,7 @@ QUICK = (("whole", "decoding", "large_scores", "functional"),)
 SLOW = (
     ("union",),
     ("rotary",),
+    ("given_picks",),
     ("window", "selection", "lists"),
     ("compression", "segments", "selected"),
     ("one_tile",),

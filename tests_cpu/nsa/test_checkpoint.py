@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -275,6 +276,25 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path: Path, on_er
         assert done.stderr.startswith("error: step_00000003 could not be saved: ")
         assert "make room and use --resume auto" in done.stderr
         assert losses(tmp_path / "run").keys() == {1, 2, 3}
+
+
+def test_a_disk_without_room_is_named_by_the_systems_words(tmp_path: Path) -> None:
+    """A file system of 500 KiB, in a mount namespace of its own."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
+        pytest.skip("needs a mount namespace of its own (unshare -Urm)")
+    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "run").mkdir()
+    command = (
+        f"mount -t tmpfs -o size=500k none run && exec {sys.executable} -m nsa.train --config small.yaml --out run"
+    )
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", f"{command} --save-every 1 --steps 20"], cwd=tmp_path, text=True, capture_output=True,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"^error: step_\d+ could not be saved: .*No space left on device", done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "inline_container" not in done.stderr
 
 
 def test_a_checkpoint_that_would_run_code_is_not_unpickled(tmp_path: Path) -> None:

@@ -233,8 +233,26 @@ def test_help_lists_the_variables(capsys: pytest.CaptureFixture[str]) -> None:
         "NSA_GC_RANGE=start:end",
         "NSA_FORCE_BRANCH=cmp|sel|win",
         "TORCH_BACKEND=nccl|gloo",
+        "  75   stopped by SIGTERM",
+        "`pytest-nsa diagnose DIR --html` draws the losses",
     ):
         assert name in text
+
+
+def test_a_printed_configuration_is_the_one_that_was_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all fields: those of the file, of variables and of options; read again from another folder."""
+    monkeypatch.setenv("NSA_GC_RANGE", "3:9")
+    settings = ["--steps", "7", "--safe", "--set", "train.lr=1e-3", "--dataset", "fineweb_edu"]
+    assert train.main(["--config", TINY, *settings, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert "\n  steps: 7\n" in text
+    assert "\n  gc_range: '3:9'\n" in text
+    (tmp_path / "printed.yaml").write_text(text)
+    monkeypatch.delenv("NSA_GC_RANGE")
+    assert train.main(["--config", str(tmp_path / "printed.yaml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == text
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_a(ddp, limit, record_property):
 def test_a_run_leaves_what_the_plan_names(pytester: pytest.Pytester) -> None:
     source = """
 @scenario("one")
-@trace("grads", "ddp_buckets")
+@trace_kinds("grads", "ddp_buckets")
 @world_size(2)
 def test_a(ddp, trace):
     model = ddp.wrap(torch.nn.Linear(2, 2))
@@ -97,7 +97,7 @@ def test_a(ddp, trace):
         model(torch.ones(1, 2))[..., 0].sum().backward()
 
 @scenario("two")
-@trace("grads")
+@trace_kinds("grads")
 @world_size(1)
 def test_b(group, trace):
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
@@ -246,7 +246,7 @@ def test_what_is_missing_on_some_ranks_is_in_every_list_with_the_ranks(pytester:
     """One parameter is missing on all three ranks in step 1, another on ranks 1 and 2 in step 2; nothing but the trace sees it."""
     source = """
 @scenario("parts")
-@trace("grads", "module_bwd")
+@trace_kinds("grads", "module_bwd")
 @world_size(3)
 def test_a(group, trace):
     model = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
@@ -287,7 +287,7 @@ class Halves(torch.nn.Module):
             a, b = self.a(x), self.b(x)
         return a + b
 
-@trace("grads")
+@trace_kinds("grads")
 @world_size(2)
 @pytest.mark.parametrize("apart", [0, 1])
 def test_a(ddp, trace, apart, artifacts):

@@ -46,7 +46,8 @@ def test_a_failure_is_at_its_line_and_a_fixture_s_is_an_error(pytester: pytest.P
     assert cases["test_fails[1]"].find("failure") is not None
     assert "rank 1 alone fails" in result.stdout
     short = run_example(pytester, SOURCE, "--tb=line", "-k", "test_fails").stdout
-    assert f"{pytester.path}/test_example.py:{line_of('THERE')}: FAIL: rank 1 of 2, assertion" in short
+    place = f"test_example.py:{line_of('THERE')}"
+    assert f"{pytester.path}/{place}: {place} assertion, rank 1 of 2" in short
 
 
 @pytest.mark.slow
@@ -57,3 +58,94 @@ def test_a_failure_is_coloured_as_pytest_s_own_are_and_travels_between_processes
         coloured = "\x1b[31m" in next(line for line in shown.splitlines() if "FAIL: rank 1 of 2, assertion" in line)
         assert coloured == (not options), "xdist sends the text alone"
         assert "rank 1 alone fails" in shown
+
+
+def test_the_short_summary_of_a_hang_fits_80_columns(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("CI", raising=False)  # with it pytest cuts nothing
+    pytester.mkpydir("app").joinpath("loop.py").write_text(
+        "import torch\nimport torch.distributed as dist\n\n\ndef step(rank):\n    if rank == 0:\n"
+        "        dist.all_reduce(torch.ones(1))\n"
+    )
+    source = (
+        "from app.loop import step\n@world_size(2)\ndef test_step(group):\n    step(group.rank)\n    dist.barrier()\n"
+    )
+    result = run_example(pytester, source)
+    summary = result.stdout.partition("short test summary info")[2].splitlines()[1]
+    cause = result.verdicts["test_step"].cause
+    assert summary == f"HANG test_example.py::test_step - app/loop.py:7 {cause}, rank 0 of 2"
+    assert len(summary) <= 80
+
+
+def test_what_ranks_record_is_in_the_junit_file_under_their_rank(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_records(group, record_property, record_testsuite_property, request):
+    record_property("loss", 0.5)
+    record_property("memory", 100 + group.rank)
+    record_testsuite_property("torch", "2")
+    record_testsuite_property("device", f"cpu:{group.rank}")
+    request.addfinalizer(lambda: record_property("late", group.rank))
+"""
+    for launch in ("fork", "clean"):
+        result = run_example(pytester, source, "--junitxml=junit.xml", f"--ranks-launch={launch}")
+        assert result.outcomes["passed"] == 1, result.stdout
+        suite = ET.parse(pytester.path / "junit.xml").find("testsuite")
+        assert suite is not None
+        of_the_suite = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
+        assert of_the_suite == {"torch": "2", "device": "cpu:0", "rank1.device": "cpu:1"}
+        of_the_test = {p.get("name"): p.get("value") for p in suite.findall("testcase/properties/property")}
+        assert of_the_test == {"loss": "0.5", "memory": "100", "late": "0", "rank1.memory": "101", "rank1.late": "1"}
+
+
+COLLECTS = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    failures = getattr(item, "collected_failures", [])
+    if call.when == "call" and failures:
+        try:
+            raise AssertionError("\\n".join(failures))
+        except AssertionError:
+            call.excinfo = pytest.ExceptionInfo.from_current()
+        report.outcome, report.longrepr = "failed", "\\n".join(failures)
+    return report
+"""
+
+
+def test_what_a_plugin_collected_is_at_its_line(pytester: pytest.Pytester) -> None:
+    """As pytest-check does: the test goes on, and the plugin fails it at its end."""
+    pytester.makepyfile(collects=COLLECTS)
+    source = """
+@world_size(2)
+def test_checks(group, request):
+    line = sys._getframe().f_lineno
+    request.node.collected_failures = [f"check 1 == 2\\ntest_example.py:{line} in test_checks() -> check.equal(1, 2)"]
+    group.barrier()
+"""
+    result = run_example(pytester, source, "-p", "collects")
+    line = next(i for i, text in enumerate((HEADER + source).splitlines(), 1) if "f_lineno" in text)
+    assert result.verdicts["test_checks"].where.endswith(f"test_example.py:{line} in test_checks"), result.stdout
+
+
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest before 9 has no subtests")
+def test_each_subtest_is_at_its_line_and_has_its_description(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_parts(group, subtests):
+    for i in range(3):
+        with subtests.test(msg="part", i=i):
+            assert i != 1
+            assert not (i == 2 and group.rank == 1)
+    group.barrier()
+"""
+    text = run_example(pytester, source).stdout
+    first = next(i for i, line in enumerate((HEADER + source).splitlines(), 1) if "i != 1" in line)
+    for headline, place in (
+        ("--- ranks 0, 1 ---\n[part] (i=1)\n", first), ("--- rank 1 ---\n[part] (i=2)\n", first + 1)
+    ):  # fmt: skip
+        assert f"test_example.py:{place}: AssertionError" in text.partition(headline)[2].partition("--- ")[0]

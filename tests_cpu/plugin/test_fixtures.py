@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_nsa import LayerRange, branch, gc_range, static_graph, trace, world_size
+from pytest_nsa import LayerRange, branch, gc_range, static_graph, trace_kinds, world_size
 from pytest_nsa.fixtures import DDP, FSDP, Group, Trace
 from pytest_nsa.session.launch import Launch
 
@@ -131,7 +131,7 @@ def test_fsdp_trains_as_one_process_does(fsdp: FSDP, version: int) -> None:
 
 
 @world_size(2)
-@trace("grads", "module_bwd", "ddp_buckets")
+@trace_kinds("grads", "module_bwd", "ddp_buckets")
 def test_trace_records_a_step(ddp: DDP, trace: Trace) -> None:
     model = ddp.wrap(Net())
     with trace(model) as step:
@@ -142,13 +142,13 @@ def test_trace_records_a_step(ddp: DDP, trace: Trace) -> None:
 
 
 @world_size(1)
-@trace("grads")
+@trace_kinds("grads")
 def test_trace_names_what_is_missing(group: Group, trace: Trace) -> None:
     model = Net()
     with trace(model):
         model.blocks[0](batch(0)).sum().backward()
     assert trace.missing_gradients() == [f"blocks.{i}.{n}" for i in (1, 2) for n in ("weight", "bias")]
-    with pytest.raises(RuntimeError, match=r"module backwards are not traced; use @trace\('module_bwd'\)"):
+    with pytest.raises(RuntimeError, match=r"module backwards are not traced; use @trace_kinds\('module_bwd'\)"):
         trace.modules_not_reached()
 
 

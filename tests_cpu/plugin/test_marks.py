@@ -12,12 +12,13 @@ def test_each_mark_is_described(pytester: pytest.Pytester) -> None:
     text = pytester.runpytest_subprocess("--markers").stdout.str()
     for form in (
         "world_size(*n, group='made')", "backend(name)",
-        "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "scenario(name, reads_as='')",
+        "branch(*names)", "gc_range(*ranges)", "trace(*kinds)", "trace_kinds(*kinds)",
+        "hash_seeds(*seeds)", "scenario(name, reads_as='')",
         "static_graph", "gpu(count=None, share=False, memory=None)", "reuse(group='kept')", "cores(n)", "rank_env(**variables)",
         "fails_as(cause)",
     ):  # fmt: skip
         assert f"@pytest.mark.{form}: " in text
-    assert len(RULES) == 13
+    assert len(RULES) == 15
 
 
 @pytest.mark.parametrize(
@@ -172,8 +173,8 @@ def test_that_passes(group): pass
     result = run_example(pytester, source, "-rA")
     text = result.stdout
     assert result.outcomes == {"xfailed": 1, "failed": 2}
-    assert "rank_exception, as foreseen: RuntimeError: gone" in text
-    assert "was to fail as rank_exception, and passed" in text
+    assert "rank_exception, as expected: RuntimeError: gone" in text
+    assert "expected to fail as rank_exception, but passed" in text
     assert result.verdicts["test_as_foreseen"].expected
     assert result.verdicts["test_by_another_cause"].failed
     assert result.verdicts["test_that_passes"].failed

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from small_transformer import SmallTransformer, count_long_documents, train_step
 
-from pytest_nsa import scenario, trace, world_size
+from pytest_nsa import scenario, trace_kinds, world_size
 
 
 @scenario("one_step")
 @world_size(2)
-@trace("grads")
+@trace_kinds("grads")
 def test_every_gradient_arrives(ddp, trace):
     torch.manual_seed(0)
     model = ddp.wrap(SmallTransformer())

@@ -1,0 +1,45 @@
+"""What ranks recorded for reports: rank 0's as they are, what another rank recorded otherwise under its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pytest_nsa.evidence.values import RankEvidence
+
+Properties = list[tuple[str, Any]]
+
+
+def of_the_test(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
+    """Yield what `record_property` was given."""
+    return _by_rank(ranks, [_last_of_the_test(rank) for rank in ranks])
+
+
+def of_the_suite(ranks: Sequence[RankEvidence]) -> Iterator[tuple[str, Any]]:
+    """Yield what `record_testsuite_property` was given."""
+    return _by_rank(ranks, [_all_of_the_suite(rank) for rank in ranks])
+
+
+def _by_rank(ranks: Sequence[RankEvidence], recorded: list[Properties]) -> Iterator[tuple[str, Any]]:
+    for rank, found in zip(ranks, recorded, strict=True):
+        if rank.rank == 0:
+            yield from found
+        else:
+            yield from ((f"rank{rank.rank}.{name}", value) for name, value in found if (name, value) not in recorded[0])
+
+
+def _last_of_the_test(rank: RankEvidence) -> Properties:
+    """Return those of the last report: each report has all so far."""
+    reports = [entry["report"] for entry in rank.reports]
+    return _pairs(reports[-1].get("user_properties")) if reports else []
+
+
+def _all_of_the_suite(rank: RankEvidence) -> Properties:
+    return [pair for entry in rank.reports for pair in _pairs(entry.get("of_the_suite"))]
+
+
+def _pairs(found: Any) -> Properties:
+    """Return what a folder has, which any program may have written, as names and values."""
+    if not isinstance(found, list):
+        return []
+    return [(str(pair[0]), pair[1]) for pair in found if isinstance(pair, list) and len(pair) == 2]

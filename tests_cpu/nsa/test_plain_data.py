@@ -1,0 +1,80 @@
+"""Text files and JSON lines as data: the same documents in the same order, from any part on; refused in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from nsa.config import ConfigError, load_config
+from nsa.data import open_source
+from nsa.data.documents import Place
+from nsa.data.packing import PackedSource, Position
+from nsa.data.plain import PlainDocuments, plain_files
+from nsa.data.tokens import ByteTokenizer
+
+TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
+
+
+def lines_of(texts: list[str]) -> str:
+    return "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
+
+
+def texts_from(documents: PlainDocuments, place: Place) -> list[bytes | None]:
+    return [text for _, texts in documents.read(place) for text in texts]
+
+
+def test_lines_of_json_are_read_from_each_part_on(tmp_path: Path) -> None:
+    texts = ["é" * random.randrange(200) + str(n) for n in range(700)]
+    (tmp_path / "b.jsonl").write_text(lines_of(texts[400:]))
+    (tmp_path / "a.jsonl").write_text(lines_of(texts[:400]) + "\n")
+    documents = PlainDocuments(plain_files(str(tmp_path)))
+    whole = [text.encode() for text in texts]
+    assert texts_from(documents, Place()) == whole
+    read = 0
+    for place, part in documents.read(Place()):
+        assert texts_from(documents, place) == whole[read:]
+        read += len(part)
+    assert read == 700
+
+
+def test_a_text_file_is_a_document_and_samples_are_the_stream(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "1.txt").write_text("one\ntwo\n")
+    (tmp_path / "deep" / "2.txt").write_text("thrée")
+    source = PackedSource(PlainDocuments(plain_files(str(tmp_path))), ByteTokenizer(), 4, 0)
+    once = b"one\ntwo\n\0" + "thrée".encode() + b"\0"
+    found = [bytes(sample.tokens.astype("uint8")) for sample in islice(source.samples(Position(), lambda n: True), 6)]
+    assert found == [(once * 4)[4 * n : 4 * n + 5] for n in range(6)]
+
+
+def test_lines_that_cannot_be_read_are_bad_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(
+        lines_of(["good"]).encode() + b'{"text": 3}\n[]\n{"te\n{"text": "\xff"}\n' + lines_of(["too"]).encode()
+    )
+    assert texts_from(PlainDocuments([file]), Place()) == [b"good", None, None, None, None, b"too"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "the file is empty"),
+        ("a.txt", b"", "the file is empty"),
+        ("a.jsonl", b'{"content": "x"}\n', "line 1 is no JSON object with 'text'"),
+        ("a.json", b"{}", "not a whole parquet file .*, or name text .txt or .jsonl"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        open_source(load_config(TINY, **{"data.dataset": str(tmp_path / name)}))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_folder_without_data_names_what_may_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \*\.parquet, \*\.jsonl or \*\.txt in this folder"):
+        open_source(load_config(TINY, **{"data.dataset": str(tmp_path)}))

@@ -1,0 +1,93 @@
+"""Ranks with hash seeds of their own: a bug by the order of a set, which forked ranks all have in one order."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_nsa.testing import run_example
+
+# Each rank reduces its metrics in the order of a set of their names: with other seeds they meet in other orders.
+METRICS = """
+NAMES = {"loss": 1, "tokens": 2, "norm": 3, "accuracy": 4, "entropy": 5, "clipped": 6}
+
+def reduce_all():
+    for name in set(NAMES):
+        dist.all_reduce(torch.ones(NAMES[name]))
+"""
+
+
+@pytest.mark.slow
+def test_a_bug_by_the_order_of_a_set_is_found_and_can_be_repeated(pytester: pytest.Pytester) -> None:
+    source = f"""{METRICS}
+@world_size(2)
+def test_forked(group):
+    reduce_all()
+
+@hash_seeds(1, 2)
+@world_size(2)
+@pytest.mark.timeout(60)
+def test_given(group):
+    assert os.environ["PYTHONHASHSEED"] == str(group.rank + 1)
+    reduce_all()
+
+@hash_seeds
+@world_size(2)
+def test_drawn(group):
+    seeds = [None, None]
+    dist.all_gather_object(seeds, os.environ["PYTHONHASHSEED"])
+    assert seeds[0] != seeds[1]
+
+@world_size(2)
+def test_after_it_ranks_are_forked(group):
+    assert os.getppid() != int(os.environ["HOST"])  # the zygote's
+"""
+    pytester.makeconftest("import os\nos.environ.setdefault('HOST', str(os.getpid()))\n")
+    result = run_example(pytester, source)
+    assert result.outcomes == {"passed": 3, "failed": 1}, result.stdout
+    verdict = result.verdicts["test_given"]
+    assert verdict.cause == "collective_mismatch"
+    assert "in reduce_all" in verdict.where
+    assert "hash seeds: @hash_seeds(1, 2) starts the ranks with these again" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("marks", "message"),
+    [
+        (
+            "@hash_seeds('3')\n@world_size(1)",
+            "hash_seeds('3'): takes a whole number from 0 to 4294967295 for each rank",
+        ),
+        ("@hash_seeds(3)\n@world_size(2)", "hash_seeds: has 1 seeds for 2 ranks: give one for each rank, or none"),
+        ("@hash_seeds", "hash_seeds: does nothing, as the test does not run on ranks; set PYTHONHASHSEED for pytest"),
+    ],
+)
+def test_what_is_refused(pytester: pytest.Pytester, marks: str, message: str) -> None:
+    result = run_example(pytester, f"{marks}\ndef test_it(): pass\n")
+    assert message in result.stdout + result.stderr
+    assert result.outcomes == {"errors": 1}
+
+
+def test_with_ranks_that_are_kept_is_refused(pytester: pytest.Pytester) -> None:
+    result = run_example(
+        pytester, "pytestmark = pytest.mark.reuse\n@hash_seeds\n@world_size(2)\ndef test_it(group): pass\n"
+    )
+    assert (
+        "hash_seeds: starts new ranks, and reuse keeps them: take one of the two off" in result.stdout + result.stderr
+    )
+
+
+def test_the_mark_of_the_fixture_trace_has_two_names(pytester: pytest.Pytester) -> None:
+    source = """
+@pytest.mark.{name}("grads")
+@world_size(1)
+def test_it(group, trace):
+    model = torch.nn.Linear(2, 2)
+    with trace(model):
+        model(torch.ones(1, 2)).sum().backward()
+    assert trace.missing_gradients() == []
+    with pytest.raises(RuntimeError, match=r"use @trace_kinds\\('module_bwd'\\)"):
+        trace.modules_not_reached()
+"""
+    for name in ("trace", "trace_kinds"):
+        result = run_example(pytester, source.format(name=name))
+        assert result.outcomes == {"passed": 1}, result.stdout

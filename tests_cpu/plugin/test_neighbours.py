@@ -1,0 +1,41 @@
+"""Ranked tests beside other plugins have the outcomes that they have without them: a sample of `nox -s neighbours`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from benchmarks.neighbours import KINDS, NEIGHBOURS, Neighbour, compared, run
+
+
+def is_installed(neighbour: Neighbour) -> bool:
+    try:
+        return bool(metadata.version(neighbour.distribution))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_ranked_tests_beside_other_plugins() -> None:
+    """Of those that the extra `test` installs."""
+    without, _ = run(None)
+    assert without["test_ranked_hang"].startswith("failure: ")
+    differ = {}
+    there = [n for n in NEIGHBOURS if is_installed(n)]
+    for neighbour in there:
+        found = compared(neighbour, run(neighbour)[0], without)
+        wrong = {kind: found[kind] for kind in KINDS if found[kind] != without[f"test_ranked_{kind}"]}
+        if wrong:
+            differ[neighbour.distribution, neighbour.what] = wrong
+    assert there
+    assert differ == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("pytest-timeout", ("--timeout-method=thread",)), ("pytest-rerunfailures", ())]
+)
+def test_a_sample(name: str, options: tuple[str, ...]) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    without, _ = run(None)
+    assert compared(Neighbour(name, options), run(Neighbour(name, options))[0], without)["junit"] == "same"
