@@ -112,6 +112,7 @@ def source(evidence: Evidence, where: str) -> Markup | None:
 def _facts(v: Verdict) -> Iterator[Markup]:
     pairs: list[tuple[str, object]] = [
         ("do", v.advice),
+        ("how we know", "; ".join(f"{says} ({weight:+.1f})" for says, weight in v.terms.items())),
         ("run again", RETRY.get(v.retry)),
         ("called from", short_place(v.called_from)),
         ("module", v.module),
