@@ -64,7 +64,7 @@ def plugin(session: nox.Session, torch: str, pytest: str) -> None:
 
 @nox.session
 def neighbours(session: nox.Session) -> None:
-    """Run ranked tests beside plugins that are not in the extra 'test', one at a time: docs/plugins.md."""
+    """Run ranked tests with plugins that are not in the extra 'test', one at a time: docs/plugins.md."""
     session.install("-e", ".[test]", "pytest-asyncio", f"torch=={TORCHES[-1]}")
     coroutines = ("tests_cpu/plugin/test_ecosystem.py", "-k", "coroutines")
     session.run("python", "-m", "pytest", *coroutines, "-p", "no:asyncio", *session.posargs)

@@ -1,4 +1,4 @@
-"""Runs ranked tests beside other plugins, one at a time, and compares the JUnit file with a run without it.
+"""Runs ranked tests together with other plugins, one at a time, and compares the JUnit file with a run without it.
 
 python benchmarks/neighbours.py --json benchmarks/results/neighbours.json [NAME...] writes what it found of the plugins that are
 installed here; `--table` writes the table of docs/plugins.md from that file. `nox -s neighbours` installs them first.
@@ -178,7 +178,7 @@ def outcome(case: ET.Element) -> str:
 
 
 def compared(neighbour: Neighbour, found: dict[str, str], without: dict[str, str]) -> dict[str, object]:
-    """Return what each kind of ranked test gave, and the tests whose outcome is not that of the run without the plugin."""
+    """Return what each kind of ranked test gave, and the tests with another outcome than in the run without the plugin."""
     kinds = {kind: found.get(f"test_ranked_{kind}", "not run") for kind in KINDS}
     other = {name: found.get(name, "not run") for name in without if found.get(name) != without[name]}
     if any(name in other for name in PLAIN):  # or does the plugin do so by itself?

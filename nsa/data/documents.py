@@ -20,7 +20,7 @@ ROWS = 256  # that are decoded at a time
 class Place:
     """Somewhere in the documents where reading can begin: the ``epoch``-th pass over them, a file, and a part of it.
 
-    A part is a row group of a parquet file, an offset in bytes in a file of JSON lines, or a row of a stream (whose file is 0).
+    A part is a row group of a parquet file, an offset in bytes in a file of JSON lines, or a row of a stream, which has file 0.
     """
 
     epoch: int = 0

@@ -40,7 +40,7 @@ class PlainDocuments:
 
 
 def plain_files(path: str) -> list[Path]:
-    """Return the text file or the files of JSON lines at ``path``, or in this folder; [] for other files, and beside parquet."""
+    """Return the file of text or JSON lines at ``path``, or those in this folder; [] where there is parquet, or neither."""
     root = Path(path)
     if root.is_dir():
         has_parquet = next(root.rglob("*.parquet"), None) is not None

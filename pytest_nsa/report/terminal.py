@@ -137,7 +137,7 @@ def _failures(evidence: Evidence, verdict: Verdict) -> Iterator[tuple[list[int],
 
 
 def _subtest(report: Mapping[str, Any]) -> str:
-    """Return a subtest's description as pytest's own headline has it, '[sub] (i=1)'; '' for what is none."""
+    """Return a subtest's description as pytest's own headline has it, '[sub] (i=1)'; '' for other reports."""
     context = report.get("_subtest.context")
     if not isinstance(context, dict):
         return ""

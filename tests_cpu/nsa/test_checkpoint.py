@@ -279,9 +279,9 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path: Path, on_er
 
 
 def test_a_disk_without_room_is_named_by_the_systems_words(tmp_path: Path) -> None:
-    """A file system of 500 KiB, in a mount namespace of its own."""
+    """On a file system of 500 KiB, in a new mount namespace."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
-        pytest.skip("needs a mount namespace of its own (unshare -Urm)")
+        pytest.skip("needs a new mount namespace (unshare -Urm)")
     (tmp_path / "small.yaml").write_text(SMALL)
     (tmp_path / "run").mkdir()
     command = (

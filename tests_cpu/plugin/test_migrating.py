@@ -59,7 +59,7 @@ async def test_coroutine():
     dist.init_process_group("gloo")
     await asyncio.to_thread(dist.barrier)
 """
-# As DeepSpeed's: a class with a number, whose conftest.py starts the processes by a hook of its own.
+# As DeepSpeed's: a class with a number; a hook of its conftest.py starts the processes.
 DEEPSPEED = {
     "deepspeed/__init__.py": """
 import sys

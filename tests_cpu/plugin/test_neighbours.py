@@ -1,4 +1,4 @@
-"""Ranked tests beside other plugins have the outcomes that they have without them: a sample of `nox -s neighbours`."""
+"""Ranked tests have the same outcomes with other plugins and without: a sample of `nox -s neighbours`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_installed(neighbour: Neighbour) -> bool:
 
 
 @pytest.mark.slow
-def test_ranked_tests_beside_other_plugins() -> None:
+def test_ranked_tests_with_other_plugins() -> None:
     """Of those that the extra `test` installs."""
     without, _ = run(None)
     assert without["test_ranked_hang"].startswith("failure: ")
