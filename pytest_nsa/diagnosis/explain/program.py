@@ -80,19 +80,32 @@ def position_of(rank: RankEvidence, call: Collective) -> Position:
     the lines that led there, without counters.
     """
     way = tuple(Frame(place, {}) for place in reversed(call.way))
-    frames = user_frames(rank)
-    if not call.is_inside and all(frame.describe() != call.site for frame in frames):
+    if not call.is_inside and all(frame.describe() != call.site for frame in user_frames(rank)):
         return way  # it went on since
+    return _of_stack(rank) or way
+
+
+def _of_stack(rank: RankEvidence) -> Position:
+    """Return where a rank is by its stack, with the counters that it wrote; () where it left none."""
     counted = [(place, dict(values)) for place, values in rank.counters]
     found = []
-    for frame in frames:
+    for frame in user_frames(rank):
         place = frame.describe()
         at = next((i for i, (known, _) in enumerate(counted) if known == place), None)
         values = counted[at][1] if at is not None else {}
         if at is not None:
             del counted[: at + 1]
         found.append(Frame(place, values))
-    return tuple(found) or way
+    return tuple(found)
+
+
+def compare_ranks(sources: Sources, one: RankEvidence, other: RankEvidence) -> Compared:
+    """Return where one rank is from another one, by their stacks and counters alone."""
+    return compare(sources, _of_stack(one), _of_stack(other), None, steps=(_steps(one), _steps(other)))
+
+
+def _steps(rank: RankEvidence) -> int:
+    return int(rank.board.numbers["step"]) if rank.board is not None else 0
 
 
 # What calls the user's code at the line that it is called from, once.

@@ -19,9 +19,7 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 def left_by_choice(evidence: Evidence) -> Finding | None:
     """Find that some ranks skipped the test, or expected it to fail, while the others went on."""
-    left = {
-        r.rank: r.xfailed or r.skipped or "" for r in evidence.ranks if r.xfailed is not None or r.skipped is not None
-    }
+    left = {r.rank: r.xfailed or r.skipped for r in evidence.ranks if r.xfailed is not None or r.skipped is not None}
     others = [r for r in evidence.ranks if r.rank not in left]
     if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
-from pytest_nsa.diagnosis.rules.rounds import is_as_usual
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 HABIT = 0.5  # of a rank's steps: what happens so often is how this program trains
@@ -34,9 +33,7 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
         for event in rank.anomalies:
             if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
                 continue
-            is_consequence = any(error.time <= event["time"] for error in rank.exceptions) or (
-                event["kind"] == "no_backward" and _is_of_its_end(evidence, rank, event)
-            )
+            is_consequence = any(error.time <= event["time"] for error in rank.exceptions)
             if event["kind"] not in usual | everywhere and not is_consequence:
                 by_step.setdefault((event["step"], event["kind"]), {})[rank.rank] = event
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
@@ -52,12 +49,6 @@ def _habits(rank: RankEvidence) -> set[str]:
     steps = rank.board.numbers["step"] if rank.board is not None else 0.0
     kinds = [e["kind"] for e in rank.anomalies]
     return {kind for kind in kinds if kinds.count(kind) >= max(2.0, HABIT * steps)}
-
-
-def _is_of_its_end(evidence: Evidence, rank: RankEvidence, event: dict[str, object]) -> bool:
-    """Return whether a step has no backward as the rank was ended before it, in a call that it makes in each step."""
-    is_last = rank.board is not None and rank.board.numbers["step"] == event["step"]
-    return is_last and not rank.passed and is_as_usual(evidence, rank)
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:

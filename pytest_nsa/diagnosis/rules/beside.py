@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.facts import calls_before, rings
 from pytest_nsa.diagnosis.rules.alone import extra, skipped
-from pytest_nsa.diagnosis.rules.conditions import are_alternatives
-from pytest_nsa.diagnosis.rules.counters import lead
-from pytest_nsa.diagnosis.rules.locations import user_frames, where_they_part
 from pytest_nsa.diagnosis.rules.rounds import token
-from pytest_nsa.diagnosis.rules.source import is_here, loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
@@ -59,57 +56,29 @@ def entered_alone(
     if any(c.place == call.place for r in others for c in evidence.ranks[r].collectives):
         return None
     one = evidence.ranks[few[0]]
-    leads = {lead(evidence.sources, one, evidence.ranks[r]) for r in others}
-    are_further = leads == {0} and all(_is_on_a_later_line(evidence.ranks[r], one) for r in others)
-    if leads != {-1} and not are_further:
+    seen = [compare_ranks(evidence.sources, one, evidence.ranks[r]) for r in others]
+    if not all(c.order is Order.BEFORE and c.is_counted for c in seen):
         return None
     return extra(evidence, tuple(sorted(few)), call, f"which the others have gone past{told}")
 
 
 def _is_past(
-    evidence: Evidence,
-    rank: RankEvidence,
-    mine: Collective | None,
-    other: RankEvidence,
-    missed: Collective,
-    are_few: bool,
-) -> bool:
-    by = lead(evidence.sources, rank, other)
-    if by is not None and by != 0:
-        return by == 1
+    evidence: Evidence, rank: RankEvidence, mine: Collective | None, other: RankEvidence, missed: Collective, are_few: bool
+) -> bool:  # fmt: skip
+    """Return whether a rank has gone past a call: by the counters of the loops, else by its own rounds."""
+    compared = compare_ranks(evidence.sources, rank, other)
+    if compared.is_counted and compared.order in (Order.BEFORE, Order.AFTER):
+        return compared.order is Order.AFTER
     # Its calls do not show when it looks for keys; nor has one that waits for a call begun earlier made another instead.
-    if mine is None:
-        return by == 0 and _is_on_a_later_line(rank, other)
-    if mine.index < rank.collectives[-1].index:
-        return False
-    parted = where_they_part(evidence.sources, rank, mine, other, missed)
-    are_branches = are_alternatives(evidence.sources, parted.here, parted.there)
-    if by == 0 and parted.comes_first and not are_branches:
+    if mine is None or mine.index < rank.collectives[-1].index:
         return False
     calls = calls_before(evidence, rank.rank, mine)
     expected = expected_next([token(c) for c in calls])
-    is_new = all(token(c) != token(mine) for c in calls)
-    if expected is not None and not is_new:  # what it has never called may be one call more, before the others'
-        return expected == token(missed)
-    if by == 0 and not are_branches and parted.turned.comes_first and not parted.goes_round:
-        return True
+    if expected is not None and any(token(c) == token(mine) for c in calls):
+        return expected == token(missed)  # what it has never called may be one call more, before the others'
     return (
         are_few and _goes_on_a_run(other, missed) and any(c.place == (missed.group, missed.sequence - 1) for c in calls)
     )
-
-
-def _is_on_a_later_line(rank: RankEvidence, other: RankEvidence) -> bool:
-    """Return whether the two stacks part in one function, in which the rank is further down, and in the same loop or in none."""
-    parted = next(
-        (pair for pair in zip(user_frames(rank), user_frames(other), strict=False) if pair[0] != pair[1]), None
-    )
-    if parted is None or (parted[0].file, parted[0].function) != (parted[1].file, parted[1].function):
-        return False
-    mine, theirs = (frame.describe() for frame in parted)
-    loops = (loops_of(rank.sources, mine), loops_of(rank.sources, theirs))
-    is_known = is_here(rank.sources, mine) and is_here(rank.sources, theirs)
-    is_further = loops[0] == loops[1] and parted[0].line > parted[1].line
-    return is_known and is_further and not are_alternatives(rank.sources, mine, theirs)
 
 
 def _goes_on_a_run(rank: RankEvidence, call: Collective) -> bool:

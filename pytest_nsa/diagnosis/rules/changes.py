@@ -53,12 +53,6 @@ def changed_before(
     return replace(finding, ranks=ranks, where=place, called_from=called_from, reason=reason)
 
 
-def differed_before(records: Mapping[int, dict[str, Any]]) -> bool:
-    """Return whether parameters differed already when the update began after which they do."""
-    before = _before(records)
-    return bool(before) and not _are_equal([sums[0] for sums in before.values()])
-
-
 def _before(records: Mapping[int, dict[str, Any]]) -> dict[int, list[float]]:
     """Return the sums that ranks' updates began with; {} where they are not known of all."""
     found = {rank: record["before"] for rank, record in records.items() if "before" in record}

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from heapq import nsmallest
 
-from pytest_nsa.diagnosis.rules.counters import lead
-from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -45,9 +45,7 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
     if _differ_by_tag(ranks, halves):
         old = tuple(r for r in ranks if _has_an_old_tag(evidence, r, halves))
         odd = tuple(r for r in ranks if _has_another_tag_than_others(evidence, r, halves[r]))
-        sought = tuple(r for r in ranks if _others_seek_another_tag(r, ranks, halves))
-        used = tuple(r for r in ranks if _others_use_another_tag(evidence, r, ranks, halves))
-        return next((found for found in (old, odd, sought, used) if len(found) == 1), tuple(sorted(ranks)))
+        return next((found for found in (old, odd) if len(found) == 1), tuple(sorted(ranks)))
     alone = next((found for found in _set_apart(evidence, ranks, halves) if len(found) == 1), None)
     if alone is not None:
         return alone
@@ -59,13 +57,10 @@ def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collect
 
 def _set_apart(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> Iterator[tuple[int, ...]]:
     """Yield the ranks of a circle that each rule of `of_the_circle` sets apart, the surest rule first."""
-    yield tuple(r for r in ranks if _is_out_of_its_round(evidence, r, halves, with_first=True))
-    yield tuple(r for r in ranks if _turns_to_a_stranger(evidence, r, halves[r]))
     yield _with_a_new_step(evidence, ranks, halves)
     yield _is_past(evidence, ranks, halves)
     yield _made_fewer(evidence, ranks, halves, ended=True)
     yield _made_fewer(evidence, ranks, halves, ended=False)
-    yield tuple(r for r in ranks if _is_out_of_its_round(evidence, r, halves))
     yield tuple(r for r in ranks if _has_entered_more(evidence, r, halves[r]))
 
 
@@ -98,45 +93,11 @@ def _has_another_tag_than_others(evidence: Evidence, rank: int, call: Collective
     return len(tags) == 1 and call.note not in tags
 
 
-def _others_seek_another_tag(rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:
-    """Return whether ranks outside of the circle wait for a rank, and all have the tag of its peer in the circle."""
-    tags = {c.note for other, c in halves.items() if other not in ranks and c.peer == rank}
-    return tags == {halves[halves[rank].peer].note}
-
-
-def _others_use_another_tag(evidence: Evidence, rank: int, ranks: set[int], halves: dict[int, Collective]) -> bool:
-    """Return whether the latest message of each rank outside of the circle that has any has the tag of the rank's peer in it."""
-    messages = [[c.note for c in r.collectives if c.peer != -1] for r in evidence.ranks if r.rank not in ranks]
-    return {notes[-1] for notes in messages if notes} == {halves[halves[rank].peer].note}
-
-
-def _is_out_of_its_round(
-    evidence: Evidence, rank: int, halves: dict[int, Collective], *, with_first: bool = False
-) -> bool:
-    """Return whether no round between two collectives of a rank began as its latest one, with the call that it waits in;
-    ``with_first``: nor what it called before its first collective, as far as that is known.
-    """
-    mark = next((c for c in reversed(completed(evidence, rank)) if c.peer == -1 and c.op != NEW_GROUP), None)
-    if mark is None:
-        return False
-    first, *rounds = _parts_of(evidence, rank, mark)
-    if with_first and not has_forgotten(evidence.ranks[rank]):
-        rounds = [[mark, *(c for c in first if c.peer != -1)], *rounds]
-    return begins_anew(_in_lines(rounds), halves[rank])
-
-
 def _has_entered_more(evidence: Evidence, rank: int, call: Collective) -> bool:
     """Return whether a rank has entered its call's line once more than each of two other ranks or more, each as often."""
     made = Counter(r.rank for r in evidence.ranks for c in r.collectives if c.peer != -1 and c.site == call.site)
     others = {number for other, number in made.items() if other != rank}
     return len(made) > 2 and others == {made[rank] - 1} and not any(map(has_forgotten, evidence.ranks))
-
-
-def _turns_to_a_stranger(evidence: Evidence, rank: int, call: Collective) -> bool:
-    """Return whether a rank has completed calls of this kind at this line round after round, and none of them with this partner."""
-    partners = Counter(c.peer for c in completed(evidence, rank) if (c.is_send, c.site) == (call.is_send, call.site))
-    is_settled = bool(partners) and max(partners.values()) > 1
-    return is_settled and call.peer not in partners and not has_forgotten(evidence.ranks[rank])
 
 
 def _with_a_new_step(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
@@ -161,7 +122,12 @@ def _with_a_new_step(evidence: Evidence, ranks: set[int], halves: dict[int, Coll
 def _is_past(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks of the circle that are in a later round of the loops which they share with the one that waits for them."""
     pairs = ((evidence.ranks[halves[waiter].peer], evidence.ranks[waiter]) for waiter in ranks if waiter in halves)
-    return tuple(sorted({peer.rank for peer, waiter in pairs if lead(evidence.sources, peer, waiter) == 1}))
+    return tuple(sorted({peer.rank for peer, waiter in pairs if _is_a_round_ahead(evidence, peer, waiter)}))
+
+
+def _is_a_round_ahead(evidence: Evidence, one: RankEvidence, other: RankEvidence) -> bool:
+    compared = compare_ranks(evidence.sources, one, other)
+    return compared.order is Order.AFTER and compared.is_counted
 
 
 def _made_fewer(evidence: Evidence, ranks: set[int], halves: dict[int, Collective], *, ended: bool) -> tuple[int, ...]:
@@ -188,34 +154,6 @@ def _made_fewer(evidence: Evidence, ranks: set[int], halves: dict[int, Collectiv
         if of_others and mine.count(line) < of_others[0]:
             found.add(peer)
     return tuple(sorted(found))
-
-
-def rounds_of(evidence: Evidence, rank: int, mark: Collective) -> list[tuple[tuple[str, str], ...]]:
-    """Return what a rank has called and completed, by operation and line, from each of its calls of the collective ``mark`` to the
-    next; the last one is as long as it has come.
-    """
-    return _in_lines(_parts_of(evidence, rank, mark)[1:])
-
-
-def _parts_of(evidence: Evidence, rank: int, mark: Collective) -> list[list[Collective]]:
-    """Return what a rank has completed before its first call of the collective ``mark``, and from each of them on."""
-    parts: list[list[Collective]] = [[]]
-    for call in completed(evidence, rank):
-        if (call.group, call.op, call.root) == (mark.group, mark.op, mark.root) and call.peer == -1:
-            parts.append([])
-        parts[-1].append(call)
-    return parts
-
-
-def _in_lines(parts: list[list[Collective]]) -> list[tuple[tuple[str, str], ...]]:
-    return [tuple((c.op, c.site) for c in part) for part in parts]
-
-
-def begins_anew(rounds: list[tuple[tuple[str, str], ...]], call: Collective) -> bool:
-    """Return whether none of a rank's whole rounds began as the latest one, with the call that it waits in."""
-    *whole, latest = rounds or [()]
-    now = (*latest, (call.op, call.site))
-    return bool(whole) and all(found[: len(now)] != now for found in whole)
 
 
 def completed(evidence: Evidence, rank: int) -> tuple[Collective, ...]:

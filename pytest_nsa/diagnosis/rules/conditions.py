@@ -39,7 +39,7 @@ def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
             continue
         behind = block[block.index(inner) :]
         returns = next((i for i, s in enumerate(behind) if _returns_if(inner.test, s)), len(behind))
-        if any(statement in behind[returns + 1 :] for statement in b) and not _may_change(inner.test, behind[:returns]):
+        if any(statement in behind[returns + 1 :] for statement in b):
             return True
     return False
 
@@ -49,16 +49,6 @@ def _returns_if(test: ast.expr, statement: ast.stmt) -> bool:
     if not isinstance(statement, ast.If) or ast.unparse(statement.test) != ast.unparse(test):
         return False
     return isinstance(statement.body[-1], ast.Return | ast.Raise)
-
-
-def _may_change(test: ast.expr, statements: list[ast.stmt]) -> bool:
-    """Return whether statements set what a condition reads, or it calls something."""
-    read = {ast.unparse(node) for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
-    nodes = [node for statement in statements for node in ast.walk(statement)]
-    are_set = {
-        ast.unparse(n) for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store)
-    }
-    return bool(read & are_set) or (bool(statements) and any(isinstance(node, ast.Call) for node in ast.walk(test)))
 
 
 def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> bool:

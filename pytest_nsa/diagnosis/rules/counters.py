@@ -5,77 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 
-from pytest_nsa.diagnosis.rules.locations import main_thread_that_joins, where_they_part
-from pytest_nsa.diagnosis.rules.source import has_a_comprehension, is_here, loops_of
 from pytest_nsa.evidence.board import Collective
-from pytest_nsa.evidence.source import Sources
-from pytest_nsa.evidence.stacks import Frame
-from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence
 
 MOST_KINDS = 64  # of ranks, each compared with each
 _AROUND = ("tqdm", "trange", "list", "tuple", "iter", "islice", "track")  # of an iterator: it keeps its order
 _STEP_AT = {"range": 2, "trange": 2, "count": 1}  # the place of the step among what is given to each
-# What calls the user's code once for each time that it is called: no loop of a library's.
-_ONCE = (
-    "torch/nn/modules/module.py",
-    "/contextlib.py",
-    "/functools.py",
-    "torch/utils/_contextlib.py",
-    "torch/autograd/function.py",
-)
-_Counted = tuple[Frame, Mapping[str, int]]
-
-
-def lead(sources: Sources, one: RankEvidence, other: RankEvidence) -> int | None:
-    """Return 1 where a rank is in a later round than another of the loops that both are in, outermost first, -1 where it is in an
-    earlier one, 0 where all of these rounds are equal; None where a loop has no counter, or it is not known.
-    """
-    (mine, calls_package), (theirs, other_calls_package) = _counted(one), _counted(other)
-    if not mine or not theirs:
-        return None
-    for (a, counts), (b, other_counts) in zip(mine, theirs, strict=False):
-        if (a.file, a.function) != (b.file, b.function):
-            return 0
-        if not sources.around(a.describe()) or not sources.around(b.describe()):
-            return None
-        scope, others = sources.around(a.describe())[0], loops_of(sources, b.describe())
-        for loop in (loop for loop in loops_of(sources, a.describe()) if loop in others):
-            here, there = counter_of(loop, a.line, counts, scope), counter_of(loop, b.line, other_counts, scope)
-            if here is None or there is None:
-                return None
-            if here != there:
-                return 1 if here > there else -1
-        if a.line != b.line:
-            return 0
-        if has_a_comprehension(sources, a.describe()):  # whose rounds nothing counts
-            return None
-    # A trainer's loop, say, that has called a callback on one of them: its rounds are not counted.
-    return None if calls_package or other_calls_package else 0
-
-
-def counted(sources: Sources, place: str, values: Mapping[str, int]) -> Mapping[str, int]:
-    """Return those of a frame's ``values`` that count rounds of the loops around a line: of a range, an enumerate, or by hand. The
-    variable of `for size in sizes` is data.
-    """
-    around, names = sources.around(place), set[str]()
-    for loop in loops_of(sources, place):
-        if isinstance(loop, ast.For):
-            names.add(_counter(loop.target, loop.iter)[0])
-        added = (n.target for s in loop.body for n in ast.walk(s) if isinstance(n, ast.AugAssign))
-        by_hand = {target.id for target in added if isinstance(target, ast.Name)}
-        names |= {name for name in by_hand if _begins_with_a_number(name, around[0])}
-    return {name: value for name, value in values.items() if name in names}
-
-
-def is_before(evidence: Evidence, rank: int, other: int, found: Mapping[int, Collective]) -> bool:
-    """Return whether a rank is in an earlier round of the loops that another is in, too, or on an earlier line in the same ones."""
-    one, two = evidence.ranks[rank], evidence.ranks[other]
-    by = lead(evidence.sources, one, two)
-    if by != 0:
-        return by == -1
-    parted = where_they_part(evidence.sources, one, found[rank], two, found[other])
-    is_kept = is_here(evidence.sources, parted.here) and is_here(evidence.sources, parted.there)
-    return is_kept and parted.comes_first
 
 
 def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[int]) -> list[list[int]]:
@@ -87,27 +22,6 @@ def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[i
         rank = evidence.ranks[r]
         kinds.setdefault((rank.threads, tuple(rank.rounds.items()), found[r].way), []).append(r)
     return list(kinds.values()) if len(kinds) <= MOST_KINDS else []
-
-
-def _counted(rank: RankEvidence) -> tuple[list[_Counted], bool]:
-    """Return the user's frames of a rank, outermost first, with their counters, as far as its stack shows that they are called by
-    each other alone, and whether the last of them calls an installed package; [] where its stack is another one.
-    """
-    stack = main_thread_that_joins(rank) or rank.last_stack
-    frames = [f for f in stack.frames if not f.is_ours][::-1] if stack is not None else []
-    first = next((i for i, frame in enumerate(frames) if frame.is_user), len(frames))
-    left, found = list(rank.counters), list[_Counted]()
-    for frame in frames[first:]:
-        if not frame.is_user:
-            if not any(part in frame.file for part in _ONCE):
-                return found, frame.is_package_s
-            continue
-        while left and left[0][0] != frame.describe():
-            left.pop(0)
-        if not left:
-            return [], False
-        found.append((frame, left.pop(0)[1]))
-    return found, False
 
 
 def counter_of(

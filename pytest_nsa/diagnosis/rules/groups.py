@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.memberships import (
     ITSELF,
@@ -13,11 +13,9 @@ from pytest_nsa.diagnosis.rules.memberships import (
     is_numbered,
     made_by,
     members_of_new,
-    of_other_members,
 )
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import ANY, NEW_GROUP, Collective
-from pytest_nsa.evidence.collectives import any_can_complete
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -45,16 +43,6 @@ def groups_apart(evidence: Evidence) -> Finding | None:
             evidence, "group_order_deadlock", ranks, made.site,
             f"{describe_ranks(ranks, n)} made the group of {_named(made, n)} where the others made that of {_named(usual, n)}: in "
             "another order, and so under another number",
-        )  # fmt: skip
-    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-    if _any_can_end(evidence, waits, making):
-        return None
-    local = _local_circle(evidence, making)
-    if local:
-        shown = by_ranks({r: f"in the making of the group of {_named(c, n)}" for r, c in making.items()}, n)
-        return _finding(
-            evidence, "group_order_deadlock", local, making[local[0]].site,
-            f"each waits for a member that makes another group first: {shown}",
         )  # fmt: skip
     made_alone = None
     if all(is_numbered(c) for c in making.values()):
@@ -118,25 +106,6 @@ def _finding(
     )
 
 
-def _any_can_end(evidence: Evidence, waits: dict[int, Collective], making: dict[int, Collective]) -> bool:
-    """Return whether all that one of the calls needs are in it."""
-    clashing = of_other_members(evidence)
-    others = [c for c in waits.values() if c.op != NEW_GROUP and c.group not in clashing]
-    if any(c.peer != -1 and _may_be_answered(rank, c, waits) for rank, c in waits.items()):
-        return True
-    if any_can_complete([c for c in others if c.peer == -1], rings(evidence)):
-        return True
-    n = evidence.job.world_size
-    for note, call in {c.note: c for c in making.values()}.items():
-        members = members_of_new(call, n)
-        if note.partition(":")[0] in clashing:
-            continue
-        # A group of all whose ranks do not meet has been under way for as long as the stall: it is not to be expected to end.
-        if len(members) < n and all(m in making and making[m].note == note for m in members):
-            return True
-    return False
-
-
 def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
     """Return the ranks that made a group which the others did not make, and its call; the fewer ranks of the two sides.
 
@@ -159,12 +128,6 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
-
-
-def _may_be_answered(rank: int, call: Collective, waits: dict[int, Collective]) -> bool:
-    """Return whether the peer of a send or receive does not wait, or waits in its other half; or it may be any rank."""
-    other = waits.get(call.peer)
-    return other is None or (other.peer in (rank, ANY) and other.is_send != call.is_send)
 
 
 def _left_out(evidence: Evidence, making: dict[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
@@ -199,23 +162,6 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
         )
         return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None
     return None
-
-
-def _local_circle(evidence: Evidence, making: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks that wait for each other in a circle to make groups which their members alone make."""
-    if any(is_numbered(c) for c in making.values()):
-        return ()
-    n, way = evidence.job.world_size, [min(making)]
-    while True:
-        call = making[way[-1]]
-        following = min(
-            (m for m in members_of_new(call, n) if m in making and making[m].note != call.note), default=None
-        )
-        if following is None:
-            return ()
-        if following in way:
-            return tuple(sorted(way[way.index(following) :]))
-        way.append(following)
 
 
 def _named(call: Collective, world_size: int) -> str:

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Collection
 
+from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.alone import of_a_shift
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
-from pytest_nsa.diagnosis.rules.counters import lead
 from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -164,7 +164,8 @@ def _ahead_of_the_others(evidence: Evidence, waiting: list[RankEvidence]) -> Fin
     if len(kinds) != 2 or not all(kinds):
         return None
     few, others = sorted(kinds.values(), key=len)
-    if len(few) == len(others) or {lead(evidence.sources, few[0], r) for r in others} != {1}:
+    orders = {compare_ranks(evidence.sources, few[0], r).order for r in others}
+    if len(few) == len(others) or orders != {Order.AFTER}:
         return None
     n, culprits = evidence.job.world_size, tuple(r.rank for r in few)
     who, waits = describe_ranks(culprits, n), _who_waits(tuple(r.rank for r in others), n)
@@ -232,7 +233,7 @@ def _is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
         return False
     other = evidence.ranks[1 - waiting[0].rank]
     is_known = any(_where_such_are_set(rank, [key_of(waiting[0])]) for rank in evidence.ranks)
-    return is_known and lead(evidence.sources, waiting[0], other) == 0
+    return is_known and compare_ranks(evidence.sources, waiting[0], other).is_counted
 
 
 def _where_such_are_set(rank: RankEvidence, keys: list[str]) -> str:

@@ -15,13 +15,7 @@ from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
 from pytest_nsa.diagnosis.rules.locations import recomputes
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
 from pytest_nsa.diagnosis.rules.source import are_of_one_function
-from pytest_nsa.diagnosis.rules.waiters import (
-    at_a_line_of_its_own,
-    first_at_a_line,
-    once_more,
-    turned_to_a_stranger,
-    unasked,
-)
+from pytest_nsa.diagnosis.rules.waiters import first_at_a_line, once_more, turned_to_a_stranger
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -84,13 +78,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
     first = first_at_a_line(evidence, waits)
     if first is not None:
         return _of_a_new_line(evidence, *first, waits)
-    culprits = (
-        turned_to_a_stranger(evidence, outside, halves)
-        or unasked(evidence, outside, waits, halves)
-        or at_a_line_of_its_own(evidence, outside, halves)
-        or once_more(evidence, outside, halves)
-        or culprits
-    )
+    culprits = turned_to_a_stranger(evidence, outside, halves) or once_more(evidence, outside, halves) or culprits
     # Each of several at which a chain ends has left something out.
     silent = the_silent_one(evidence, ends, waits, halves) if len(outside) < 2 else ()
     culprits = silent or culprits

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
-from pytest_nsa.diagnosis.rules.counters import alike, is_before
+from pytest_nsa.diagnosis.rules.counters import alike
 from pytest_nsa.diagnosis.rules.hooks import is_in_hook
-from pytest_nsa.diagnosis.rules.locations import user_frames
-from pytest_nsa.diagnosis.rules.source import is_in_handler
 from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.evidence.board import Collective
@@ -20,8 +20,6 @@ def explained(
     evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str, entered: Mapping[int, Collective] | None = None
 ) -> tuple[tuple[int, ...], str, str]:
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks, threads."""
-    if cause in ("collective_mismatch", "extra_collective") and _is_in_own_handler(evidence, culprits):
-        return culprits, "extra_collective", f"{why}: in an except, which the others are not in"
     if cause in ("extra_collective", "skipped_collective") and raced(evidence, culprits, entered or {}):
         told = "one of the two is made in a thread beside the main one, which all of them have: which comes first is chance"
         return culprits, "collective_mismatch", f"{why}: {told}"
@@ -65,17 +63,9 @@ def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
         return False
     mine = alike(evidence, found, culprits)
     others = alike(evidence, found, found.keys() - set(culprits))
-    return bool(mine and others) and all(is_before(evidence, a[0], b[0], found) for a in mine for b in others)
-
-
-def _is_in_own_handler(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
-    """Return whether the culprits alone are in an ``except``."""
-    handled = {
-        r.rank
-        for r in evidence.ranks
-        if any(is_in_handler(evidence.sources, frame.describe()) for frame in user_frames(r))
-    }
-    return bool(culprits) and handled == set(culprits)
+    return bool(mine and others) and all(
+        Contrast(evidence, a[0], found[a[0]], b[0], found[b[0]]).order is Order.BEFORE for a in mine for b in others
+    )
 
 
 def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:

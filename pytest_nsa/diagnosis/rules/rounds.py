@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import is_new_call
-from pytest_nsa.diagnosis.rules.locations import parts_of, where_they_part
-from pytest_nsa.diagnosis.rules.visits import rounds_between
+from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.source import file_name
-from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence
 
 LATEST = 64  # calls of a rank that are looked at
 AHEAD = 16  # calls that a rank may have left out at once
@@ -67,13 +68,6 @@ def out_of_their_round(evidence: Evidence, waits: Mapping[int, Collective]) -> A
     if all(_is_extra(evidence, rank, d, others[0], waits) for rank, d in departed.items()):
         return Apart(ranks, extra=departed[ranks[0]].made)
     return Apart(ranks)
-
-
-def is_as_usual(evidence: Evidence, rank: RankEvidence) -> bool:
-    """Return whether a rank's calls up to the latest are what its rounds so far expect; False where these are not regular."""
-    calls = rank.collectives
-    found = _latest_round(evidence, rank.rank, calls[-1]) if calls else None
-    return found is not None and found.expected is None
 
 
 def first_left_out(evidence: Evidence, rank: int, missed: Collective) -> tuple[str, ...] | None:
@@ -143,8 +137,6 @@ def _left_out(found: Round) -> list[Token]:
     """
     assert found.expected is not None
     made = token(found.made)
-    if made[0] != found.expected[0] and _are_of_one_line(made[3], found.expected[3]):
-        return []
     following = _following(found)
     return following[: following.index(made)] if made in following[1:] else []
 
@@ -152,18 +144,6 @@ def _left_out(found: Round) -> list[Token]:
 def _following(found: Round) -> list[Token]:
     """Return what a rank's rounds have next, from the call that it did not make."""
     return [token(c) for c in found.before[-found.length :]][:AHEAD]
-
-
-def _are_of_one_line(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """Return whether two ways to a call part below one line, not at two lines of a function."""
-    for (file, line, function), (other_file, other_line, other_function) in zip(
-        _lines(one), _lines(other), strict=False
-    ):
-        if (file, function) != (other_file, other_function):
-            return True
-        if line != other_line:
-            return False
-    return True
 
 
 def _lines(way: tuple[str, ...]) -> list[tuple[str, int, str]]:
@@ -178,5 +158,4 @@ def _is_extra(evidence: Evidence, rank: int, found: Round, other: int, waits: Ma
         return False
     if any((group, op, way[0]) == (made.group, made.op, made.site) for group, op, _, way in _following(found)):
         return False  # called by another way: its rounds have it, later
-    parted = where_they_part(evidence.sources, evidence.ranks[rank], made, evidence.ranks[other], waits[other])
-    return rounds_between(parted, found.before, waits[other]) is not None
+    return Contrast(evidence, rank, made, other, waits[other]).order is Order.BEFORE

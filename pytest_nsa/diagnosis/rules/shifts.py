@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
-from pytest_nsa.diagnosis.rules.conditions import are_alternatives, is_for_one_rank
+from pytest_nsa.diagnosis.rules.conditions import are_alternatives
 from pytest_nsa.diagnosis.rules.locations import where_ways_part
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
@@ -48,21 +48,10 @@ def first_shift(evidence: Evidence) -> Shift | None:
             continue  # one call, in the two branches of an `if`
         # It has gone back to its usual calls: one that goes on at its own line has left them.
         returned = {r: any(c.index > entered[r].index and c.way in before[r] for c in rings[r]) for r in new}
-        # Where a condition leaves the call to one rank alone, no other one will ever come to it.
-        returned |= {r: True for r in new if _is_for_one_alone(evidence, entered[r], usual)}
         if all(usual.way in before[rank] and returned[rank] for rank in new):
             return Shift(new, entered[new[0]], usual)
         return None
     return None
-
-
-def _is_for_one_alone(evidence: Evidence, call: Collective, usual: Collective) -> bool:
-    """Return whether what leads to a call, and not to the usual one, is under a condition that is true on one rank alone."""
-    places = where_ways_part(call.way, usual.way), (call.site, usual.site)
-    return any(
-        is_for_one_rank(evidence.sources, here, alone=True) and not is_for_one_rank(evidence.sources, there)
-        for here, there in places
-    )
 
 
 def first_apart(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from pytest_nsa.evidence.source import LOCATION, Sources
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 COMPOUND = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Match)
 BLOCKS = (ast.Try, ast.TryStar, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -56,14 +55,6 @@ def _may_be_long(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return True
     return isinstance(node, ast.BinOp) and not isinstance(node.right, ast.Constant)
-
-
-def is_past_the_loop(sources: Sources, place: str, other: str) -> bool:
-    """Return whether ``place`` comes after a loop that ``other`` is in, in the same file."""
-    a, b = LOCATION.match(place), LOCATION.match(other)
-    if a is None or b is None or a["file"] != b["file"]:
-        return False
-    return any(int(a["line"]) > (loop.end_lineno or 0) for loop in loops_of(sources, other))
 
 
 def is_in_while(sources: Sources, place: str) -> bool:
@@ -156,22 +147,6 @@ def is_in_retries(sources: Sources, place: str) -> bool:
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
-def is_in_loop(sources: Sources, place: str) -> bool:
-    """Return whether a line is in a ``for`` or a ``while``."""
-    return bool(loops_of(sources, place))
-
-
-def has_a_comprehension(sources: Sources, place: str, called: str = "") -> bool:
-    """Return whether a line has a loop of its own, as a list comprehension is one; not where it calls ``called`` beside
-    it, and not in it.
-    """
-    found = sources.around(place)
-    nodes = [node for part in (own_parts(found[-1]) if found else []) for node in ast.walk(part)]
-    within = {id(n) for node in nodes if isinstance(node, _COMPREHENSIONS) for n in ast.walk(node)}
-    calls = {id(node) for node in nodes if isinstance(node, ast.Call) and called_name(node) == called}
-    return bool(within) and not (calls and calls.isdisjoint(within))
-
-
 def end_of_with(sources: Sources, place: str) -> int:
     """Return the line behind the body of the ``with`` that begins at a line; 0 where none does."""
     match = LOCATION.match(place)
@@ -180,47 +155,9 @@ def end_of_with(sources: Sources, place: str) -> int:
     return (found[-1].end_lineno or 0) + 1 if found else 0
 
 
-def is_here(sources: Sources, place: str) -> bool:
-    """Return whether the source of a line was kept: else it is not known whether it is in a loop."""
-    return bool(sources.around(place))
-
-
-def share_a_loop(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one loop has both lines, and neither is past another loop that the other one is in."""
-    return any(loop in loops_of(sources, other) for loop in loops_of(sources, place)) and not is_past_the_loop(
-        sources, place, other
-    )
-
-
 def have_a_common_loop(sources: Sources, place: str, other: str) -> bool:
     """Return whether one loop has both lines, whichever other loops they are in or past."""
     return any(loop in loops_of(sources, other) for loop in loops_of(sources, place))
-
-
-def is_called_first(sources: Sources, place: str, one: str, other: str) -> bool | None:
-    """Return whether a line calls the function ``one`` before ``other``, as Python evaluates it: what is given to a call comes
-    before the call. '' stands for what the line calls that is no function of the user's. None where the line does not tell.
-    """
-    found = sources.around(place)
-    parts = own_parts(found[-1]) if found else []
-    later = (*_COMPREHENSIONS, ast.Lambda)
-    if one == other or any(isinstance(node, later) for part in parts for node in ast.walk(part)):
-        return None
-    try:
-        calls = [call for part in parts for call in _evaluated(part)]
-    except (_Undecided, RecursionError):
-        return None
-    names = [called_name(call) for call in calls]
-    at = [i for i, name in enumerate(names) if name == one]
-    other_at = [i for i, name in enumerate(names) if name == other]
-    if one and other:
-        return at[0] < other_at[0] if len(at) == len(other_at) == 1 else None
-    known, is_one = (at, True) if one else (other_at, False)
-    if len(known) != 1:
-        return None
-    given = {id(node) for node in ast.walk(calls[known[0]])}
-    outside = [i for i, call in enumerate(calls) if id(call) not in given]
-    return is_one if outside and all(i > known[0] for i in outside) else None
 
 
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
@@ -248,7 +185,3 @@ def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
         yield from _evaluated(child)
     if isinstance(node, ast.Call):
         yield node
-
-
-def called_name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.keys import of_keys
-from pytest_nsa.diagnosis.rules.pairs import is_paired
 from pytest_nsa.diagnosis.rules.whys import why_of
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import torch_s_wait
 
@@ -26,7 +25,7 @@ def blocked(evidence: Evidence) -> Finding | None:
         if of_a_key is not None:
             return of_a_key
     if not absent:
-        return _all_wait(evidence, alive)
+        return None
     whys = {rank.rank: why for rank in absent if (why := why_of(rank)) is not None}
     if not whys:
         return None
@@ -75,32 +74,3 @@ def _waits_in_a_thread(rank: RankEvidence) -> bool:
     """Return whether a thread of the user's, beside the one that shows what the rank does, waits for other ranks."""
     threads = [t for t in rank.threads if t is not rank.stack and t.user_frame is not None and not t.is_ours]
     return any(torch_s_wait(t.frames) for t in threads)
-
-
-def _all_wait(evidence: Evidence, alive: list[RankEvidence]) -> Finding | None:
-    """Find that no rank is elsewhere: all in the same collective, in different groups, or receiving from each other."""
-    inside = [(r, c) for r in alive if r.board is not None and (c := r.board.waits_in) is not None]
-    if len(alive) < 2 or len(inside) < len(alive):
-        return None
-    shown = by_ranks({r.rank: f"in {c.describe()}" for r, c in inside}, evidence.job.world_size)
-    certain = True
-    if any(c.peer != -1 for _, c in inside):
-        halves = {r.rank: c for r, c in inside if c.peer != -1}
-        if not any(is_paired(rank, c, halves) for rank, c in halves.items()):
-            return None
-        cause, reason, confidence = "transport_stuck", f"a send and its receive do not complete: {shown}", 0.6
-        certain = False
-    elif len({c.group for _, c in inside}) > 1:
-        cause, reason, confidence = "group_order_deadlock", f"the ranks wait in different groups: {shown}", 0.9
-    elif len({(c.group, c.sequence, c.op) for _, c in inside}) == 1 and len(inside) >= inside[0][1].size:
-        cause, reason, confidence = "transport_stuck", f"all ranks are inside the same collective: {shown}", 0.7
-        certain = False
-        unsent = sum(r.process.get("unsent_bytes", 0) for r in alive)
-        if unsent:  # handed to the kernel, and never acknowledged
-            reason, confidence = f"{reason}; {unsent} bytes unsent", 0.9
-    else:
-        return None
-    return Finding(
-        cause=cause, ranks=tuple(r.rank for r, _ in inside), where=inside[0][1].site, reason=reason, certain=certain,
-        confidence=confidence, facts=all_facts(evidence.ranks),
-    )  # fmt: skip

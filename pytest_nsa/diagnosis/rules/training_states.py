@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pytest_nsa.diagnosis.rules.changes import changed_before, differed_before
+from pytest_nsa.diagnosis.rules.changes import changed_before
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 
 TOLERANCE = 1e-9  # relative, of a state's norm
@@ -43,8 +43,6 @@ def with_origin(
         or (_loaded_alone(world_size, loads) if equal else _begun_otherwise(world_size, known, loads))
         or _set_otherwise(world_size, known)
     )
-    if found is None and differed_before(diverged):
-        found = _loaded_alone(world_size, loads)
     if found is None:
         return changed_before(finding, world_size, streams, diverged, equal, known)
     says, where = found

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from pytest_nsa.diagnosis.explain.rhythm import expected_next
-from pytest_nsa.diagnosis.facts import awaited, calls_before
-from pytest_nsa.diagnosis.rules.circles import begins_anew, completed, has_forgotten, rounds_of
-from pytest_nsa.diagnosis.rules.halves import half_of
+from pytest_nsa.diagnosis.rules.circles import completed, has_forgotten
 from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.diagnosis.rules.source import have_a_common_loop, loops_of
 from pytest_nsa.evidence.board import ANY, Collective
@@ -31,52 +28,6 @@ def turned_to_a_stranger(evidence: Evidence, outside: set[int], halves: dict[int
         if waiters and ((partners and not partners & {rank, ANY}) or (call.peer in outside and is_another_s)):
             found.append(rank)
     return tuple(sorted(found))
-
-
-def unasked(
-    evidence: Evidence, outside: set[int], waits: dict[int, Collective], halves: dict[int, Collective]
-) -> tuple[int, ...]:
-    """Return the ranks that wait for one whose rounds between two collectives were all alike, the latest too, and who are in an
-    earlier round than it, of rounds that differ: what they send or receive, it was not to answer.
-    """
-    if len(outside) != 1:
-        return ()
-    (end,) = outside
-    mark = waits.get(end)
-    if mark is None or mark.peer != -1:
-        return ()
-    before = {
-        rank
-        for rank, c in halves.items()
-        if c.peer == end and all(other.place != mark.place for other in evidence.ranks[rank].collectives)
-    }
-    # It waits at the mark, and so its latest round is whole.
-    own = rounds_of(evidence, end, mark)
-    is_regular = len(set(own)) == 1 and len(own) > 2
-    # Where most ranks do what is new to all, it is the one that does not.
-    are_few = 2 * len(halves) < len(evidence.ranks)
-    differ = all(_is_unlike_before(rounds_of(evidence, rank, mark), halves[rank], are_few) for rank in before)
-    return tuple(sorted(before)) if before and is_regular and differ else ()
-
-
-def at_a_line_of_its_own(evidence: Evidence, outside: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the one rank that waits in a half at a line from which no rank has completed one, while it has done so with its peer
-    at another line, and the peer has left nothing out: it made what its own calls so far expect, or has sent to that rank as
-    often as it has received from it.
-    """
-    waiters = [rank for rank, c in halves.items() if c.peer in outside]
-    if len(waiters) != 1 or len(outside) != 1:
-        return ()
-    (waiter,), (end,) = waiters, outside
-    call, mark = halves[waiter], awaited(evidence.ranks[end])
-    at_line = [(r.rank, c) for r in evidence.ranks for c in r.collectives if (c.op, c.site) == (call.op, call.site)]
-    usual = [c for c in completed(evidence, waiter) if (c.op, c.peer) == (call.op, call.peer)]
-    if any(rank != waiter or not c.is_inside for rank, c in at_line) or not usual or mark is None:
-        return ()
-    with_it = Counter(c.is_send for c in completed(evidence, end) if c.peer == waiter)
-    before = [half_of(c) for c in calls_before(evidence, end, mark)]
-    is_whole = expected_next(before) == half_of(mark) or with_it[True] == with_it[False] > 0
-    return (waiter,) if is_whole else ()
 
 
 def first_at_a_line(evidence: Evidence, waits: Mapping[int, Collective]) -> tuple[int, Collective] | None:
@@ -178,8 +129,3 @@ def _is_balanced(evidence: Evidence) -> bool:
     sent = Counter((r, c.peer) for r, c in made if c.is_send) | Counter((c.peer, r) for r, c in made if c.is_receive)
     numbers = {(number, sent[peer, rank]) for (rank, peer), number in sent.items()}
     return len(sent) > 3 and len(numbers) == 1 and all(one == other for one, other in numbers)
-
-
-def _is_unlike_before(rounds: list[tuple[tuple[str, str], ...]], call: Collective, may_be_new: bool) -> bool:
-    """Return whether a rank's whole rounds differ, or none began as the latest one, with the call that it waits in."""
-    return len(set(rounds[:-1])) > 1 or (may_be_new and begins_anew(rounds, call))
