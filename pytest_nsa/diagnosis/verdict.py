@@ -41,6 +41,12 @@ class Finding:
     called_from: str = ""  # where a rule knows it; else the stacks tell
     advice: str = ""  # in place of the cause's own
     terms: dict[str, float] = field(default_factory=dict)  # what an explanation rests on, and how much each counts
+    is_permanent: bool = False  # no rank can go on, whichever of them is to blame
+
+    @property
+    def ends_the_test(self) -> bool:
+        """Whether it is known that the stall never ends."""
+        return self.certain or self.is_permanent
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:

@@ -61,13 +61,13 @@ class Suspicions:
     def _text(self, found: Finding, seconds: float, left: float, *, at_work: bool) -> str:
         who = describe_ranks(found.ranks, self.job.world_size)
         test = self.job.scenario or self.job.nodeid
-        if found.certain:
+        if found.ends_the_test:
             what = "that cannot mend itself: the test is ended"
         elif self.limits.hang_after:
             what = f"a suspicion; the test is ended if it lasts for {self.limits.hang_after:g} s"
         else:
             what = f"a suspicion; the test has {left:.0f} s left"
-        if at_work and not found.certain:
+        if at_work and not found.ends_the_test:
             what = f"the test has {left:.0f} s left"
         return announcement(found, test, who, seconds, what, at_work=at_work)
 
@@ -75,7 +75,7 @@ class Suspicions:
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
     """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what`` follows."""
     at = f" at {found.where}" if found.where else ""
-    if at_work and not found.certain:
+    if at_work and not found.ends_the_test:
         return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {found.reason} ({what})"
     return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {found.reason} ({what})"
 

@@ -82,7 +82,7 @@ class Patience:
             self._since = now if self.state else now - stalled_s
             self.state = state
         self._since = max(self._since, now - stalled_s)
-        if finding.certain:
+        if finding.ends_the_test:
             return True
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
         waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)

@@ -131,7 +131,7 @@ class RanksRun:
             return ""
         if self.watch.stood_still < GRACE_S:  # a rank moves: slow, and not a hang
             return ""
-        if self.suspicion.certain:
+        if self.suspicion.ends_the_test:
             return "certain"
         return "hang_after" if 0 < self.limits.hang_after <= self.standing.counted else ""
 

@@ -69,10 +69,10 @@ class Launcher(Protocol):
 
 
 class Suspicion(Protocol):
-    """What the rules make of a stall. One that is certain cannot resolve itself."""
+    """What the rules make of a stall."""
 
     @property
-    def certain(self) -> bool:
+    def ends_the_test(self) -> bool:
         """Whether the test may be ended at once."""
         ...
 

@@ -95,7 +95,7 @@ def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
     )  # fmt: skip
     return Finding(
         cause=cause, ranks=culprits, where=left.where, called_from=left.called_from, reason=why, certain=found.is_certain,
-        confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
+        is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
         terms={_sentence(found, name, words, n): gain for name, words, gain in found.terms},
     )  # fmt: skip
 
