@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.explain import calls
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, memory_fact, parameters_missing, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
     agreement,
     alone,
     autograd,
+    calls,
     devices,
     dropped,
     exits,

@@ -102,7 +102,7 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
         return True
     if finding.cause == "lock_deadlock":
         return any(_has_thread_at_work(rank) for rank in ranks)
-    from pytest_nsa.diagnosis.rules.source import is_in_retries  # not before a stall
+    from pytest_nsa.diagnosis.explain.source import is_in_retries  # not before a stall
 
     places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
     return finding.cause == "sleeping" and any(

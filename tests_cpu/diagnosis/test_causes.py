@@ -114,7 +114,7 @@ def test_a_broken_rule_neither_ends_nor_hides_a_test(pytester: pytest.Pytester) 
     pytester.makeconftest(
         """
 from pytest_nsa.diagnosis import engine
-from pytest_nsa.diagnosis.explain import calls
+from pytest_nsa.diagnosis.rules import calls
 
 def departed(evidence):
     raise IndexError("no such collective")

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from pytest_nsa.diagnosis.rules.counters import counter_of
+from pytest_nsa.diagnosis.explain.counters import counter_of
 
 
 def round_of(source: str, line: int, **counts: int) -> int | None:

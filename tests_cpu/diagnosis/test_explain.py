@@ -10,9 +10,9 @@ import pytest
 
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.explain import choose, terms
-from pytest_nsa.diagnosis.explain.calls import first_apart
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates
 from pytest_nsa.diagnosis.explain.rhythm import surprise
+from pytest_nsa.diagnosis.rules.calls import first_apart
 from pytest_nsa.evidence.load import load
 from tests_cpu.faults.recorded import unpack
 

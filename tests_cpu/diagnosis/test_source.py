@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.rules.source import calls_nothing, is_called_first, is_in_loop, share_a_loop
+from pytest_nsa.diagnosis.explain.source import calls_nothing, is_called_first, is_in_loop, share_a_loop
 from pytest_nsa.evidence.source import FILE, Snippet, Sources, read_sources, record_sources
 from pytest_nsa.testing import run_example
 

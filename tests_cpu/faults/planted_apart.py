@@ -230,7 +230,7 @@ def test_groups_by_the_order_of_a_set(group):
             dist.all_reduce(torch.ones(1), group=own)
 
 
-@planted("group_order_deadlock", [0, 1, 2], n=3, marked=True, reason="another group first")
+@planted("group_order_deadlock", [0, 1, 2], n=3, marked=True, reason="different orders")
 def test_neighbours_make_groups_in_a_circle(group):
     for other in ((group.rank + 1) % 3, (group.rank - 1) % 3):
         pair = dist.new_group(sorted((group.rank, other)), use_local_synchronization=True)  # HERE
@@ -309,7 +309,7 @@ class TooLong(Exception):
     pass
 
 
-@planted("extra_collective", [1], n=3, marked=True, reason="in an except")
+@planted("extra_collective", [1], n=3, marked=True, reason="in an `except`")
 def test_a_batch_again_in_halves(group):
     def forward(rows: int, most: int) -> None:
         dist.all_reduce(torch.ones(3))  # HERE

@@ -38,7 +38,7 @@ def test_a_stage_that_cools_down_once_too_often(group):
     dist.barrier()
 
 
-@planted("p2p_unmatched", [3], n=4, marked=True)
+@planted("p2p_unmatched", [3], n=4, marked=True, miss="who is ahead in a circle")
 def test_the_last_stage_waits_for_a_batch_and_all_others_for_its_gradient(group):
     here = torch.empty(4)
     for _ in range(4 if group.rank == 3 else 3):

@@ -8,8 +8,8 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from pytest_nsa.diagnosis.explain.branches import names_the_rank
 from pytest_nsa.diagnosis.explain.program import Frame
-from pytest_nsa.diagnosis.rules.conditions import names_the_rank
 from pytest_nsa.evidence.source import Sources
 
 _RANK_NAMES = ("rank", "get_rank", "global_rank", "local_rank", "RANK")

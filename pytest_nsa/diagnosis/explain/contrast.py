@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pytest_nsa.diagnosis.explain.branches import are_alternatives, is_for_one_rank
 from pytest_nsa.diagnosis.explain.conditions import Path, path_to
+from pytest_nsa.diagnosis.explain.hooks import is_in_hook
+from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, recomputes, user_frames
 from pytest_nsa.diagnosis.explain.program import (
     Compared,
     Order,
@@ -16,12 +19,9 @@ from pytest_nsa.diagnosis.explain.program import (
     position_of,
 )
 from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, surprise, token
+from pytest_nsa.diagnosis.explain.side_threads import raced
+from pytest_nsa.diagnosis.explain.source import is_in_handler
 from pytest_nsa.diagnosis.facts import calls_before
-from pytest_nsa.diagnosis.rules.conditions import are_alternatives, is_for_one_rank
-from pytest_nsa.diagnosis.rules.hooks import is_in_hook
-from pytest_nsa.diagnosis.rules.locations import line_in, parts_of, recomputes, user_frames
-from pytest_nsa.diagnosis.rules.source import is_in_handler
-from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence, RankEvidence

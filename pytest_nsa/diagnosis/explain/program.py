@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.rules.counters import counter_of, has_made_round, is_first_round
-from pytest_nsa.diagnosis.rules.locations import line_in, parts_of, user_frames
+from pytest_nsa.diagnosis.explain.counters import counter_of, has_made_round, is_first_round
+from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, user_frames
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import Sources, file_name
 from pytest_nsa.evidence.values import RankEvidence

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pytest_nsa.diagnosis.explain import branches
+from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, owning_module, rings
-from pytest_nsa.diagnosis.rules import conditions
 from pytest_nsa.diagnosis.rules.alone import skipped
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
-from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.rules.memberships import members_of_new
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
@@ -96,7 +96,7 @@ def left_alone(evidence: Evidence) -> Finding | None:
 def _is_for_one_rank(evidence: Evidence, rank: int, call: Collective) -> bool:
     """Return whether a call, or the line of a caller, is under a condition that is true on one rank."""
     places = {call.site, *(frame.describe() for frame in user_frames(evidence.ranks[rank]))}
-    return any(conditions.is_for_one_rank(evidence.sources, place) for place in places)
+    return any(branches.is_for_one_rank(evidence.sources, place) for place in places)
 
 
 def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:
@@ -113,43 +113,19 @@ def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvi
                 cause="p2p_unmatched", ranks=(call.peer,), where=half.site, called_from=next(iter(half.way[1:]), ""),
                 reason=reason, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
             )  # fmt: skip
-    left_early = _left_several(evidence, alone, finished, len(left))
-    if left_early is not None:
-        return left_early
     ended = ", which ended its test without the other half"
     told = by_ranks(
         {rank: f"waits in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
         evidence.job.world_size,
     )
+    ranks, where = tuple(sorted(alone)), alone[min(alone)].site
+    peers = tuple(sorted({c.peer for c in alone.values()}))
+    if len(peers) < len(ranks) and set(peers) <= set(finished):  # the fewer left, rather than that all others went on
+        made = [c for c in evidence.ranks[peers[0]].collectives if c.peer in alone and not c.is_inside]
+        ranks, where = peers, made[-1].site if made else where
     return Finding(
-        cause="p2p_unmatched", ranks=tuple(sorted(alone)), where=alone[min(alone)].site, reason=told, certain=True,
-        confidence=0.85, facts=all_facts(evidence.ranks),
-    )  # fmt: skip
-
-
-def _left_several(
-    evidence: Evidence, alone: dict[int, Collective], finished: tuple[int, ...], waiting: int
-) -> Finding | None:
-    """Find that two ranks or more wait, some of them for those others, for one that has ended its test, and that has made the other
-    half for each who waits for it before: it left its loop, rather than that all of them are in a round too many.
-    """
-    peers = {c.peer for c in alone.values()}
-    if waiting < 2 or len(peers) != 1 or not peers <= set(finished):
-        return None
-    (peer,) = peers
-    made = [
-        c for c in evidence.ranks[peer].collectives
-        if c.peer in alone and c.is_send != alone[c.peer].is_send and not c.is_inside
-    ]  # fmt: skip
-    if {c.peer for c in made} != set(alone):
-        return None
-    n, last = evidence.job.world_size, made[-1]
-    told = by_ranks({rank: f"waits in {c.describe()}" for rank, c in alone.items()}, n)
-    who = describe_ranks((peer,), n)
-    reason = f"{who} ended its test, and the others wait for it: {told}; its last such call was {last.describe()}"
-    return Finding(
-        cause="p2p_unmatched", ranks=(peer,), where=last.site, called_from=next(iter(last.way[1:]), ""), reason=reason,
-        certain=True, confidence=0.75, facts=all_facts(evidence.ranks),
+        cause="p2p_unmatched", ranks=ranks, where=where, reason=told, is_permanent=True,
+        confidence=0.75, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 

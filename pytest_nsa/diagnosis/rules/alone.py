@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pytest_nsa.diagnosis.explain.locations import where_ways_part
 from pytest_nsa.diagnosis.facts import all_facts, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.locations import where_ways_part
 from pytest_nsa.diagnosis.rules.origins import origin_of
 from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
 from pytest_nsa.diagnosis.rules.rounds import Apart

@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import replace
 
+from pytest_nsa.diagnosis.explain.source import loops_of
 from pytest_nsa.diagnosis.facts import (
     all_facts,
     exception_fact,
@@ -15,7 +16,6 @@ from pytest_nsa.diagnosis.facts import (
     signal_text,
 )
 from pytest_nsa.diagnosis.rules.devices import LATE_HINT, is_late
-from pytest_nsa.diagnosis.rules.source import loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence

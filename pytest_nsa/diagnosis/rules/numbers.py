@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pytest_nsa.diagnosis.explain.source import where_its_loss_is_computed
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.source import where_its_loss_is_computed
 from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.rules.locations import where_ways_part
+from pytest_nsa.diagnosis.explain.locations import where_ways_part
 from pytest_nsa.diagnosis.rules.rounds import first_left_out
 from pytest_nsa.diagnosis.rules.shifts import first_apart
 from pytest_nsa.diagnosis.verdict import describe_ranks

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
+from pytest_nsa.diagnosis.explain.locations import recomputes
+from pytest_nsa.diagnosis.explain.source import are_of_one_function
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_rounds
 from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
@@ -12,9 +14,7 @@ from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_fo
 from pytest_nsa.diagnosis.rules.dropped import dropped_halves
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
-from pytest_nsa.diagnosis.rules.locations import recomputes
 from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
-from pytest_nsa.diagnosis.rules.source import are_of_one_function
 from pytest_nsa.diagnosis.rules.waiters import first_at_a_line, once_more, turned_to_a_stranger
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
@@ -97,8 +97,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
         where = _where_it_is_waited_for(evidence, half.site, victims)
         reason += f"; {describe_ranks(culprits[:1], len(evidence.ranks))} left out {half.describe()}"
     return Finding(
-        cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, certain=True, confidence=0.85,
-        facts=all_facts(evidence.ranks),
+        cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, is_permanent=True, certain=len(outside) == 1,
+        confidence=0.85 if len(outside) == 1 else 0.7, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 

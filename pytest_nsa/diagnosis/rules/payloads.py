@@ -7,10 +7,10 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 
-from pytest_nsa.diagnosis.explain.calls import finding_of
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.facts import all_facts, rings
 from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_an_earlier_call
+from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.halves import half_of
@@ -50,7 +50,7 @@ def aborted(evidence: Evidence) -> Finding | None:
         return Finding(
             cause="collective_mismatch", ranks=odd if clear else tuple(sorted(entered)), where=at.site,
             reason=f"gloo aborted rank {rank.rank} inside {at.op} #{at.sequence}: others expected something else ({shown})",
-            certain=True, confidence=0.7, facts=all_facts(evidence.ranks),
+            confidence=0.6, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.counters import alike
+from pytest_nsa.diagnosis.explain.hooks import is_in_hook
 from pytest_nsa.diagnosis.explain.program import Order
+from pytest_nsa.diagnosis.explain.side_threads import raced
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.anomalies import anomaly, other_path
-from pytest_nsa.diagnosis.rules.counters import alike
-from pytest_nsa.diagnosis.rules.hooks import is_in_hook
-from pytest_nsa.diagnosis.rules.threads import raced
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.locations import parts_of
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import is_new_call
-from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pytest_nsa.diagnosis.explain.branches import are_alternatives
+from pytest_nsa.diagnosis.explain.locations import where_ways_part
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
-from pytest_nsa.diagnosis.rules.conditions import are_alternatives
-from pytest_nsa.diagnosis.rules.locations import where_ways_part
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence

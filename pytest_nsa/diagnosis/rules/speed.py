@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pytest_nsa.diagnosis.explain.locations import line_of_its_loop
+from pytest_nsa.diagnosis.explain.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
-from pytest_nsa.diagnosis.rules.locations import line_of_its_loop
-from pytest_nsa.diagnosis.rules.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
+from pytest_nsa.diagnosis.explain.branches import names_the_rank
+from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.facts import awaited
-from pytest_nsa.diagnosis.rules.conditions import names_the_rank
-from pytest_nsa.diagnosis.rules.locations import user_frames
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.values import Evidence
 

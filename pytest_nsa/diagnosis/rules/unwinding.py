@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pytest_nsa.diagnosis.explain.source import is_unwound_at
 from pytest_nsa.diagnosis.facts import all_facts
 from pytest_nsa.diagnosis.rules.exits import LEAVES, MEMORY, is_victim_text
-from pytest_nsa.diagnosis.rules.source import is_unwound_at
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.values import Evidence, RankEvidence

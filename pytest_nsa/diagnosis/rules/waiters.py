@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from pytest_nsa.diagnosis.explain.locations import parts_of
+from pytest_nsa.diagnosis.explain.source import have_a_common_loop, loops_of
 from pytest_nsa.diagnosis.rules.circles import completed, has_forgotten
-from pytest_nsa.diagnosis.rules.locations import parts_of
-from pytest_nsa.diagnosis.rules.source import have_a_common_loop, loops_of
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.values import Evidence

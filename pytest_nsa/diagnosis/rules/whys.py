@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.facts import user_frame
-from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
-from pytest_nsa.diagnosis.rules.keys import waits_for
-from pytest_nsa.diagnosis.rules.locations import line_of_its_loop, parts_of
-from pytest_nsa.diagnosis.rules.source import (
+from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, parts_of
+from pytest_nsa.diagnosis.explain.source import (
     calls_nothing,
     is_endless_generator,
     is_in_while,
     loops_around,
 )
+from pytest_nsa.diagnosis.facts import user_frame
+from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
+from pytest_nsa.diagnosis.rules.keys import waits_for
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.rules.source import (
+from pytest_nsa.diagnosis.explain.source import (
     end_of_with,
     is_endless_generator,
     line_that_ends,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pytest_nsa.diagnosis.explain.locations import parts_of
 from pytest_nsa.diagnosis.facts import awaited
-from pytest_nsa.diagnosis.rules.locations import parts_of
 from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import RankEvidence
 
