@@ -19,8 +19,9 @@ import torch
 from nsa import export, generate, train
 from nsa.config import Config, ConfigError, ModelConfig, load_config
 from nsa.data import Position, batches, open_source
-from nsa.training import checkpoint, saved
+from nsa.training import checkpoint
 from nsa.training.parallel import RankInfo
+from nsa.training.saved import damage, describe, find
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
@@ -159,9 +160,9 @@ def test_another_parallelism_and_another_number_of_ranks(
     saved, failed = save(config, ranks, folder, trainer, position)
     assert (len(saved), failed) == (1 if group.rank == 0 else 0, [])
     torch.distributed.barrier()
-    found = saved.find(folder, "auto")
+    found = find(folder, "auto")
     assert found is not None
-    assert saved.describe(found).position.samples == 3 * 2 * 2
+    assert describe(found).position.samples == 3 * 2 * 2
     random = torch.get_rng_state()
     other = {"fsdp": "ddp", "ddp": "fsdp"}[saved_by]
     for mode, ranks_then in ((saved_by, ranks), (other, ranks), ("none", RankInfo())):
@@ -233,10 +234,10 @@ def test_what_is_damaged_is_refused_by_name_and_the_one_before_is_offered(
         f"give --resume {folder / 'step_00000002'}, which is whole\n"
     )
     shard.unlink()
-    assert "__0_0.distcp cannot be read (No such file or directory)" in saved.damage(folder / "step_00000003")
+    assert "__0_0.distcp cannot be read (No such file or directory)" in damage(folder / "step_00000003")
     (folder / "latest").unlink()  # without the pointer, the newest is taken
     with pytest.raises(ConfigError, match=r"step_00000003.* cannot be read"):
-        saved.find(folder, "auto")
+        find(folder, "auto")
     assert train.main([*command, "--steps", "4", "--resume", str(folder / "step_00000002")]) == 0
     other = load_config(tmp_path / "small.yaml", dim=32)
     trainer = Trainer(other, RankInfo(), tmp_path)
@@ -265,7 +266,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path: Path, on_er
     )  # fmt: skip
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000002"]
-    assert saved.damage(folder / "step_00000002") == ""
+    assert damage(folder / "step_00000002") == ""
     if on_error == "continue":
         assert done.returncode == 0
         assert done.stdout.count("could not be saved: ") == 2
@@ -330,13 +331,13 @@ def test_what_is_kept_are_the_newest_of_this_run(tmp_path: Path) -> None:
         saved_at(step)
     # Another run in the same folder removes only its own, keeps the other's, and resumes from its own.
     assert saved_at(1) == ["latest", names[1], names[80], names[90]]
-    assert saved.find(folder, "auto") == folder / names[1]
+    assert find(folder, "auto") == folder / names[1]
     saved_at(2)
     (folder / (names[1] + ".removed")).mkdir()  # left by a kill
     (folder / (names[1] + ".removed") / "x").touch()
     assert saved_at(3) == ["latest", names[2], names[3], names[80], names[90]]
     (folder / "latest").write_text("step_00000004\n")  # it is gone: the one before it is taken
-    assert saved.find(folder, "auto") == folder / names[3]
+    assert find(folder, "auto") == folder / names[3]
 
 
 def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +366,7 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_75(tmp_path: Path) -> N
     out, _ = run.communicate(timeout=60)
     (stopped,) = (line for line in out.splitlines() if "stopped after step" in line)
     step = int(stopped.split("step ")[1].split(",")[0])
-    described = saved.describe(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
+    described = describe(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
     assert (described.step, described.world_size, described.position.samples) == (step, 2, 4 * step)
     alone = subprocess.Popen(
         [sys.executable, *command[:-2], "--resume", "auto", "--out", str(tmp_path / "run")],
