@@ -3,9 +3,9 @@
     python benchmarks/ablation.py --json benchmarks/results/ablation.json --crossvalidation benchmarks/results/crossvalidation.json
 
 Ablation: each function is replaced by one that returns False, None or nothing, and the faults that call it are diagnosed again. A
-verdict depends on the function where its cause, its ranks or its line change. Cross-validation: of each file of faults, every
-function on which verdicts of that file alone depend is replaced, all at once, and the file's faults are diagnosed again: a
-function that one file needs would not exist without that file.
+verdict depends on the function where its cause, its ranks or its line change. Cross-validation: the weights of the model are fitted
+without each tenth of the files, and of each of these files every function on which verdicts of that file alone depend is replaced,
+all at once; then the faults of the file are diagnosed again. A function that one file needs would not exist without that file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import pkgutil
 import sys
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,16 @@ from functools import cached_property
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import fit  # noqa: E402
+
 from pytest_nsa.diagnosis import explain, rules  # noqa: E402
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
+from pytest_nsa.diagnosis.explain import choose  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
 from tests_cpu.faults.recorded import unpack  # noqa: E402
@@ -36,6 +41,7 @@ from tests_cpu.faults.test_corpus import MODULES, faults, planted_module  # noqa
 
 Fault = tuple[str, str]  # a file and a test in it
 Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
+PARTS = 10  # of the files, each of which is diagnosed by weights that were fitted to the others
 BANDS = ((0, 0), (1, 1), (2, 2), (3, 5), (6, 20), (21, 10_000))
 
 
@@ -140,13 +146,21 @@ def decided(recorded: dict[Fault, Evidence]) -> tuple[dict[str, set[Fault]], dic
 
 
 def crossvalidated(recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]]) -> dict[str, Any]:
-    """Return how many verdicts are right where each file is diagnosed without the functions that it alone needs."""
+    """Return how many verdicts are right where each file is diagnosed by weights that were fitted without it, and without the
+    functions that it alone needs.
+    """
     known = functions()
     right, certain, wrong = Counter[str](), 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        rows = fit.rows(Path(folder))
+    tables = [
+        fit.fitted([row for row in rows if _part(row.file) != part or row.file not in MODULES]) for part in range(PARTS)
+    ]
     for module in sorted({module for module, _ in recorded}):
         alone = [known[name] for name, needs in depend.items() if needs and {m for m, _ in needs} == {module}]
         expected = faults(module)
-        with without(*alone):
+        table = tables[_part(module)]
+        with without(*alone), patch.object(choose, "weights", lambda table=table: table):
             for (_, name), evidence in ((f, e) for f, e in recorded.items() if f[0] == module):
                 verdict, wants = diagnose(evidence), expected[name]
                 is_named = (verdict.cause, verdict.ranks) == (wants.cause, wants.ranks)
@@ -169,6 +183,10 @@ def crossvalidated(recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]
         "wrong and certain": certain,
         "wrong": wrong,
     }
+
+
+def _part(file: str) -> int:
+    return zlib.crc32(file.encode()) % PARTS
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
-from pytest_nsa.diagnosis.rules.calls import first_apart, held_apart  # noqa: E402
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
+from pytest_nsa.diagnosis.rules.calls import first_apart, held_apart  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
 from tests_cpu.faults.recorded import GENERATED, unpack  # noqa: E402

@@ -13,26 +13,17 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, memory_fact, parameters_missing, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
-    agreement,
     alone,
     autograd,
     calls,
-    devices,
-    dropped,
     exits,
-    gradients,
     groups,
-    network,
-    numbering,
+    halves,
     numbers,
     pairs,
     payloads,
-    requests,
-    snapshots,
     speed,
     stalls,
-    threads,
-    ties,
     unwinding,
 )
 from pytest_nsa.diagnosis.verdict import NO_RANK, RULE_FAILED, Fact, Finding, Outcome, Verdict
@@ -73,15 +64,15 @@ RULES: tuple[Rule, ...] = (
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
-    gradients.never_arrived,  # DDP's reductions of such a step go wrong in many ways: what follows is its consequence
-    numbering.numbered_apart,
+    autograd.never_arrived,  # DDP's reductions of such a step go wrong in many ways: what follows is its consequence
+    groups.numbered_apart,
     calls.departed,
     groups.groups_apart,
     pairs.unpaired,
     payloads.splits_differ,
     calls.waiting_apart,
-    dropped.lost_messages,
-    network.unusable,
+    halves.lost_messages,
+    exits.unusable,
     exits.init_timeout,
     numbers.nan_loss,
     numbers.diverged_before,
@@ -96,7 +87,7 @@ RULES: tuple[Rule, ...] = (
     speed.graph_explosion,
     speed.straggler,
     speed.slow,
-    requests.left_out_of_a_request,
+    absence.left_out_of_a_request,
     stalls.blocked,
     absence.not_entered,
     exits.only_victims,
@@ -106,16 +97,16 @@ RULES: tuple[Rule, ...] = (
 # Of ranks that stall, or are waited for, while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
     exits.rank_gone,
-    numbering.numbered_apart,
+    groups.numbered_apart,
     calls.departed,
     groups.groups_apart,
     pairs.unpaired,
     calls.waiting_apart,
-    dropped.lost_messages,
+    halves.lost_messages,
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
-    requests.left_out_of_a_request,
+    absence.left_out_of_a_request,
     stalls.blocked,
     absence.not_entered,
 )
@@ -123,20 +114,20 @@ SUSPICIONS: tuple[Rule, ...] = (
 # Of ranks that all ended well: what is wrong all the same.
 OF_THE_PASSED: tuple[Rule, ...] = (
     payloads.splits_differ,
-    agreement.wrong_numbers,
+    payloads.wrong_numbers,
     numbers.silent_divergence,
     numbers.trained_away,
-    snapshots.differing,
+    numbers.differing,
 )
 
 
 # Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
-_OF_STALLS = ("calls", "groups", "numbering", "pairs", "dropped", "absence", "requests", "stalls")
+_OF_STALLS = ("calls", "groups", "pairs", "halves", "absence", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
     """Return the first rule's finding, and a fact per rule that failed before it. What a rank's own exception explains is that
-    exception's (`unwinding`, `threads.raised_beside`).
+    exception's (`unwinding`, `unwinding.raised_beside`).
 
     A diagnosis must never be the failure: a rule that raises, or names a cause that is not in the registry, is passed over.
     """
@@ -147,9 +138,9 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
             if finding is not None and not finding.terms:
-                finding = ties.weakened(evidence, finding)
+                finding = alone.weakened(evidence, finding)
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
-                finding = threads.raised_beside(evidence, unwinding.in_cleanup(evidence, finding))
+                finding = unwinding.raised_beside(evidence, unwinding.in_cleanup(evidence, finding))
         except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact
             failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
             continue
@@ -208,11 +199,11 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     common["parameters_missing"] = parameters_missing(evidence, finding.ranks)
     outcome = _outcome(evidence, finding)
     held = memory_fact(evidence) if outcome == "HANG" else None
-    finding = replace(finding, facts=(*finding.facts, *devices.xid_facts(evidence), *([held] if held else [])))
+    finding = replace(finding, facts=(*finding.facts, *exits.xid_facts(evidence), *([held] if held else [])))
     caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
-    return replace(verdict, retry="elsewhere") if devices.is_of_the_machine(evidence) else verdict
+    return replace(verdict, retry="elsewhere") if exits.is_of_the_machine(evidence) else verdict
 
 
 def caller_of(evidence: Evidence, where: str) -> str:

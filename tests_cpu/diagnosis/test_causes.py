@@ -58,7 +58,7 @@ def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
         "engine.skipped_apart",
         "items.foreseen",
         "unwinding.in_cleanup",
-        "threads.raised_beside",
+        "unwinding.raised_beside",
     }
 
 

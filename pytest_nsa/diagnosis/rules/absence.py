@@ -1,4 +1,7 @@
-"""Ranks that never reached what the others wait in: they ended their test, or nothing more is known of them."""
+"""Ranks that never reached what the others wait in: they ended their test, or nothing more is known of them.
+
+Workers of an engine: a rank that reads its next request, while others wait in a call that it made in earlier ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, own
 from pytest_nsa.diagnosis.rules.alone import skipped
 from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
-from pytest_nsa.diagnosis.rules.memberships import members_of_new
+from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import lacking
@@ -177,3 +180,28 @@ def not_entered(evidence: Evidence) -> Finding | None:
         confidence=0.6,
         facts=all_facts(evidence.ranks),
     )
+
+
+def left_out_of_a_request(evidence: Evidence) -> Finding | None:
+    """Find the ranks that read from the process that started them, without the call that all others wait in.
+
+    They have ended a request without it: who waits for their answer sends no other. That one of them got no request is as
+    possible, and rarer, so the finding is not certain.
+    """
+    alive = [r for r in evidence.ranks if not r.finished]
+    idle = [r for r in alive if r.process.get("reads_from_parent") and not r.is_waiting]
+    waits = {r.rank: call for r in alive if r not in idle and (call := awaited(r)) is not None}
+    if not idle or not waits or len(idle) + len(waits) < len(alive):
+        return None
+    missed = next(iter(waits.values()))
+    made = all(any(c.site == missed.site and c.left > 0 for c in r.collectives) for r in idle)
+    if missed.peer != -1 or not made or any(call.place != missed.place for call in waits.values()):
+        return None
+    n = evidence.job.world_size
+    culprits = tuple(r.rank for r in idle)
+    starter = f"process that started {'it' if len(idle) == 1 else 'them'}"
+    reason = (
+        f"{describe_ranks(culprits, n)} went on without {missed.describe()}, which earlier requests had, to read the next one from "
+        f"the {starter} ({last_seen(idle[0])}); the others wait in the call"
+    )
+    return skipped(evidence, culprits, missed, reason, confidence=0.8, certain=False)

@@ -6,10 +6,9 @@ from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.terms import is_of_others
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
-from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_an_earlier_call
+from pytest_nsa.diagnosis.rules.alone import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.memberships import of_other_members
-from pytest_nsa.diagnosis.rules.origins import Origin, origin_of
+from pytest_nsa.diagnosis.rules.groups import of_other_members
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS

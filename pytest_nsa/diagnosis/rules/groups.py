@@ -1,21 +1,23 @@
-"""Groups that never form: made by some ranks alone, in another order, or of other members."""
+"""Groups that never form: made by some ranks alone, in another order, or of other members.
+
+Which ranks a group is made of, as each rank names them where it makes the group.
+
+How ranks call themselves where they make a default group: a number twice, or sizes of the world that are not the same.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.memberships import (
-    ITSELF,
-    all_members,
-    is_cut,
-    is_numbered,
-    made_by,
-    members_of_new,
-)
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -179,3 +181,164 @@ def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
 def _common_note(making: Collective) -> str:
     """Return a new group's note without what a rank calls itself."""
     return ITSELF.sub("", making.note)
+
+
+ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
+
+
+def members_of_new(call: Collective, world_size: int) -> frozenset[int]:
+    """Return the ranks that a new group's note names ('2: 0-3,8'); all of them where it names none."""
+    return _named_in(call.note.partition(": ")[2], world_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _named_in(text: str, world_size: int) -> frozenset[int]:
+    return frozenset(ranks_of(text, world_size) or range(world_size))  # a frozenset's hash is worked out once
+
+
+def is_numbered(call: Collective) -> bool:
+    """Return whether torch numbers a group, which all ranks make then, in one order; one that its members alone make has a hash for
+    a name.
+    """
+    return call.note.partition(":")[0].isdigit()
+
+
+def is_cut(call: Collective) -> bool:
+    """Return whether a group has more ranks than its record holds: who they are is not known."""
+    return call.note.endswith("…")
+
+
+def made_by(rank: RankEvidence) -> list[Collective]:
+    """Return the makings of numbered groups that a rank has entered, in their order."""
+    return [c for c in rank.collectives if c.op == NEW_GROUP and is_numbered(c) and not is_cut(c)]
+
+
+def all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:
+    return {members_of_new(call, world_size) for call in calls}
+
+
+def of_other_members(evidence: Evidence) -> set[str]:
+    """Return the names that stand for other members on some ranks than on the others: who is in such a call has not met there."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for rank in evidence.ranks:
+        for name, members in rank.groups.items():
+            found.setdefault(name, set()).add(members)
+        for call in made_by(rank):
+            name, _, ranks = call.note.partition(": ")
+            if ranks and not ITSELF.search(call.note):
+                found.setdefault(name, set()).add(tuple(sorted(_named_in(ranks, evidence.job.world_size))))
+    return {name for name, kinds in found.items() if len(kinds) > 1}
+
+
+_CLAIM = re.compile(r"[^:]*: rank (?P<number>-?\d+) of (?P<size>-?\d+), by (?P<place>.+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """That a rank calls itself ``number`` of ``size`` at ``place``, a store's.
+
+    ``is_inside`` while that group is not made, and its rank has tried no other since.
+    """
+
+    number: int
+    size: int
+    place: str
+    site: str
+    is_inside: bool
+
+
+def numbered_apart(evidence: Evidence) -> Finding | None:
+    """Find that ranks which meet in one store do not have numbers 0 to size - 1, each once: then their group never forms.
+
+    torch takes RANK and WORLD_SIZE, or arguments of ``init_process_group``, as they are. Ranks that call themselves by one number
+    overwrite each other's addresses; where it is 0, each of them wants to serve the store.
+    """
+    for claims in _meetings(evidence).values():
+        if not any(c.is_inside for c in claims.values()):
+            continue  # the group was made
+        finding = _of_sizes(evidence, claims) or _of_numbers(evidence, claims) or _of_too_few(evidence, claims)
+        if finding is not None:
+            return finding
+    return None
+
+
+def _meetings(evidence: Evidence) -> dict[tuple[str, int], dict[int, Claim]]:
+    """Return what ranks call themselves, by the store in which they meet, and how often they have met there."""
+    found: dict[tuple[str, int], dict[int, Claim]] = {}
+    for rank in evidence.ranks:
+        counts: dict[str, int] = {}
+        for claim in _claims(rank):
+            counts[claim.place] = counts.get(claim.place, 0) + 1
+            found.setdefault((claim.place, counts[claim.place]), {})[rank.rank] = claim
+    return found
+
+
+def _claims(rank: RankEvidence) -> list[Claim]:
+    calls = [c for c in rank.collectives if c.op == NEW_GROUP]
+    found = [(c, text) for c in calls if (text := _CLAIM.fullmatch(c.note)) is not None]
+    return [
+        Claim(
+            number=int(text["number"]), size=int(text["size"]), place=text["place"], site=call.site,
+            is_inside=call.is_inside and call is found[-1][0],
+        )
+        for call, text in found
+    ]  # fmt: skip
+
+
+def _of_sizes(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
+    """Find ranks that expect another number of ranks than the others: the fewer ones, or those that do not expect all there are."""
+    by_size: dict[int, list[int]] = {}
+    for rank, claim in claims.items():
+        by_size.setdefault(claim.size, []).append(rank)
+    if len(by_size) < 2:
+        return None
+    most = max(map(len, by_size.values()))
+    usual = [size for size, ranks in by_size.items() if len(ranks) == most]
+    right = usual[0] if len(usual) == 1 else evidence.job.world_size
+    culprits = tuple(sorted(r for size, ranks in by_size.items() if size != right for r in ranks))
+    shown = "; ".join(
+        f"{describe_ranks(tuple(sorted(ranks)), evidence.job.world_size)} {_expect(ranks)} {size} ranks"
+        for size, ranks in sorted(by_size.items())
+    )
+    return _misnumbered(evidence, claims, culprits, f"the ranks do not agree on the size of their group: {shown}")
+
+
+def _expect(ranks: list[int]) -> str:
+    return "expects" if len(ranks) == 1 else "expect"
+
+
+def _of_numbers(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
+    """Find ranks of the same number: those of them that are not the rank of this number, where one of them is."""
+    by_number: dict[int, list[int]] = {}
+    for rank, claim in claims.items():
+        by_number.setdefault(claim.number, []).append(rank)
+    twice = {number: sorted(ranks) for number, ranks in by_number.items() if len(ranks) > 1}
+    if not twice:
+        return None
+    culprits = tuple(sorted(r for n, ranks in twice.items() for r in (set(ranks) - {n} if n in ranks else ranks)))
+    shown = "; ".join(
+        f"{describe_ranks(tuple(ranks), evidence.job.world_size)} call themselves rank {n} of {claims[ranks[0]].size}"
+        for n, ranks in sorted(twice.items())
+    )
+    return _misnumbered(evidence, claims, culprits, f"{shown} where their group is made")
+
+
+def _of_too_few(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
+    """Find that a group is to have more ranks than there are."""
+    size, there = next(iter(claims.values())).size, evidence.job.world_size
+    if size <= there or len(claims) < there:
+        return None
+    ranks = tuple(sorted(claims))
+    return _misnumbered(evidence, claims, ranks, f"the group is to have {size} ranks, and there are {there}")
+
+
+def _misnumbered(evidence: Evidence, claims: Mapping[int, Claim], culprits: tuple[int, ...], reason: str) -> Finding:
+    return Finding(
+        cause="init_timeout",
+        ranks=culprits,
+        where=claims[culprits[0]].site,
+        reason=reason,
+        certain=True,
+        confidence=0.95,
+        facts=all_facts(evidence.ranks),
+    )

@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.alone import of_a_shift
-from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
+from pytest_nsa.diagnosis.rules.waiters import entered_alone, went_on_without
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 

@@ -1,4 +1,7 @@
-"""Numbers that are wrong: a loss that is not finite, gradients and parameters that ought to be equal on all ranks and are not."""
+"""Numbers that are wrong: a loss that is not finite, gradients and parameters that ought to be equal on all ranks and are not.
+
+Snapshots that are to be written, and that ranks have different values for.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
+from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 from pytest_nsa.wire.files import read_lines, with_numbers
 
@@ -276,3 +280,21 @@ def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: 
             for r, v in values.items()
         ),
     )
+
+
+def differing(evidence: Evidence) -> Finding | None:
+    """Find a snapshot that gets a value by ``--snapshot-update``, and not the same one on all ranks that compare with it."""
+    for (_, name), of_ranks in by_snapshot({r.rank: r.snapshots for r in evidence.ranks}).items():
+        if len({snapshot.value for snapshot in of_ranks.values()}) > 1:
+            ranks = tuple(sorted(of_ranks))
+            who = describe_ranks(ranks, evidence.job.world_size)
+            return Finding(
+                cause="assertion",
+                ranks=ranks,
+                where=next(iter(of_ranks.values())).where,
+                reason=f"{who} have different values for the snapshot {name!r}: none is written",
+                advice="compare on one rank, or give each rank a snapshot: snapshot(name=f'rank{group.rank}')",
+                certain=True,
+                confidence=0.95,
+            )
+    return None

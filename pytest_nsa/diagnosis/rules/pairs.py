@@ -9,13 +9,17 @@ from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.source import are_of_one_function
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_rounds
-from pytest_nsa.diagnosis.rules.beside import entered_alone, went_on_without
 from pytest_nsa.diagnosis.rules.circles import completed, ends_of_chains, has_forgotten, of_the_circle
-from pytest_nsa.diagnosis.rules.dropped import dropped_halves
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.halves import left_out_half, the_silent_one
-from pytest_nsa.diagnosis.rules.rounds import out_of_their_round
-from pytest_nsa.diagnosis.rules.waiters import first_at_a_line, once_more, turned_to_a_stranger
+from pytest_nsa.diagnosis.rules.halves import dropped_halves, left_out_half, the_silent_one
+from pytest_nsa.diagnosis.rules.shifts import out_of_their_round
+from pytest_nsa.diagnosis.rules.waiters import (
+    entered_alone,
+    first_at_a_line,
+    once_more,
+    turned_to_a_stranger,
+    went_on_without,
+)
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.collectives import any_can_complete

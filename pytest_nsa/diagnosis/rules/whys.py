@@ -15,7 +15,7 @@ from pytest_nsa.diagnosis.explain.source import (
     loops_around,
 )
 from pytest_nsa.diagnosis.facts import user_frame
-from pytest_nsa.diagnosis.rules.devices import waits_for_its_device
+from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.rules.keys import waits_for
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
