@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.source import calls_nothing, is_called_first, is_in_loop, share_a_loop
+from pytest_nsa.diagnosis.explain.source import calls_nothing, have_a_common_loop, loops_of
 from pytest_nsa.evidence.source import FILE, Snippet, Sources, read_sources, record_sources
 from pytest_nsa.testing import run_example
 
@@ -49,9 +49,9 @@ def test_the_function_around_a_line_is_kept_and_nothing_else(tmp_path: Path) -> 
     assert sources.line(str(file), 11) == "self.send(item)"
     assert sources.line(str(file), 3) == ""
     assert [type(n).__name__ for n in sources.around(f"{file}:11 in take")] == ["FunctionDef", "For", "Expr"]
-    assert is_in_loop(sources, f"{file}:11 in take")
-    assert not is_in_loop(sources, f"{file}:12 in take")
-    assert share_a_loop(sources, f"{file}:9 in take", f"{file}:11 in take")
+    assert loops_of(sources, f"{file}:11 in take")
+    assert not loops_of(sources, f"{file}:12 in take")
+    assert have_a_common_loop(sources, f"{file}:9 in take", f"{file}:11 in take")
     assert calls_nothing(sources, f"{file}:17 in spin")
 
 
@@ -96,39 +96,6 @@ def test_spins(group):
         again = json.loads(done.stdout)
         assert (again["cause"], again["ranks"], again["reason"]) == (verdict.cause, [1], verdict.reason)
         assert again["rule"] == "stalls.blocked"
-
-
-@pytest.mark.parametrize(
-    ("line", "one", "other", "first"),
-    [
-        ("mean(step(model, data))", "step", "mean", True),
-        ("mean(step(model, data))", "mean", "step", False),
-        ("total = a.first(x) + b.second(y)", "first", "second", True),
-        ("run(first(), key=second())", "second", "first", False),
-        ("dist.all_reduce(norm(model))", "norm", "", True),  # the other is in the all_reduce itself
-        ("dist.all_reduce(norm(model))", "", "norm", False),
-        ("step(step(data))", "step", "", None),  # one name, called twice
-        ("sum(step(x) for x in mean(data))", "step", "mean", None),
-        ("first(data), dist.all_reduce(data)", "first", "", True),
-        ("dist.all_reduce(data), first(data)", "first", "", None),
-        ("mean(data)", "step", "mean", None),
-        ("total[step(data)] = mean(data)", "mean", "step", True),
-        ("total[step(data)] += mean(data)", "step", "mean", True),
-        ("total[step(data)]: float = mean(data)", "mean", "step", True),
-        ("mean(data) if data else step(data)", "mean", "step", None),  # one of them is left out
-        ("mean(data) and step(data)", "mean", "step", None),
-        ("mean(step(data) if data else 0)", "step", "mean", None),
-        ("run(mean(data) > 0 > step(data))", "mean", "step", None),
-        ("run(0 if data else 1, step(data), mean(data))", "step", "mean", True),  # no call depends on the condition
-    ],
-)
-def test_which_of_two_functions_a_line_calls_first(
-    tmp_path: Path, line: str, one: str, other: str, first: bool | None
-) -> None:
-    file = tmp_path / "module.py"
-    file.write_text(f"def train(model, data):\n    for x in data:\n        {line}\n")
-    record_sources(tmp_path, [(str(file), 3)], Sources())
-    assert is_called_first(read_sources(tmp_path), f"{file}:3 in train", one, other) is first
 
 
 def test_a_caller_s_path_is_given_where_one_file_has_its_name() -> None:
