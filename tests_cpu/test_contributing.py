@@ -98,7 +98,7 @@ def test_a_backend_is_added_by_the_steps(copy: Path) -> None:
     (kernels / "mine.py").write_text(code(module), encoding="utf-8")
     edit(kernels / "backends.py", '    "flash": Backend', "    " + code(row) + '    "flash": Backend')
     edit(kernels / "backends.py", "from nsa.kernels import ", "from nsa.kernels import mine, ")
-    edit(copy / "nsa" / "config.py", '"flash"]', '"flash", "mine"]')
+    edit(copy / "nsa" / "sections.py", '"flash"]', '"flash", "mine"]')
     asked = "import torch, nsa; print(nsa.explain('mine', torch.float32, torch.device('cpu')))"
     done = subprocess.run(
         [sys.executable, "-c", asked], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, text=True, capture_output=True,
