@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from benchmarks import neighbours, unseen
@@ -60,6 +62,14 @@ def test_the_changelog_is_a_line_per_behaviour() -> None:
 def test_a_circle_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a circle: (a -> b -> a|b -> a -> b)"):
         rooms.shortest({"a": {"b"}, "b": {"a"}})
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for types alone count as well: the drawing leaves those for types out."""
+    graph = grimp.build_graph("pytest_nsa", "nsa", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert imports["nsa.validate"] >= {"nsa.sections"}
+    TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
 
 
 def test_every_room_and_module_of_the_plugin_is_described() -> None:
