@@ -26,7 +26,7 @@ MITIGATIONS = (
     "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", "NCCL_NVLS_ENABLE=0", "TORCH_NCCL_BLOCKING_WAIT=1",
     "CUDA_LAUNCH_BLOCKING=1",
 )  # fmt: skip
-COVERAGE = "PYTEST_NSA_COVERAGE"  # what it is to measure, where pytest-cov does
+COVERAGE = "PYTEST_NSA_COVERAGE"  # its sources to measure, where pytest-cov does
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

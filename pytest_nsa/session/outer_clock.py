@@ -32,7 +32,7 @@ REPORTED = "reported"
 
 @dataclass
 class Session:
-    """What the log of a rank's session says by now."""
+    """What the log of a rank's session has by now."""
 
     log: Path
     nodeid: str = ""  # of the test that runs
