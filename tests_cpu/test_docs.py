@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -95,3 +96,28 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert missing == []
     for target in re.findall(r"\]\(([\w./-]+\.md)[#)]", text):
         assert (page.parent / target).exists(), target
+
+
+def _program(path: Path, test: str) -> str:
+    """Return a planted fault as its page shows it: with the mark that its decorator sets, without comments for linters."""
+    text = path.read_text(encoding="utf-8")
+    function = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == test)
+    (planted,) = function.decorator_list
+    assert isinstance(planted, ast.Call)
+    ranks = next((ast.literal_eval(k.value) for k in planted.keywords if k.arg == "n"), 2)
+    lines = text.splitlines()[function.lineno - 1 : function.end_lineno]
+    return "\n".join([f"@world_size({ranks})", *(re.sub(r"  # (type: ignore.*|HERE)$", "", line) for line in lines)])
+
+
+CAUSE_PAGES = [p for p in sorted((ROOT / "docs" / "causes").glob("*.md")) if p.stem != "README"]
+
+
+@pytest.mark.parametrize("page", CAUSE_PAGES, ids=lambda p: p.stem)
+def test_the_page_of_a_cause_shows_a_planted_fault_as_it_is(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)", text, re.M) == ["What you see", "How we know", "What to do"]
+    shown = re.findall(r"^`(tests_cpu/faults/planted_\w+\.py)::(\w+)`:\n\n```python\n(.*?)\n```$", text, re.M | re.S)
+    assert shown or page.stem in ("device_busy", "transport_stuck", "unknown")  # which need a GPU, a network or luck
+    for module, test, program in shown:
+        assert program == _program(ROOT / module, test)
+        assert re.search(rf"^(HANG|CRASH|FAIL|SLOW): .*\b{page.stem}\b", text, re.M)
