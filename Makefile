@@ -43,7 +43,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 # Before each commit: what needs no ranks, and the rules on recorded evidence.
-QUICK := tests_cpu/diagnosis tests_cpu/plan/test_decision.py tests_cpu/nsa/test_config.py tests_cpu/nsa/test_data.py tests_cpu/test_docs.py
+QUICK := tests_cpu/diagnosis tests_cpu/plan/test_decision.py tests_cpu/nsa/test_config.py tests_cpu/nsa/test_data.py tests_cpu/test_docs.py tests_cpu/test_words.py
 quick: lint
 	$(BIN)/python -m pytest $(QUICK) -n 2 -q $(ARGS)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nsa.convert import ConfigError, parse_layer_range
-
-if TYPE_CHECKING:
-    from nsa.config import Config, ModelConfig, TrainConfig
+from nsa.sections import Config, ModelConfig, TrainConfig
 
 
 def validate(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""From YAML text to values: as `yaml.safe_load`, but for what a setting never means.
+"""From YAML text to values: as `yaml.safe_load`, except for what a setting never means.
 
 YAML 1.1 reads ``6:12`` as a number to the base 60, which is a range of layers here, and takes the last of two equal keys.
 """
@@ -46,5 +46,5 @@ _Loader.add_implicit_resolver(
 
 
 def parse(text: str) -> Any:
-    """Return what a text says. Raises yaml.YAMLError, ValueError and RecursionError, as `yaml.safe_load` does."""
+    """Return the value of a text. Raises yaml.YAMLError, ValueError and RecursionError, as `yaml.safe_load` does."""
     return yaml.load(text, _Loader)  # a SafeLoader

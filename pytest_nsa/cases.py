@@ -38,7 +38,7 @@ class OnRanks:
 
     @property
     def rank(self) -> int:
-        """This rank's number; -1, as torch numbers the process that starts the others, where there is none."""
+        """This rank's number; -1, as torch numbers the process that starts the others, where it is not set."""
         context = current_rank()
         return context.rank if context is not None else -1
 

@@ -42,7 +42,7 @@ def pytest_nsa_causes(config: pytest.Config) -> Iterable[CauseAndRule] | None:
 
 
 def pytest_nsa_collect_evidence(folder: Path, pids: Mapping[int, int]) -> Iterable[Fact] | None:
-    """Add facts of a source of your own (a scheduler, a switch, a sidecar) to a test whose ranks are about to be stopped.
+    """Add facts of your own source (a scheduler, a switch, a sidecar) to a test whose ranks are about to be stopped.
 
     Called on the host while the ranks still stall. ``folder`` is the test's, for files; ``pids`` are the processes by rank. Facts
     appear in `Evidence.told` for rules, and with the verdict. After 5 s the run goes on without them.

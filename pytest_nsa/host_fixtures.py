@@ -16,7 +16,7 @@ _MARK = "__nsa_host_fixture__"
 
 
 def host_fixture(*, scope: str = "session", name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Declare a fixture that is made on the host and whose value every rank gets::
+    """Declare a fixture that is made on the host, and every rank gets its value::
 
         @host_fixture(scope="session")
         def corpus(tmp_path_factory):

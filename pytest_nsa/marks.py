@@ -84,7 +84,7 @@ def trace(*kinds: str) -> pytest.MarkDecorator:
 def scenario(name: str, *, reads_as: str = "") -> pytest.MarkDecorator:
     """The row of the diagnostic plan that this test is: it names its folder and its line in SUMMARY.md.
 
-    ``reads_as`` is what a failure means; it is printed beside the verdict.
+    ``reads_as`` is what a failure means; it is printed with the verdict.
     """
     return pytest.mark.scenario(name, reads_as=reads_as) if reads_as else pytest.mark.scenario(name)
 
@@ -287,7 +287,7 @@ _RULES = (
         form="(group='kept')",
         text=(
             "On a class or module: its tests on ranks share their ranks and group, one after another; a failure ends these. "
-            "group='fresh': they share their ranks, and each test has a group of its own."
+            "group='fresh': they share their ranks, and each test has its own group."
         ),
         check=_check_reuse,
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import hookspecs, marks, settings
+from pytest_nsa import hookspecs, marks, options, settings
 from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
@@ -66,7 +66,7 @@ def pytest_nsa_decide(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    settings.add_options(parser)
+    options.add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -48,7 +48,7 @@ class ExampleResult:
 def run_example(
     pytester: pytest.Pytester, source: str, *arguments: str, name: str = "test_example.py", timeout: float = 120
 ) -> ExampleResult:
-    """Write ``source`` behind HEADER as a test module, run pytest on it in a process of its own, read what it left."""
+    """Write ``source`` behind HEADER as a test module, run pytest on it in its own process, read what it left."""
     pytester.path.joinpath(name).write_text(HEADER + textwrap.dedent(source), encoding="utf-8")
     options = ("-p", "no:cacheprovider", f"--basetemp={pytester.path / 'runpytest'}", f"--rootdir={pytester.path}")
     return read_result(pytester.path, run_pytest(pytester.path, [*options, *arguments], timeout))

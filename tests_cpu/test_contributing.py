@@ -98,7 +98,7 @@ def test_a_backend_is_added_by_the_steps(copy: Path) -> None:
     (kernels / "mine.py").write_text(code(module), encoding="utf-8")
     edit(kernels / "backends.py", '    "flash": Backend', "    " + code(row) + '    "flash": Backend')
     edit(kernels / "backends.py", "from nsa.kernels import ", "from nsa.kernels import mine, ")
-    edit(copy / "nsa" / "config.py", '"flash"]', '"flash", "mine"]')
+    edit(copy / "nsa" / "sections.py", '"flash"]', '"flash", "mine"]')
     asked = "import torch, nsa; print(nsa.explain('mine', torch.float32, torch.device('cpu')))"
     done = subprocess.run(
         [sys.executable, "-c", asked], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, text=True, capture_output=True,
@@ -125,3 +125,26 @@ def test_the_registry_of_backends_is_what_the_configuration_names() -> None:
 
     names = typing.get_args(typing.get_type_hints(ModelConfig)["backend"])
     assert set(names) == {"auto", *BACKENDS}
+
+
+def test_each_module_of_faults_has_its_subject_and_its_rows() -> None:
+    """In CONTRIBUTING.md, and in the list of faults: a fault is found by its words."""
+    chapter = TEXT.partition("\n## Where a planted fault goes\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`((?:planted|healthy)\w*)`", chapter.partition("| --- |")[2])
+    there = {
+        path.stem for kind in ("planted_*", "healthy*") for path in (ROOT / "tests_cpu" / "faults").glob(f"{kind}.py")
+    }
+    assert sorted(named) == sorted(there)
+    command = [sys.executable, "-m", "tests_cpu.faults", "--list"]
+    every, chosen = (
+        subprocess.run(
+            [*command, *words], cwd=ROOT, text=True, capture_output=True, timeout=60, check=True
+        ).stdout.splitlines()
+        for words in ([], ["planted_ranks", "rank_died"])
+    )
+    assert {line.split()[0] for line in every if line.startswith(("planted_", "healthy"))} == there
+    rows = [line.split() for line in chosen if line.startswith("planted_ranks ")]
+    assert len(rows) == int(chosen[0].split()[0]) > 0
+    assert all(row[2] == "rank_died" and row[4].isdigit() for row in rows)
+    killed = ["planted_ranks", "test_is_killed", "rank_died", "1", "2"]
+    assert killed in rows, rows

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from benchmarks import neighbours, unseen
@@ -62,6 +65,14 @@ def test_a_circle_is_refused() -> None:
         rooms.shortest({"a": {"b"}, "b": {"a"}})
 
 
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for types alone count as well: the drawing leaves those for types out."""
+    graph = grimp.build_graph("pytest_nsa", "nsa", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert imports["nsa.validate"] >= {"nsa.sections"}
+    TopologicalSorter(imports).prepare()  # CycleError names the modules of a circle
+
+
 def test_every_room_and_module_of_the_plugin_is_described() -> None:
     """There is a row per room, which names each of its modules."""
     rows = dict(re.findall(r"^\| `([a-z]+)/` \| [^|]+ \| (.*) \|$", rooms.PAGE.read_text(encoding="utf-8"), re.M))
@@ -85,3 +96,28 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert missing == []
     for target in re.findall(r"\]\(([\w./-]+\.md)[#)]", text):
         assert (page.parent / target).exists(), target
+
+
+def _program(path: Path, test: str) -> str:
+    """Return a planted fault as its page shows it: with the mark that its decorator sets, without comments for linters."""
+    text = path.read_text(encoding="utf-8")
+    function = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == test)
+    (planted,) = function.decorator_list
+    assert isinstance(planted, ast.Call)
+    ranks = next((ast.literal_eval(k.value) for k in planted.keywords if k.arg == "n"), 2)
+    lines = text.splitlines()[function.lineno - 1 : function.end_lineno]
+    return "\n".join([f"@world_size({ranks})", *(re.sub(r"  # (type: ignore.*|HERE)$", "", line) for line in lines)])
+
+
+CAUSE_PAGES = [p for p in sorted((ROOT / "docs" / "causes").glob("*.md")) if p.stem != "README"]
+
+
+@pytest.mark.parametrize("page", CAUSE_PAGES, ids=lambda p: p.stem)
+def test_the_page_of_a_cause_shows_a_planted_fault_as_it_is(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.*)", text, re.M) == ["What you see", "How we know", "What to do"]
+    shown = re.findall(r"^`(tests_cpu/faults/planted_\w+\.py)::(\w+)`:\n\n```python\n(.*?)\n```$", text, re.M | re.S)
+    assert shown or page.stem in ("device_busy", "transport_stuck", "unknown")  # which need a GPU, a network or luck
+    for module, test, program in shown:
+        assert program == _program(ROOT / module, test)
+        assert re.search(rf"^(HANG|CRASH|FAIL|SLOW): .*\b{page.stem}\b", text, re.M)

@@ -122,7 +122,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def parquet_files(path: str) -> list[Path]:
-    """Return the file, or the folder's ``*.parquet`` sorted by name. Raises ConfigError when there is none."""
+    """Return the file, or the folder's ``*.parquet`` sorted by name. Raises ConfigError for an unknown name."""
     root = Path(path)
     if root.is_dir():
         files = sorted(root.rglob("*.parquet"))

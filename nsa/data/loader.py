@@ -1,4 +1,4 @@
-"""Batches read ahead by torch's DataLoader in processes of their own, which know nothing of GPUs or process groups."""
+"""Batches read ahead by torch's DataLoader in processes that know nothing of GPUs or process groups."""
 
 from __future__ import annotations
 

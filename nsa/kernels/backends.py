@@ -1,6 +1,6 @@
 """The table of backends: what each computes, when it cannot serve, and what it does in one operator.
 
-To add one: a module with the four functions of `Branches`, and a row here; `nsa.config.ModelConfig.backend` names it.
+To add one: a module with the four functions of `Branches`, and a row here; `nsa.sections.ModelConfig.backend` names it.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _named(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v
     return explain(backend, dtype, device, d_k, d_v)[0]
 
 
-# What torch.compiler.assume_constant_result does, but for the second that it takes to import the compiler.
+# What torch.compiler.assume_constant_result does, without the second that it takes to import the compiler.
 for _chooser in (_counted, _named):
     vars(_chooser)["_dynamo_marked_constant"] = True
 
@@ -222,7 +222,7 @@ def reference_attention(
 
 
 def spans(ends: Sequence[int], l: int, d: int) -> list[tuple[int, int, int, int]]:
-    """Return (first token, end, first compressed block, end) of each packed sequence; an empty one is left out."""
+    """Return (first token, end, first compressed block, end) of each packed sequence; an empty one is skipped."""
     found, at = [], 0
     for start, end in pairwise(ends):
         count = blocks.num_compressed(end - start, l, d)

@@ -18,7 +18,7 @@ from nsa.kernels.dispatch import explain, sum_branches
 from nsa.kernels.reference import probabilities, weighted
 from nsa.kernels.sizes import KV, Sizes
 
-QUERIES = 64  # at once: each gathers keys and values of its own
+QUERIES = 64  # at once: each gathers its own keys and values
 FEW = 16  # new tokens, up to which a CPU takes one after another: nothing is masked then
 
 
@@ -63,7 +63,7 @@ class KVCache:
 
     The selected branch keeps every token, the window the last w - 1, the compressed branch its blocks and the tokens that no
     whole block covers yet. ``length`` is the number of tokens seen. ``spare``: how many of the last tokens `crop` can take back,
-    as speculative decoding needs; they are kept besides.
+    as speculative decoding needs; they are kept as well.
     """
 
     def __init__(self, *, spare: int = 0) -> None:
@@ -174,7 +174,7 @@ def attend_gated(
     q: torch.Tensor, cmp: KV, sel: KV, win: KV, gates: torch.Tensor, start: int, sizes: Sizes, *, scale: float,
     backend: str, listener: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return `attend` and the gated sum, [B, T, H, Dv]; by kernels of its own for a few tokens on a GPU, where triton serves.
+    """Return `attend` and the gated sum, [B, T, H, Dv]; by its own kernels for a few tokens on a GPU, where triton serves.
 
     ``listener`` receives the selection, bool [B, T, G, Ns].
     """

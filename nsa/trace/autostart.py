@@ -50,7 +50,7 @@ def mark_as_traced() -> None:
 
 
 def _launch(rank: str) -> str:
-    """Return what tells ranks of one launch from those of another, which has its own address or port."""
+    """Return what distinguishes ranks of one launch from those of another, which has its own address or port."""
     return f"{rank}@{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 

@@ -34,7 +34,7 @@ _NUMBERS = {
     "gradients": "q", "gradients_expected": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
     "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
-    "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no limit of its own
+    "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no such limit
     "polled_time": "d", "polled_from": "d",  # when the main thread last looked into a store, and began to, again and again
     "on_device": "q",  # 1: collectives were seen that outlast their wait
     "batches": "q", "loaders_ended": "q",  # of data loaders in this process: batches delivered, iterators that came to their end
@@ -129,7 +129,7 @@ class Board:
         self.open(path, rank, world_size)
 
     def open(self, path: str | os.PathLike[str] | None, rank: int, world_size: int) -> None:
-        """Begin anew in the file ``path`` (None: in memory that no other process sees). Raises OSError, on a full disk too.
+        """Begin again in the file ``path`` (None: in memory that no other process sees). Raises OSError, on a full disk too.
 
         Where `ulimit -f` allows no file of its size, it holds fewer collectives.
         """
@@ -180,7 +180,7 @@ class Board:
         self.put(name, self.padded(value, name))
 
     def arrival(self, index: int, name: bytes) -> Callable[[object], None]:
-        """Return a hook that notes on this board, until it is opened anew, that the gradient of parameter ``index`` has arrived.
+        """Return a hook that notes on this board, until it is opened again, that the gradient of parameter ``index`` has arrived.
 
         ``name`` is what `padded` gave. A hook is called for each parameter in each step: nothing is looked up in it.
         """
@@ -211,7 +211,7 @@ class Board:
             self._path_base = -1 << 62
 
     def begin_forward(self) -> None:
-        """The path of the calls of modules begins anew."""
+        """The path of the calls of modules begins again."""
         self._path_base = self.count("modules_entered")
         self.number("path_base", self._path_base)
         self.number("path_length", -1)

@@ -141,7 +141,7 @@ def root_and_reduction(values: Any) -> tuple[int, str]:
 def is_done_after_wait(group: Any, device: str) -> bool:
     """Return whether ``wait`` of a collective on ``device`` returns when it is done, as gloo's does.
 
-    ``is_completed`` does not tell: gloo's reduce_scatter says False for ever (torch 2.6 to 2.13).
+    ``is_completed`` is no answer: gloo's reduce_scatter returns False for ever (torch 2.6 to 2.13).
     """
     try:
         name: str = group._get_backend(torch.device(device or "cpu")).name()

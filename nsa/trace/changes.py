@@ -1,4 +1,4 @@
-"""Which lines of the user's code change parameters or gradients by themselves, beside an optimizer's step: sought in the source
+"""Which lines of the user's code change parameters or gradients by themselves, outside of an optimizer's step: sought in the source
 around that step, for replicas that differ though their gradients were reduced.
 """
 
@@ -60,7 +60,7 @@ def _in_function(file: str, name: str, line: int, attributes: frozenset[str]) ->
     running = [f for f in functions if f.name == name and f.lineno <= line <= (f.end_lineno or f.lineno)]
     if not running:
         return ()
-    way = frozenset(f.name for f in running)  # what leads to the step is no change beside it
+    way = frozenset(f.name for f in running)  # what leads to the step is no change outside of it
     return tuple(_Search(file, functions, attributes).in_function(running[-1], _Under("", by_rank=False), way))
 
 

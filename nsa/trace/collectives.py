@@ -88,7 +88,7 @@ class CollectiveRecorder:
             self._pending.clear()
 
     def install(self) -> None:
-        """Replace the methods. What torch's version does not have is left out."""
+        """Replace the methods. What torch's version does not have is skipped."""
         group_class = dist.ProcessGroup
         for name in (*_METHODS, *_POINT_TO_POINT):
             original = getattr(group_class, name, None)
@@ -101,7 +101,7 @@ class CollectiveRecorder:
         # A new group: its ranks meet in the store, and in gloo's own rendezvous.
         self._wrap_blocking(dist.distributed_c10d, "_new_process_group_helper", NEW_GROUP)
         self._wrap_meeting()
-        # The functional ones go from Python to C++ past the ProcessGroup's methods, and wait by a function of their own.
+        # The functional ones go from Python to C++ past the ProcessGroup's methods, and wait by their own function.
         for name in _FUNCTIONAL:
             self._wrap_functional(name)
         self._wrap_functional_wait()
@@ -243,7 +243,7 @@ class CollectiveRecorder:
         functional.wait_tensor = recorded_wait
 
     def _blocked(self, index: int, limit: float = 0.0) -> _Blocked:
-        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has a limit of its own."""
+        """Mark that the main thread waits in collective ``index``, for ``limit`` seconds where it has its own limit."""
         return _Blocked(self, index, limit)
 
     @property

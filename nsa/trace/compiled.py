@@ -1,4 +1,4 @@
-"""How a tracer's function stays what it is beside torch.compile."""
+"""How a tracer's function stays unchanged under torch.compile."""
 
 from __future__ import annotations
 

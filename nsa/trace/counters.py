@@ -65,7 +65,7 @@ def _streams_of(frame: FrameType) -> list[str]:
 
 
 def write_counters(folder: Path, thread: int) -> None:
-    """Write the user's frames of a thread, outermost first, with their counters; a file beside, renamed."""
+    """Write the user's frames of a thread, outermost first, with their counters; written to another file, which is renamed."""
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}

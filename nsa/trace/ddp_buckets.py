@@ -26,7 +26,7 @@ class BucketHook:
     kept_views: bool = False
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the model has a reducer of its own, without hooks."""
+        """A copy of the model has its own reducer, without hooks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -48,7 +48,7 @@ def _reduce(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def ddp_models_in(root: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return ``root`` where it is DDP's, and what is DDP's inside of it: a library may put a module of its own around one."""
+    """Return ``root`` where it is DDP's, and what is DDP's inside of it: a library may wrap one in its own module."""
     return [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
 
 

@@ -122,7 +122,7 @@ class Checksums:
         self._called = []
 
     def before_update(self) -> None:
-        """What an update begins with: the sums of the norms of parameters and of gradients, to tell who has changed them before."""
+        """What an update begins with: the sums of the norms of parameters and of gradients, to find what changed them before."""
         for root in _alive(self._trained):
             inside = [(ddp, ddp.module, ddp.parameters_to_ignore) for ddp in ddp_models_in(root)]
             is_ddp_s = bool(inside) or _wrapper_of(root) is not None
@@ -167,7 +167,7 @@ class Checksums:
             self._append(kind, self._look(kind, step, root, module, ignored, group), self._news_of(root))
 
     def _news_of(self, root: torch.nn.Module) -> dict[str, object]:
-        """Return what a model's update is made from, beside gradients, as far as it is not what was last written."""
+        """Return what a model's update is made from, except for gradients, as far as it is not what was last written."""
         number, now = self._number_of(root), self._state.of(root, self._optimizer)
         now |= {"begun": begun} if (begun := self._begun.get(root)) else {}
         now |= {"added": added} if (added := self._added_since_wrapped(root)) else {}
@@ -228,7 +228,7 @@ class Checksums:
             self._size += os.write(self._file, to_json(record, as_text=True).encode() + b"\n")
 
     def close(self) -> None:
-        """No more is written, but for the parameters of models that DDP has never reduced, nor the program averaged.
+        """No more is written, except for the parameters of models that DDP has never reduced, nor the program averaged.
 
         Local SGD leaves them unlike each other between two averages, and rightly so.
         """

@@ -21,7 +21,7 @@ MAX_BESIDE = 32  # lines of other threads
 
 
 def cut(text: str) -> str:
-    """Return ``text`` up to a limit that reports can carry; what is left out is counted in its place."""
+    """Return ``text`` up to a limit that reports can carry; the rest is counted in its place."""
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2
@@ -56,7 +56,7 @@ def origin(error: BaseException) -> dict[str, str]:
 
 
 def record_thread_exception(folder: Path, error: BaseException, whose: str, future: int) -> None:
-    """Append an exception of a thread beside the main one, or of a task; ``future``: the number of the one that keeps it, or 0."""
+    """Append an exception of a thread but the main one, or of a task; ``future``: the number of the one that keeps it, or 0."""
     frames = traceback.extract_tb(error.__traceback__)
     place = _user_line(frames)
     record(
@@ -66,7 +66,7 @@ def record_thread_exception(folder: Path, error: BaseException, whose: str, futu
 
 
 def _beside() -> list[str]:
-    """Return the user's lines that Python's threads beside the main one are in."""
+    """Return the user's lines that Python's threads other than the main one are in."""
     threads = {t.ident for t in threading.enumerate() if t is not threading.main_thread()}
     frames = (frame for ident, top in sys._current_frames().items() if ident in threads for frame in user_frames(top))
     return [describe(frame) for frame in itertools.islice(frames, MAX_BESIDE)]

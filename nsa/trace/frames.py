@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))) + os.sep
 _LIBRARIES = {os.path.realpath(sysconfig.get_path(kind)) + os.sep for kind in ("stdlib", "purelib", "platlib")}
-# The plugin that runs the program lies beside this package.
+# The plugin that runs the program lies in the folder of this package.
 _FOREIGN = (*_LIBRARIES, _HERE, _ROOT + "pytest_nsa" + os.sep, "<")
 # Wherever they are installed, packages are not the program under test.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -76,7 +76,7 @@ _MOST_WAYS = 4096  # then they are forgotten: code that is made at run time has 
 def call_path(depth: int = 1) -> tuple[str, str]:
     """Return `call_site`, and the user's lines that led there, innermost first: 'train.py:30 in step < main.py:12 in main'.
 
-    Of their files the names alone: they tell two ways to one line apart. Each way is put into words once.
+    Of their files the names alone: they distinguish two ways to one line. Each way is put into words once.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     frames: list[FrameType] = []

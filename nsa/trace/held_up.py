@@ -16,7 +16,7 @@ from nsa.trace.secrets import masked
 MOST_TASKS = 32
 MOST_CHARACTERS = 300
 MOST_FRAMES = 2000  # an endless recursion makes frames faster than they are walked
-_ONLY_ITS_OWN = 1  # an event loop listens to a socket of its own, by which other threads wake it
+_ONLY_ITS_OWN = 1  # an event loop listens to its own socket, by which other threads wake it
 
 
 def handled_exception(thread: int) -> dict[str, str]:

@@ -53,7 +53,7 @@ class _Watch(TorchDispatchMode):
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Return the tensors that an operator writes into, by its schema."""
-    # Its schema does not tell that batch normalisation in training writes its running statistics.
+    # Its schema does not show that batch normalisation in training writes its running statistics.
     normalises = "batch_norm" in func._schema.name and "backward" not in func._schema.name
     for index, argument in enumerate(func._schema.arguments):
         is_statistic = normalises and argument.name in ("running_mean", "running_var")
@@ -86,7 +86,7 @@ def watched(root: nn.Module, regions: Sequence[nn.Module]) -> Iterator[list[Writ
     These are its inputs, and the parameters and buffers of ``root``. Calls must not be compiled.
     """
     names = {id(module): name for name, module in root.named_modules()}
-    regions = list(dict.fromkeys(regions))  # a block may stand in several places
+    regions = list(dict.fromkeys(regions))  # a block may be in several places
     lasting = {_storage(t): name for name, t in itertools.chain(root.named_parameters(), root.named_buffers())}
     found: list[Write] = []
     own = {region: vars(region)["forward"] for region in regions if "forward" in vars(region)}

@@ -1,4 +1,4 @@
-"""Batches that torch's data loaders deliver: a rank that takes one has made progress, and one whose loader ended knows it."""
+"""Batches that torch's data loaders deliver: a rank that takes one has made progress, and one with a loader that ended knows it."""
 
 from __future__ import annotations
 

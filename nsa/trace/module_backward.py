@@ -45,12 +45,12 @@ class ModuleBackwardTrace:
         return ran
 
     def not_reached(self) -> list[str]:
-        """Modules whose backward has not run since the last `reset`."""
+        """Modules where backward has not run since the last `reset`."""
         reached = set(self.reached)
         return [name for name in self._names if name not in reached]
 
     def report(self, step: int) -> list[str]:
-        """Log the modules whose backward was never reached, as warnings; returns them."""
+        """Log the modules that backward never reached, as warnings; returns them."""
         missing = self.not_reached()
         level = logging.WARNING if missing else logging.INFO
         logger.log(level, "[MODULE-BWD] step=%d reached=%d not_reached=%d", step, len(set(self.reached)), len(missing))

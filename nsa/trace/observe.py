@@ -230,7 +230,7 @@ class Observer:
             # What is traced into a graph would be recorded once, for ever; nor can it call what follows.
             if is_compiling():
                 return call(module, *args, **kwargs)
-            # Other threads' calls are not the main thread's, but for autograd's, while it is in a backward.
+            # Other threads' calls are not the main thread's, except for autograd's, while it is in a backward.
             if get_ident() != main and not (calls and calls[0] is _BACKWARD):
                 return call(module, *args, **kwargs)
             run = (module._compiled_call_impl or module._call_impl) if is_torch_s else functools.partial(call, module)
@@ -291,7 +291,7 @@ class Observer:
                 )
         if self.checksums is not None and module.training and torch.is_grad_enabled():
             self.checksums.called(module)
-        if self._is_model(module):  # a loss module, say, is a root too, and no phase of its own
+        if self._is_model(module):  # a loss module, for example, is a root too, and not a phase
             if module.training and torch.is_grad_enabled():
                 self._end_step()
                 self._ask_ddp(module)
@@ -359,7 +359,7 @@ class Observer:
             self._remove_hooks()
         self._models.add(root)
         self._reducing.update(shared)
-        # FSDP1 gathers gradients in a parameter of its own: those that have names get none that a hook would see.
+        # FSDP1 gathers gradients in its own parameter: those that have names get none that a hook would see.
         if any(getattr(m, "_use_orig_params", False) for _, m in modules):
             trained = []
         self.board.number("gradients_expected", len(trained))

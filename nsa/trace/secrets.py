@@ -98,7 +98,7 @@ def _masked_literal(literal: str, is_secret: bool) -> str:
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Return a command's arguments, those masked that stand behind an option such as ``--token``, too."""
+    """Return a command's arguments, those masked that come after an option such as ``--token``, too."""
     found: list[str] = []
     follows = False
     for argument in arguments:

@@ -24,7 +24,7 @@ _current: TraceSession | None = None
 
 
 def is_light() -> bool:
-    """Return whether modules, gradients and phases are left out: collectives and heartbeat alone. ValueError for another level."""
+    """Return whether modules, gradients and phases have no trace: collectives and heartbeat alone. ValueError for another level."""
     level = os.environ.get(LEVEL) or "full"
     if level not in LEVELS:
         raise ValueError(f"{LEVEL}={level!r}: must be full or light")
@@ -49,7 +49,7 @@ class TraceSession:
         os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:
-        """A fork, such as a data loader's worker, writes on no board; a rank begins on one of its own."""
+        """A fork, such as a data loader's worker, writes on no board; a rank begins on its own."""
         self.recorder.stores.forget()
         self.observer.forget()
         forget_thread_errors()
@@ -67,7 +67,7 @@ class TraceSession:
     ) -> None:
         """Leave ``board.bin`` in ``folder`` from now on, and ``heartbeat_rank{r}.jsonl`` in ``beats`` (default: there too).
 
-        With ``checksums`` also those of what DDP keeps equal on all ranks; ValueError where the level leaves out what they need.
+        With ``checksums`` also those of what DDP keeps equal on all ranks; ValueError where the level lacks what they need.
         """
         if checksums and self.is_light:
             raise ValueError(f"check_divergence needs what {LEVEL}=light leaves out: unset it")

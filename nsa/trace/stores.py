@@ -26,7 +26,7 @@ _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 
 
 class Limit:
-    """Until when the call that the main thread waits in may last, on the board; 0 where it has no limit of its own."""
+    """Until when the call that the main thread waits in may last, on the board; 0 where it has no limit."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -55,7 +55,7 @@ class StoreRecorder:
         self.on_set = _ignore
 
     def install(self) -> None:
-        """Replace the methods. What torch's version does not have is left out."""
+        """Replace the methods. What torch's version does not have is skipped."""
         for name in _WAITS:
             self.wrap_wait(dist.Store, name)
         for name, kind in itertools.product(_WAITS_OF_A_CLASS, _STORES):
@@ -139,4 +139,4 @@ class StoreRecorder:
 
 
 def _ignore(key: str, site: str) -> None:
-    """Nobody records it."""
+    """No call of it is recorded."""

@@ -1,4 +1,4 @@
-"""Exceptions of threads beside the main one: uncaught in a thread, or kept by a future or an asyncio task.
+"""Exceptions of threads other than the main one: uncaught in a thread, or kept by a future or an asyncio task.
 
 The work of such a thread is not done, and a rank that waits for it waits for ever. Each exception is recorded as it is raised; of a
 future also that it was retrieved since: then the caller of ``result`` has raised in turn.

@@ -66,7 +66,7 @@ class TracedTraining:
     def end(self, error: BaseException | None = None, *, passed: bool = True) -> None:
         """The last heartbeat, and what it ended with: None where all is well. Only the first call counts, and no child's.
 
-        ``passed``: False where it has failed without an exception of its own.
+        ``passed``: False where it has failed without its own exception.
         """
         if self._ended or os.getpid() != self._pid:
             return

@@ -25,7 +25,7 @@ class Watchdog:
     A thread of ours writes the stacks and what is stalled, from the ``board``, and dumps the memory; every ``seconds`` the stacks
     again. The parameters whose gradient has not arrived in a backward (``missing`` returns them) go there, to the log, and to
     all_missing_params.txt. Where that thread does not come to run, as C++ holds the GIL, faulthandler writes the stacks, `GRACE_S`
-    later: it needs no GIL, but of threads that run Python it reads frames that end meanwhile (SIGSEGV).
+    later: it needs no GIL, but of threads that run Python it reads frames that end in that moment (SIGSEGV).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="nsa-watchdog", daemon=True)
 
     def feed(self) -> None:
-        """A step begins: start counting anew."""
+        """A step begins: start counting again."""
         if self.seconds <= 0:
             return
         if self._file is None:

@@ -158,7 +158,7 @@ def _reason(error: BaseException) -> str:
 def _why_not_saved(error: BaseException, folder: Path) -> str:
     """Return the reason; where torch's writer failed, what the disk refuses."""
     text = _reason(error)
-    # On a full disk torch's writer reports its own position ("unexpected pos 704 vs 598"), and not what the system said.
+    # On a full disk torch's writer reports its own position ("unexpected pos 704 vs 598"), and not the system's message.
     return (_what_the_disk_refuses(folder) if "inline_container" in text else "") or text
 
 

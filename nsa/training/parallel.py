@@ -42,7 +42,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def choose_backend(wanted: str, device: torch.device, world_size: int) -> str:
-    """NCCL where each rank has a GPU of its own, else gloo (which takes CUDA tensors too)."""
+    """NCCL where each rank has its own GPU, else gloo (which takes CUDA tensors too)."""
     if wanted == "nccl" and device.type != "cuda":
         raise ConfigError("TORCH_BACKEND=nccl: needs GPUs, and the device is cpu; use gloo")
     if wanted != "auto":

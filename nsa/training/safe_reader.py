@@ -59,7 +59,7 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raise pickle.UnpicklingError for any other object."""
-        checked = io.BytesIO()  # torch unpickles what it is given without a check
+        checked = io.BytesIO()  # torch unpickles its input without a check
         torch.save(torch.load(value, weights_only=True), checked)
         checked.seek(0)
         super().load_bytes(read_item, checked)

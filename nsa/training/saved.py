@@ -167,7 +167,7 @@ def _differences(saved: dict[str, Any], mine: dict[str, Any], prefix: str = "") 
 
 def refuse_another_model(path: Path, config: Config) -> None:
     """ConfigError where a checkpoint is of a model of another shape."""
-    free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not what it is
+    free = {"backend", "force_branch", "stop_gate_gradient"}  # how it is computed, not its result
     saved = {name: value for name, value in describe(path).model.items() if name not in free}
     other = _differences(saved, dataclasses.asdict(config.model), "model.")
     if other:

@@ -128,7 +128,7 @@ class Trainer:
     def step(self, batches: list[Batch], votes: tuple[bool, ...] = ()) -> None:
         """Train on ``batches``, one a micro-step; gradients are averaged over all. What it came to: `read`.
 
-        Nothing waits for the device, but in steps whose statistics are written. ``votes`` are this rank's: all ranks read how
+        Nothing waits for the device, except in steps with statistics. ``votes`` are this rank's: all ranks read how
         many there were, and so decide alike. Where the loss or the gradients' norm is not finite on any rank, no rank makes an
         update.
         """

@@ -1,4 +1,4 @@
-"""`pytest-nsa compare` and `history`: runs beside each other, and one after the other."""
+"""`pytest-nsa compare` and `history`: two runs compared, and runs one after the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _name(folder: Path) -> str:
 
 
 def tell_history(root: Path) -> int:
-    """Print of which tests the runs of a folder have something to say."""
+    """Print of which tests the runs of a folder have a difference."""
     unread: list[str] = []
     runs = sorted((run for run in runs_in(root, unread) if run.finished), key=lambda run: run.time)
     if unread:

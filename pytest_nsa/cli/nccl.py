@@ -26,7 +26,7 @@ _NO_COMMA = re.compile(r'(["\d\]}el])(\s*\n\s*"[^"\n]*"\s*:)')
 
 
 def read_answer(text: str) -> dict[str, Any] | None:
-    """Return the answer as an object; None where it is none. Repairs the comma that 2.28.9 leaves out."""
+    """Return the answer as an object; None where it is no object. Repairs the comma that 2.28.9 does not write."""
     found = parse(text)
     if found is None:
         found = parse(_NO_COMMA.sub(r"\1,\2", text))

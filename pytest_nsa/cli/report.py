@@ -1,4 +1,4 @@
-"""`pytest-nsa report DIR...`: SUMMARY.md and report.html anew, as the run itself would have written them; `clean`: old runs."""
+"""`pytest-nsa report DIR...`: SUMMARY.md and report.html again, as the run itself would have written them; `clean`: old runs."""
 
 from __future__ import annotations
 

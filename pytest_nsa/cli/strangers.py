@@ -1,4 +1,4 @@
-"""Folders of evidence that somebody else may have made or sent: what a command writes for them, and what it reads of this machine.
+"""Folders of evidence that another user may have made or sent: what a command writes for them, and what it reads of this machine.
 
 A folder of another user is copied into one of ours, and the copy is used. The sources that evidence names are read only where this
 machine made the evidence and they lie below the root of its tests, or where the user requests them.
@@ -24,7 +24,7 @@ DEPTH = 4  # run, test, what a bisection tried of it, rank
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a folder, or a process by its folder in /proc, is this user's. False where there is none."""
+    """Return whether a folder, or a process by its folder in /proc, is this user's. False for no such process."""
     try:
         return path.stat().st_uid == os.getuid()
     except OSError:
@@ -47,7 +47,7 @@ def to_write_in(folder: Path) -> Path:
 
 
 def _copy(folder: Path, copy: Path) -> int:
-    """Copy the regular files of a folder. Return how many entries were left out."""
+    """Copy the regular files of a folder. Return how many entries were not copied."""
     left, left_out = MOST, 0
     for path in _files(folder, DEPTH):
         try:

@@ -48,7 +48,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def ranks_of(pid: int) -> dict[int, int]:
     """Return the process ids of the ranks on this machine of the job that a process belongs to, by rank; {} where it is no rank.
 
-    What a rank has started (a data loader's workers) has its variables too: the rank is the one whose parent is of no rank.
+    What a rank has started (a data loader's workers) has its variables too: the rank is the one with a parent of no rank.
     Children of ``mp.spawn`` have none: they are numbered in the order of their starts, which is that of their ranks.
     """
     mine = environment_of(pid)
@@ -100,7 +100,7 @@ def python_stacks(pid: int) -> tuple[str, str]:
 
 
 def as_dump(threads: list[Any]) -> str:
-    """Return py-spy's JSON in faulthandler's form; threads without frames, and what is no thread, are left out."""
+    """Return py-spy's JSON in faulthandler's form; threads without frames, and what is no thread, are skipped."""
     parts = []
     for thread in threads:
         frames = thread.get("frames") if isinstance(thread, dict) else None
@@ -147,7 +147,7 @@ class Unaided:
         return self._began[pid][0] > 0 and _began(pid) == self._began[pid]
 
     def _look_at(self, pid: int) -> tuple[ProcessState | None, str, str]:
-        """Return a process's state, its stacks, and why there are none."""
+        """Return a process's state, its stacks, and why there are no stacks."""
         return (look_at(pid), *python_stacks(pid)) if self._is_there(pid) else (None, "", "")
 
     def look(self) -> None:

@@ -34,7 +34,7 @@ class Collective:
     """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
 
     ``dropped`` is when the program dropped the Work of a send or receive without a wait, 0 where it did not.
-    ``peer`` is -1 but for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
+    ``peer`` is -1 except for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
     the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2: 0,1'), a tag
     ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` the user's lines that led to ``site``, innermost first
     ('train.py:30 in step < main.py:12 in main').
@@ -93,7 +93,7 @@ class Collective:
 
     @property
     def process_group(self) -> str:
-        """The name of its group, of a call that DDP makes by itself as well: the board counts these apart, as 'ddp:NAME'."""
+        """The name of its group, of a call that DDP makes by itself as well: the board counts these separately, as 'ddp:NAME'."""
         return self.group.removeprefix("ddp:")
 
     @property
@@ -137,7 +137,7 @@ class BoardSnapshot:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The last collectives, oldest first, but for those that were refused."""
+        """The last collectives, oldest first, without those that were refused."""
         try:
             return tuple(c for c in self.decode_ring() if not c.was_refused)
         except _DAMAGED:

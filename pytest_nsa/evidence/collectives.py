@@ -89,7 +89,7 @@ def lacking(
     """Return by the place of each call which of ``ranks`` are of its group and have not entered it. Many ranks are in one call."""
     by_place = {c.place: c for c in calls}
     entered = {rank: by_place.keys() & {c.place for c in rings.get(rank, ())} for rank in ranks}
-    # What DDP does by itself is counted apart, in the same group.
+    # What DDP does by itself is counted separately, in the same group.
     return {
         place: {m for m in members(c.process_group) if m in entered and place not in entered[m]}
         for place, c in by_place.items()

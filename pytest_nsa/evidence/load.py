@@ -246,7 +246,7 @@ def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedE
 
 
 def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ...]:
-    """Return the exceptions of threads, but for those that were retrieved from their future."""
+    """Return the exceptions of threads, without those that were retrieved from their future."""
     asked = {e["future"] for e in events if e["event"] == "future_asked" and e["future"]}
     return tuple(
         ThreadError(e["time"], e["whose"], e["type"], e["message"], e["where"], e["raised_in"])

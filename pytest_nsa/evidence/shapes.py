@@ -139,7 +139,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "key_set": {"key": is_text, "where": is_text},
     "group": {"name": is_text, "ranks": _ranks},
 }  # fmt: skip
-# What a stalled rank wrote of itself; the two that are empty where there is nothing to say.
+# What a stalled rank wrote of itself; the two that are empty where there is nothing to report.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
     "keys?": _tuples, "lines?": _list_of(is_text),

@@ -24,7 +24,7 @@ _JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "_
 _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
 _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
-# For a folder that comes from another machine, whose Python lay elsewhere.
+# For a folder from another machine, where Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
 _PACKAGE = re.compile(r"/(site|dist)-packages/(?!torch/|_?pytest/|pluggy/|xdist/)")
 _LIBRARIES = tuple({p for k in ("stdlib", "purelib", "platlib") if (p := sysconfig.get_path(k))})

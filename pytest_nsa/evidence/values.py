@@ -62,7 +62,7 @@ class RaisedException:
 
 @dataclass(frozen=True, slots=True)
 class ThreadError:
-    """An exception of a thread beside the main one, or of an asyncio task, that was never retrieved. ``where``: the user's line
+    """An exception of a thread other than the main one, or of an asyncio task, that was never retrieved. ``where``: the user's line
     that raised it; ``raised_in`` the file of the innermost frame.
     """
 
@@ -295,7 +295,7 @@ class Evidence:
 
     @property
     def was_ended_at_a_stall(self) -> bool:
-        """Whether all ranks of a training that is only watched have gone together, after they had stalled: someone ended it."""
+        """Whether all ranks of a training that is only watched have gone together, after they had stalled: it was ended."""
         left = [r for r in self.ranks if not r.finished]
         return bool(left and self.stood_still_s) and all(r.gone > self.stop_time for r in left)
 

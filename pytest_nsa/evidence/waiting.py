@@ -1,4 +1,4 @@
-"""Whether a rank waits for other ranks, by what the board says that it is inside of, and by torch's functions that wait.
+"""Whether a rank waits for other ranks, by the call on the board that it is inside of, and by torch's functions that wait.
 
 A file's name shows nothing: `get_rank`, DTensor's dispatch and imports lie under torch/distributed, and wait for no rank.
 """

@@ -19,7 +19,7 @@ def dump_where_it_tells(
     """Write native frames of at most `MOST_RANKS` ranks (rank -> its native.txt), those that want the CPU first; yield each rank
     and '' or why it has none.
 
-    A rank in ``blocked`` waits in a call that its board names: its native frames are the transport's, and tell nothing more.
+    A rank in ``blocked`` waits in a call that its board names: its native frames are the transport's, and show nothing more.
     """
     free = [rank for rank, pid in pids.items() if pid and rank not in blocked]
     chosen = sorted(free, key=lambda rank: not is_runnable(pids[rank]))[:MOST_RANKS]

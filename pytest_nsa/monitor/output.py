@@ -79,7 +79,7 @@ class OutputLimit:
         return 0.0
 
     def finish(self) -> None:
-        """Rewrite each cut file: head, a line on what was left out, tail."""
+        """Rewrite each cut file: head, a line on what is missing, tail."""
         self.poll()
         for path, end in self._cut.items():
             with path.open("rb") as old, replacing(path) as fd, open(fd, "wb", closefd=False) as new:

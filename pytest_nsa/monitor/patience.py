@@ -1,4 +1,4 @@
-"""How long a stall lasts before it is announced: by what the rank does meanwhile, and by the job's own past.
+"""How long a stall lasts before it is announced: by what the rank does in that time, and by the job's own past.
 
 | what is seen | announced after |
 | --- | --- |
@@ -7,7 +7,7 @@
 | a rank is at work by itself: it computes, imports, compiles, writes | 10 s |
 
 Both limits grow with the job's own past: to 5 times its usual step, and to twice its longest pause at the same place, so that a
-pause that recurs (a checkpoint, an evaluation) is announced once at most. A rank that begins something else begins to count anew.
+pause that recurs (a checkpoint, an evaluation) is announced once at most. A rank that begins something else begins to count again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Patience:
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
     """Return whether the ranks of a suspicion are at work by themselves, and may come yet: they compute, import, compile, or
-    write; one waits for a thread of its own that is at work; or it sleeps between attempts that are counted.
+    write; one waits for one of its threads that is at work; or it sleeps between attempts that are counted.
     """
     if CAUSES[finding.cause].at_work:
         return True

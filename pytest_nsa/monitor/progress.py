@@ -14,7 +14,7 @@ from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_depar
 from pytest_nsa.monitor.patience import Past
 
 QUIET_S = 0.2
-HELD_UP_S = 0.6  # between two looks, which are 0.05 s apart
+HELD_UP_S = 0.6  # between two looks, one every 0.05 s
 BEAT_S = 0.05  # between looks of a rank's heartbeat
 CONFIRM_MISMATCH_S = 1.0
 
@@ -40,7 +40,7 @@ class ProgressWatch:
         self.last_move = self._last_look = time.monotonic()
 
     def add(self, rank: int, folder: Path) -> None:
-        """Watch another rank, whose board has just been found."""
+        """Watch another rank: its board has just been found."""
         if rank not in self.folders:
             self.folders[rank] = folder
             self.readers[rank] = BoardReader(folder / "board.bin")
@@ -100,7 +100,7 @@ class ProgressWatch:
 
     @property
     def beat_ages(self) -> dict[str, float]:
-        """Seconds since each rank's heartbeat beat, by the clock that no one sets, without those for which this process was held
+        """Seconds since each rank's heartbeat beat, by the clock that cannot be set, without those for which this process was held
         up as well: a silence that all processes share is the machine's.
         """
         now = time.monotonic()
@@ -136,7 +136,7 @@ class ProgressWatch:
         return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
 
     def ends_by_itself(self, within: float) -> bool:
-        """Return whether a rank waits in a call with a limit of its own that comes within ``within`` seconds, or has just come."""
+        """Return whether a rank waits in a call with its own limit that comes within ``within`` seconds, or has just come."""
         now = time.time()
         return any(now - AFTER_LIMIT_S < board.limit_time < now + within for board in self.boards.values())
 
@@ -154,7 +154,7 @@ class ProgressWatch:
 
     @property
     def blocked(self) -> list[int]:
-        """The ranks whose main thread waits in a collective."""
+        """The ranks with a main thread that waits in a collective."""
         return [rank for rank, board in self.boards.items() if board.blocked is not None]
 
     def all_blocked(self, ended: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""A stall while it lasts: when to look closer, what /proc shows meanwhile, and how long it has truly lasted.
+"""A stall while it lasts: when to look closer, what /proc shows in that time, and how long it has truly lasted.
 
 A rank that waits stalls by the clock; one that computes, only by the processor's time that it got: on a busy
 machine it may get little. So no machine is too slow for a limit that is set in these seconds.
@@ -38,7 +38,7 @@ class StandStill:
             self.facts, self._states = {}, {}
 
     def look(self, pids: Mapping[int, int], stood_still: float) -> bool:
-        """Look at the processes (rank -> pid) if it is time to; whether the stall should now be assessed (anew)."""
+        """Look at the processes (rank -> pid) if it is time to; whether the stall should now be assessed (again)."""
         now = time.monotonic()
         if stood_still < BEGIN_S or now - self._sampled < SAMPLE_S:
             return False

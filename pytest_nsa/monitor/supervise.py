@@ -100,7 +100,7 @@ class RanksRun:
                 return reason
             self.watch.look()
             if self._look_closer():
-                self.watch.look(worked=True)  # that may have taken long: what moved meanwhile is not stalled
+                self.watch.look(worked=True)  # that may have taken long: what moved in that time is not stalled
             now = time.monotonic()
             if not failed_at and any(status != 0 for status in self.statuses.values()):
                 failed_at = now

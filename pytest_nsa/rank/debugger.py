@@ -19,7 +19,7 @@ ANY_RANK = -1
 
 
 class RankPdb(pdb.Pdb):
-    """pdb whose terminal is a socket to the host. Quitting ends the session, as pytest's own does."""
+    """pdb with a terminal that is a socket to the host. Quitting ends the session, as pytest's own does."""
 
     def __init__(self, ctx: RankContext, connection: socket.socket) -> None:
         reader, writer = connection.makefile("r"), connection.makefile("w")

@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Group):
-    """A group whose models are wrapped in DistributedDataParallel."""
+    """A group with models that are wrapped in DistributedDataParallel."""
 
     static_graph: bool
     ask: Ask = field(default=_ask_nobody, repr=False, compare=False)
@@ -64,7 +64,7 @@ class DDP(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Group):
-    """A group whose models are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
+    """A group with models that are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
 
     version: int
     ask: Ask = field(default=_ask_nobody, repr=False, compare=False)
@@ -162,7 +162,7 @@ class Trace:
                 self._modules.report(self.step)
 
     def missing_gradients(self) -> list[str]:
-        """Return names of parameters whose gradient did not arrive in the last traced step."""
+        """Return names of parameters for which the gradient did not arrive in the last traced step."""
         if self._gradients is None:
             raise RuntimeError(
                 "trace: gradients are not traced; use @trace_kinds('grads') and `with trace(model): ...` first"
@@ -170,7 +170,7 @@ class Trace:
         return self._gradients.missing()
 
     def modules_not_reached(self) -> list[str]:
-        """Return names of modules whose backward did not run in the last traced step."""
+        """Return names of modules where backward did not run in the last traced step."""
         if self._modules is None:
             raise RuntimeError(
                 "trace: module backwards are not traced; use @trace_kinds('module_bwd') and `with trace(model): ...` first"

@@ -1,6 +1,6 @@
 """A rank that is done first keeps its connections while the others may still need them.
 
-Else a timeout that a test expects would be a lost connection: where another rank is inside a call with a limit of its own, this
+Else a timeout that a test expects would be a lost connection: where another rank is inside a call with its own limit, this
 one stays until that limit, and 2 s. A rank that waits without a limit is left at once: the lost connection ends its wait.
 """
 
@@ -20,7 +20,7 @@ SETTLED_S = 0.2  # in one call: a collective that is only begun is left within i
 def wait_for_others(folders: Sequence[Path], done: int, longest: float) -> None:
     """Stay while a rank of those whose folders are ``folders`` is at work, or waits with a limit, ``longest`` seconds at most.
 
-    ``done`` is the number of the phase of a rank that is done. Ranks of another machine have no board here, and no say.
+    ``done`` is the number of the phase of a rank that is done. Ranks of another machine have no board here, and do not count.
     """
     began = time.monotonic()
     waits: dict[int, tuple[float, float]] = {}  # by process: the call it waits in without a limit, and since when

@@ -1,6 +1,6 @@
 """A hypothesis test on ranks: the same examples on all of them, in step, so that one rank's failure is everybody's.
 
-Left alone, each rank would draw examples of its own, and a rank that fails would shrink while the others wait for it in
+Left alone, each rank would draw its own examples, and a rank that fails would shrink while the others wait for it in
 a collective. Here the seed is the test's, nothing is replayed from a database, no clock decides, and after each example
 the ranks exchange the outcome through the group's store.
 """
@@ -33,7 +33,7 @@ def is_hypothesis_test(item: pytest.Item) -> bool:
 
 
 def _function(item: Any) -> Any:
-    """Return the function that @given made; of a method, what it is bound from."""
+    """Return the function that @given made; of a method, the function that it is bound from."""
     return getattr(item.obj, "__func__", item.obj)
 
 

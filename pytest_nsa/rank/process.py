@@ -211,7 +211,7 @@ class RankProcess:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
             os.sched_setaffinity(0, {int(core) for core in self.spec.cores.split(",")})
-        mark_as_traced()  # its tracers are its test's; a job that the test starts is a launch of its own
+        mark_as_traced()  # its tracers are its test's; a job that the test starts is its own launch
         self.notes = []
         self._add_environment()
         os.environ.update(self.spec.environment)
@@ -270,7 +270,7 @@ class RankProcess:
             return
         store = self._base_store = self._store()
         self._init_group(store)
-        # A rank whose test is short may be gone before another has joined; of those forked ahead the zygote waits for all.
+        # A rank with a short test may be gone before another has joined; of those forked ahead the zygote waits for all.
         if not forked_ahead:
             store.set(f"joined-{self.number}", "1")
             store.wait([f"joined-{rank}" for rank in range(self.spec.world_size)], GROUP_TIMEOUT)

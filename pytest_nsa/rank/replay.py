@@ -147,7 +147,7 @@ def _share_temporary_folder(config: pytest.Config, base: Path) -> None:
 
 
 def _torch_s_skip(error: BaseException) -> str:
-    """Return why torch's own decorators skip a test (skip_if_lt_x_gpu, requires_nccl, ...): they exit with a code of their own."""
+    """Return why torch's own decorators skip a test (skip_if_lt_x_gpu, requires_nccl, ...): they exit with their own code."""
     module = sys.modules.get("torch.testing._internal.common_distributed")
     skips = getattr(module, "TEST_SKIPS", {}) if isinstance(error, SystemExit) else {}
     return next((str(skip.message) for skip in skips.values() if skip.exit_code == error.code), "")  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ _FOREVER = timedelta(days=1)
 
 
 class ChannelStore(dist.Store):
-    """The rank's side, as torch's C++ calls it. One request at a time: right for gloo, whose main thread alone sends requests.
+    """The rank's side, as torch's C++ calls it. One request at a time: right for gloo: its main thread alone sends requests.
 
     Raises DistStoreError when a key does not come in time or the zygote has gone.
     """
@@ -86,7 +86,7 @@ class ChannelStore(dist.Store):
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For `get`, and for `wait` without a time of its own."""
+        """For `get`, and for `wait` without its own time."""
         self._timeout = timeout
 
     @property

@@ -1,4 +1,4 @@
-"""Two runs beside each other: outcomes, causes, time of a step, memory, loss, gradients. What differs, and whether it is worse.
+"""Two runs compared: outcomes, causes, time of a step, memory, loss, gradients. What differs, and whether it is worse.
 
 A difference in time or memory counts beyond the noise: what steps of a run, and repeats of a run, differ by among themselves.
 Where many tests are slower by the same factor it is the machine's, and taken out.

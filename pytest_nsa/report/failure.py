@@ -27,7 +27,7 @@ CONTEXT = 4  # lines of source on either side
 SHOWN_FACTS = 12
 MOMENTS = 40  # of a rank that the slider knows
 MANY = 16  # ranks, from which on it knows fewer
-OUTPUTS = 8  # ranks whose output is on the page: culprits first
+OUTPUTS = 8  # ranks with output on the page: culprits first
 
 
 def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = None) -> Markup:
@@ -186,7 +186,7 @@ def _outputs(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
 
 
 def _slider(evidence: Evidence) -> Markup:
-    """A time slider: the state of each rank at that moment. What it knows is beside it, as JSON."""
+    """A time slider: the state of each rank at that moment. What it knows is in the page, as JSON."""
     axis = axis_of(evidence)
     most = MOMENTS if len(evidence.ranks) < MANY else MOMENTS // 4
     moments: dict[int, list[tuple[float, str]]] = {}
@@ -214,7 +214,7 @@ def _slider(evidence: Evidence) -> Markup:
 
 
 def _json(value: object) -> Markup:
-    """JSON that may stand in a script element: nothing in it can end that."""
+    """JSON that may be in a script element: nothing in it can end that."""
     return Markup(
         json.dumps(masking.value(value), separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
     )

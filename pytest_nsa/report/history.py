@@ -15,7 +15,7 @@ SLOW_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """A test over runs, oldest first: a letter per run ('.' passed, 's' skipped, ' ' did not run), and what is to be said of it."""
+    """A test over runs, oldest first: a letter per run ('.' passed, 's' skipped, ' ' did not run), and what to report of it."""
 
     test: str
     letters: str

@@ -15,7 +15,7 @@ _LAUNCH, _RANK = "nsa.launch", "nsa.rank"  # properties of a testsuite
 
 
 def merge(target: Path, own: Path, launch: str, rank: int) -> None:
-    """Put the testsuite that ``own`` holds into ``target``, beside those that other ranks of the same launch have put there.
+    """Put the testsuite that ``own`` holds into ``target``, next to those that other ranks of the same launch have put there.
 
     A file of another launch is replaced. ``own`` is removed. Raises OSError; ``ET.ParseError`` where ``own`` is no XML.
     """

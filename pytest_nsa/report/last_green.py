@@ -1,4 +1,4 @@
-"""The last run in which a test that fails now passed: what has changed since, beside its failure."""
+"""The last run in which a test that fails now passed: what has changed since, shown with its failure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _number(value: object) -> str:
 
 
 def _environment(run: Path) -> dict[str, Any]:
-    """Return what a run's env.json has, its variables beside the rest."""
+    """Return what a run's env.json has, its variables among the rest."""
     env = parse(read_text(run / "env.json"))
     if not isinstance(env, dict):
         return {}

@@ -22,7 +22,7 @@ def trace_of(evidence: Evidence) -> dict[str, Any]:
 
 
 def write_trace(folder: Path, evidence: Evidence) -> None:
-    """Write it beside the evidence."""
+    """Write it into the folder of the evidence."""
     write_json(folder / NAME, trace_of(evidence))
 
 

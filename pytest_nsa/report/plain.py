@@ -25,7 +25,7 @@ def _name(match: re.Match[str]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` for a terminal: control characters by name ('\\x1b'), but for colours, tabs and ends of lines; without
+    """Return ``text`` for a terminal: control characters by name ('\\x1b'), except for colours, tabs and ends of lines; without
     secrets, where the session masks them.
     """
     return _CONTROL.sub(_name, masking.text(text))
@@ -37,7 +37,7 @@ def escape(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return ``text`` as a line of Markdown: no tag, no link, no image and no block of its own."""
+    """Return ``text`` as a line of Markdown: without its own tags, links, images and blocks."""
     return _BLOCK.sub(_entity, inline(text))
 
 

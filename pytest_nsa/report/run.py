@@ -114,7 +114,7 @@ def _repository_s_files() -> str:
 
 
 def read_decision(run: Path, entries: list[summary.Entry]) -> Decision:
-    """Return the decision that the run left; where there is none, the one by the verdicts alone."""
+    """Return the decision that the run left; else the one by the verdicts alone."""
     try:
         return Decision.from_json(json.loads(read_bytes(run / DECISION)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

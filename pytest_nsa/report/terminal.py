@@ -17,7 +17,7 @@ from pytest_nsa.report.plain import visible
 MAX_STACK = 4
 MAX_SECTION_LINES = 60
 MAX_HEAD_LINES = 5
-MAX_OUTPUT_LINES = 20  # of each rank in the terminal, beside the head; all of it is in its file
+MAX_OUTPUT_LINES = 20  # of each rank in the terminal, without the head; all of it is in its file
 MAX_LINE = 500
 MAX_VICTIM = 160  # characters of what a rank raised that waited for another
 READ_BYTES = 1 << 16

@@ -94,7 +94,7 @@ def _split(step: str) -> tuple[str, str]:
 
 
 def _quoted(text: str) -> str:
-    """As Mermaid's quoted text: no mark-up of its own, nor HTML's."""
+    """As Mermaid's quoted text: without its mark-up or HTML's."""
     return '"' + re.sub(r'["<>`#&]', "'", visible(" ".join(text.split()))) + '"'
 
 

@@ -30,7 +30,7 @@ LOG = 64 << 10  # bytes that a zygote's log has on the disk from its start
 def why_not_fork(config: pytest.Config) -> str:
     """'' when forking this process is safe, else the reason that it is not."""
     if hasattr(config, "workerinput"):
-        return "an xdist worker has threads of its own"
+        return "an xdist worker has its own threads"
     restless = restless_threads()
     if restless:
         return f"other threads run here ({', '.join(restless[:3])})"

@@ -1,4 +1,4 @@
-"""From a test's folder to its verdict, and where that is recorded: beside the evidence, and in the run's list."""
+"""From a test's folder to its verdict, and where that is recorded: in the folder of the evidence, and in the run's list."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEFAULTS = {
 
 
 def conclude(folder: Path, *, keep: bool, rules: Sequence[Rule] = ()) -> tuple[Verdict, Evidence]:
-    """Diagnose a folder and write the verdict and the merged logs beside the evidence, unless it passed and is not kept.
+    """Diagnose a folder and write the verdict and the merged logs into its folder, unless it passed and is not kept.
 
     ``rules`` are a repository's own.
     """

@@ -30,6 +30,7 @@ from pytest_nsa.report import run as session_report
 from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.session import before_timeout
 from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.items import Ranked
 from pytest_nsa.session.job_announcer import JobAnnouncer
@@ -187,48 +188,22 @@ class StartedRanks:
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
         done = yield
-        if item is self.item:
-            if settings.method == "signal" and threading.current_thread() is threading.main_thread():
-                self._before_alarm(item, settings)
-            else:
-                self._before_timer(item, settings)
+        if item is self.item and before_timeout.by_signal(settings):
+            before_timeout.call_before_alarm(lambda frame: self._at_limit(item, settings, frame))
+        elif item is self.item:
+            before_timeout.call_before_timer(item, settings, lambda frame: self._at_end(item, settings, frame))
         return done
 
-    def _before_alarm(self, item: pytest.Item, settings: Any) -> None:
-        theirs = signal.getsignal(signal.SIGALRM)
-        if not callable(theirs):
-            return
-
-        def fire(number: int, frame: FrameType | None) -> None:
-            __tracebackhide__ = True
-            self._at_limit(item, settings, frame)
-            theirs(number, frame)
-
-        signal.signal(signal.SIGALRM, fire)
-
-    def _before_timer(self, item: pytest.Item, settings: Any) -> None:
-        """pytest-timeout's thread ends the process: print and write what would be lost."""
-        import pytest_timeout  # type: ignore[import-untyped]
-
-        def fire() -> None:
-            text = self._at_limit(item, settings, sys._current_frames().get(threading.main_thread().ident or 0))
-            if text:
-                self._write_reports(interrupted=True)
-                sys.__stderr__.write("\n".join(["", f"{item.nodeid}:", *map(visible, text), ""]))  # type: ignore[union-attr]
-                sys.__stderr__.flush()  # type: ignore[union-attr]
-            pytest_timeout.timeout_timer(item, settings)
-
-        def cancel() -> None:
-            timer.cancel()
-            timer.join()
-
-        item.cancel_timeout()  # type: ignore[attr-defined]
-        item.cancel_timeout = cancel  # type: ignore[attr-defined]
-        timer = threading.Timer(settings.timeout, fire)
-        timer.start()
+    def _at_end(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> None:
+        """Print and write what would be lost: pytest-timeout's thread ends the process."""
+        text = self._at_limit(item, settings, frame)
+        if text:
+            self._write_reports(interrupted=True)
+            sys.__stderr__.write("\n".join(["", f"{item.nodeid}:", *map(visible, text), ""]))  # type: ignore[union-attr]
+            sys.__stderr__.flush()  # type: ignore[union-attr]
 
     def _at_limit(self, item: pytest.Item, settings: Any, frame: FrameType | None) -> list[str]:
-        import pytest_timeout
+        import pytest_timeout  # type: ignore[import-untyped]
 
         is_watched = not getattr(settings, "disable_debugger_detection", False) and pytest_timeout.is_debugging()
         if is_watched or self._is_concluding or not (self.has_children or self.started.owners):

@@ -37,7 +37,7 @@ MAX_NAME = 100
 
 
 def safe_name(nodeid: str) -> str:
-    """Return a folder name from a test id: letters, digits, '_', '-', '.'; a hash keeps ids apart that would collide."""
+    """Return a folder name from a test id: letters, digits, '_', '-', '.'; a hash distinguishes ids that would collide."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", nodeid).strip("-.") or "test"
     if plain == nodeid and len(plain) <= MAX_NAME:
         return plain

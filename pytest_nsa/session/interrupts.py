@@ -22,7 +22,7 @@ ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """A session's handling of signals. Takes over what the program has left as it was: a handler of its own stays."""
+    """A session's handling of signals. Takes over what the program has left as it was: its own handler stays."""
 
     def __init__(self) -> None:
         self.ended_by = 0
@@ -69,7 +69,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Write a verdict: a signal that comes meanwhile interrupts behind it, so that no test which has ended is without one."""
+        """Write a verdict: a signal in that time interrupts after it, so that no test which has ended is without one."""
         self._is_held = True
         try:
             yield

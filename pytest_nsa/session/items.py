@@ -58,7 +58,7 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return type("RankFailure", (*bases, kind), {})(verdict, report)
-        except TypeError:  # two bases whose layouts do not go together
+        except TypeError:  # two bases with layouts that conflict
             pass
     return type("RankFailure", bases, {})(verdict, report)
 
@@ -153,7 +153,7 @@ class Ranked(pytest.Function):
         return super().repr_failure(excinfo)
 
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
-        """Return the report's text, in a form that keeps its first line apart for the short summary, also through xdist."""
+        """Return the report's text, in a form that keeps its first line separate for the short summary, also through xdist."""
         path, line = self._place_of(error.verdict)
         place = ReprFileLocation(path, line, terminal.brief(error.verdict, self.path))
         entry = ReprEntryNative([error.report + "\n"])

@@ -29,7 +29,7 @@ def mask_files(folder: Path) -> None:
     from nsa.trace.secrets import masked, masked_in_place
 
     for rank in folder.glob("rank*"):
-        (rank / "cold.json").unlink(missing_ok=True)  # which told a rank its job
+        (rank / "cold.json").unlink(missing_ok=True)  # which gave a rank its job
         for name in _TEXTS:
             _rewrite(rank / name, masked)
         for name in (*_LINES, *_WHOLE):

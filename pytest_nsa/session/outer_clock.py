@@ -32,7 +32,7 @@ REPORTED = "reported"
 
 @dataclass
 class Session:
-    """What the log of a rank's session says by now."""
+    """What the log of a rank's session has by now."""
 
     log: Path
     nodeid: str = ""  # of the test that runs
@@ -146,6 +146,7 @@ class Clock:
     def _conclude(self) -> None:
         """Write the verdict, for all ranks of the launch, and report."""
         from pytest_nsa.session import outer_report
+        from pytest_nsa.wire.files import write_json
 
         try:
             (self.launch / "concluding").mkdir()
@@ -154,7 +155,7 @@ class Clock:
             while not (self.launch / ENDED).exists() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         else:
-            outer_report.conclude_launch(self.launch, self.setup, self.session)
+            write_json(self.launch / ENDED, outer_report.conclude_launch(self.launch, self.setup, self.session))
         self._report(f"ended at its time limit of {self.session.limit:g} s")
         deadline = time.monotonic() + OTHERS_S
         while time.monotonic() < deadline and not self._all_have_reported():
@@ -165,10 +166,11 @@ class Clock:
 
     def _report(self, why: str) -> None:
         from pytest_nsa.session import outer_report
-        from pytest_nsa.wire.files import touch
+        from pytest_nsa.wire.files import parse, read_text, touch
 
         self.session.read()
-        outer_report.report_session(self.launch, self.setup, self.session, why)
+        ended = parse(read_text(self.launch / ENDED))
+        outer_report.report_session(self.setup, self.session, why, ended if isinstance(ended, dict) else {})
         touch(self.folder / REPORTED)
 
     def _end_host(self) -> None:

@@ -180,7 +180,7 @@ class OuterHooks:
             self.log.note("end", nodeid=item.nodeid)
 
     def bound(self, item: pytest.Item, seconds: float) -> None:
-        """A test may last for ``seconds`` from now on, as pytest-timeout is told."""
+        """A test may last for ``seconds`` from now on, as pytest-timeout is asked."""
         if not isinstance(item, Ranked):
             self.log.note("limit", seconds=seconds)
 

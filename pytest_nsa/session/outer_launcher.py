@@ -289,7 +289,7 @@ class Follower:
 
 
 def _encoded(path: Path) -> str:
-    """Return a file's end, as text that JSON can hold; '' when there is none."""
+    """Return a file's end, as text that JSON can hold; '' without any."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_FILE))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from _pytest.junitxml import LogXML
@@ -22,13 +22,22 @@ from pytest_nsa.report.terminal import lines, short_path
 from pytest_nsa.session.conclude import Recorder, conclude
 from pytest_nsa.session.folders import RunFolder, safe_name
 from pytest_nsa.session.masking import mask_all, mask_files
-from pytest_nsa.session.outer_clock import ENDED, Session
-from pytest_nsa.wire.files import parse, read_lines, read_text, write_atomically, write_json
+from pytest_nsa.wire.files import read_lines, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
 
 KEPT = "evidence"  # of the last look at the launch, as the folder of a test
 _FILES = ("board.bin", "standing.json", "counters.json")
 _OF_A_TEST = ("exception", "skipped", "xfailed")
+
+
+class Session(Protocol):
+    """What a report needs of a session's log, which the clock reads (`outer_clock.Session`)."""
+
+    nodeid: str  # of the test that runs
+    began: float
+    limit: float  # seconds since `began`; 0: none
+    run: str  # the folder of the run's evidence; '': none
+    reports: list[dict[str, Any]]
 
 
 def keep_evidence(launch: Path, setup: Mapping[str, Any], nodeid: str, limit: float) -> None:
@@ -76,8 +85,11 @@ def _write_lines(path: Path, entries: list[dict[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) -> None:
-    """Write the verdict on the test that runs, SUMMARY.md and report.html into the run's folder. Then the other clocks report."""
+def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) -> dict[str, Any]:
+    """Write the verdict on the test that runs, SUMMARY.md and report.html into the run's folder.
+
+    Return what all ranks of the launch print of it, as `report_session` takes it.
+    """
     if not (launch / KEPT).is_dir():
         keep_evidence(launch, setup, session.nodeid, session.limit)
     made = Path(session.run) if session.run else None
@@ -91,19 +103,19 @@ def conclude_launch(launch: Path, setup: Mapping[str, Any], session: Session) ->
     Recorder(run).add(folder, verdict)
     session_report.write_reports(run.path, setup["gpus"], decide, interrupted=True)
     runs.finish(run.path, 1, interrupted=True)
-    told = {
+    return {
         "nodeid": session.nodeid, "lines": lines(verdict, evidence), "rank": setup["rank"],
         "summary": short_path(run.path / "SUMMARY.md"),
     }  # fmt: skip
-    write_json(launch / ENDED, told)
 
 
-def report_session(launch: Path, setup: Mapping[str, Any], session: Session, why: str) -> None:
-    """Print and keep what a session has come to that cannot report by itself: its failures, and the test that ran."""
+def report_session(setup: Mapping[str, Any], session: Session, why: str, verdict: Mapping[str, Any]) -> None:
+    """Print and write the failures of a session that cannot report by itself, and the test that ran.
+
+    ``verdict`` is what `conclude_launch` returned in a process of the launch; empty where none has concluded.
+    """
     if setup["masks"]:
         mask_all()
-    ended = parse(read_text(launch / ENDED))
-    verdict = ended if isinstance(ended, dict) else {}
     text = "\n".join([why, *verdict.get("lines", ())])
     reports = [*_reports(session)]
     if session.nodeid:

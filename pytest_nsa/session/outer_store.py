@@ -38,7 +38,7 @@ class OuterStore:
         self._store.set(key, zlib.compress(json.dumps(value).encode()))
 
     def look(self, key: str) -> Any:
-        """Return the value of a key; None while there is none."""
+        """Return the value of a key; None until it is set."""
         return json.loads(zlib.decompress(self._store.get(key))) if self._store.check([key]) else None
 
     def wait(self, key: str, seconds: float, *, or_key: str = "") -> Any:

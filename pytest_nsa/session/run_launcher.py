@@ -29,7 +29,7 @@ class RunLauncher:
         return self._plan
 
     def start(self, session: pytest.Session, *, between_tests: bool = False) -> Launcher:
-        """Start the launcher, if there is none, and return it. Raises LaunchError where it cannot be reached.
+        """Start the launcher, unless it runs, and return it. Raises LaunchError where it cannot be reached.
 
         Only before the first test may this process be forked: inside one, its state is not what a rank starts from.
         """

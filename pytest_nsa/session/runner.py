@@ -165,7 +165,7 @@ class RankRunner:
     def _run(
         self, session: pytest.Session, job: Job, *, keep: bool, record: bool, is_tried: bool = False
     ) -> tuple[Verdict, Evidence]:
-        """Run a job to its verdict; with ``record`` in the run's list at once, unless other processes have a say in it.
+        """Run a job to its verdict; with ``record`` in the run's list at once, unless other processes have to agree.
 
         ``is_tried``: for a bisection, whose interruption leaves the failure's own verdict as it is.
         """

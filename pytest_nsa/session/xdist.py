@@ -29,7 +29,7 @@ class XdistHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell a new worker the run's name and this run's arguments."""
+        """Send a new worker the run's name and this run's arguments."""
         runner = node.config.stash[runner_key]
         name = runner.folder.name or time.strftime(f"{runner.folder.prefix}_%Y%m%d_%H%M%S_{os.getpid()}")
         runner.folder.name = name

@@ -78,7 +78,7 @@ class WorkerGroup:
     """Its members by pid. ``number`` is that of the job it runs, or is to run once its members have joined their group."""
 
     spec: GroupSpec
-    store: Path  # where torch's own store lies, for a backend that queries it from threads of its own
+    store: Path  # where torch's own store lies, for a backend that queries it from its own threads
     held: list[socket.socket] = field(default_factory=list)  # ports, for groups that the test makes itself
     members: dict[int, Member] = field(default_factory=dict)
     number: int | None = None
@@ -130,7 +130,7 @@ class WorkerGroup:
         return self.is_whole and self.spec == job.group_spec and self.reuse in ("", job.reuse)
 
     def assign(self, number: int, job: Job) -> None:
-        """Tell every rank its job."""
+        """Send every rank its job."""
         # Ranks that will not stay serve no other test, though they are there until they have ended.
         self.number, self.reuse, self.pending = number, job.reuse if job.stay else "", None
         for member in self.members.values():

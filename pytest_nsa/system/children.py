@@ -60,7 +60,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def end_leftovers() -> list[str]:
-    """In a rank whose test is over: end its children and theirs; returns the command lines of those without another keeper.
+    """In a rank, after its test: end its children and theirs; returns the command lines of those without another keeper.
 
     Daemonic children of multiprocessing and its servers (data loaders have them) end with their parent by design.
     """

@@ -84,7 +84,7 @@ def _look_at(library: Any, index: int) -> dict[str, Any]:
 
 
 class XidWatch:
-    """The errors that the driver logs of the GPUs from now on. Without NVML there are none to read."""
+    """The errors that the driver logs of the GPUs from now on. Without NVML no errors can be read."""
 
     def __init__(self) -> None:
         self._library = nvml()

@@ -4,7 +4,7 @@ A process that waits holds a ticket; the oldest living ticket alone takes, all t
 order, and no two can wait for each other. It works between the workers of a run and between runs of a user.
 
 A GPU's memory is lent in parts of `PART` bytes: a test that names what it needs shares the GPU with others that do, as long as
-all fit, each part a lock file of its own. A test that names nothing has the whole GPU.
+all fit, each part its own lock file. A test that names nothing has the whole GPU.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Broker:
         lock = _Lock(self._path(name))
         if not lock.try_lock(share=share or parts > 0):
             return None
-        # Ranks of a test whose host was killed may live on for a moment: they hold the second file.
+        # Ranks of a killed host's test may live on for a moment: they hold the second file.
         in_use = [self._use_path(name), *self.folder.glob(self._use_path(f"{name}-part*").name)]
         if parts == 0:
             if share or all(_Lock.is_free(path) for path in in_use):

@@ -11,7 +11,7 @@ from typing import Any
 def file_locks(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
     """Return per rank (rank -> pid) the paths that it holds locks on (``holds_locks``), the one that it waits for
     (``waits_for_lock``) and the ranks that hold that (``held_by``); and a file that it has open while another rank holds a lock
-    on it (``open_and_locked``, ``locked_by``), as it has that polls for the lock. Ranks without any are left out.
+    on it (``open_and_locked``, ``locked_by``), as it has that polls for the lock. Ranks without any are skipped.
     """
     try:
         lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()

@@ -53,7 +53,7 @@ def _open_files(pid: int) -> set[str]:
 
 
 def _peer_of(inode: int) -> int:
-    """Return the inode of the socket that a Unix socket is connected to; 0 where it is none, or the kernel gives no answer."""
+    """Return the inode of the socket that a Unix socket is connected to; 0 without one, or without the kernel's answer."""
     body = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, inode, _SHOW_PEER, _NO_COOKIE, _NO_COOKIE)
     header = struct.pack("=IHHII", 16 + len(body), _BY_FAMILY, _REQUEST, 0, 0)
     with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _DIAG) as kernel:

@@ -95,14 +95,14 @@ def children_of(pid: int) -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler of its own for a signal; False where the kernel does not show it."""
+    """Return whether a process has its own handler for a signal; False where the kernel does not show it."""
     status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
     caught = status.get("SigCgt", "").strip()
     return bool(caught) and bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dict[str, Any]:
-    """Return what changed between two looks at a process, ``elapsed`` seconds apart, as facts for the evidence."""
+    """Return what changed between two looks at a process, ``elapsed`` seconds between them, as facts for the evidence."""
     facts = asdict(after)
     facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def program() -> str | None:
-    """Return the path of py-spy: from PATH, or beside this interpreter, whose environment need not be activated."""
+    """Return the path of py-spy: from PATH, or in the folder of this interpreter (its environment need not be activated)."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 

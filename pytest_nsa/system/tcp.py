@@ -43,7 +43,7 @@ def hold_ports(count: int = 3) -> list[socket.socket]:
     """Return sockets that hold ports of this machine, as long as they are open; none where there is no loopback interface.
 
     They do not listen, and allow their address to be used again: a server that allows it too, as torch's stores do, may listen on
-    the port, while the kernel gives it to no one who asks for any port.
+    the port, while the kernel gives it to no process that asks for any port.
     """
     held: list[socket.socket] = []
     for _ in range(count):

@@ -1,6 +1,6 @@
 """Files that survive a killed writer: replaced as a whole, or appended line by line.
 
-What is written into a folder of evidence is written here: no link is followed, whoever has put it there.
+What is written into a folder of evidence is written here: no link is followed, whichever user has put it there.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def read_text(path: Path, most: int = LARGEST) -> str:
 
 
 def parse(text: str | bytes) -> Any:
-    """Return what JSON says; None where it is none, or nested deeper than a program writes."""
+    """Return the value of a JSON text; None where it is not JSON, or nested deeper than a program writes."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

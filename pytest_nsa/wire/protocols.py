@@ -34,13 +34,13 @@ class Monitor(Protocol):
 class Launcher(Protocol):
     """Something that starts ranks: the zygote (`ZygoteLauncher`) or an interpreter per rank (`ColdLauncher`).
 
-    ``lost`` are ranks whose whole node has gone: whatever their status shows, the host did not end them.
+    ``lost`` are ranks of a node that has gone: whatever their status shows, the host did not end them.
     """
 
     lost: Collection[int]
 
     def expect(self, spec: GroupSpec | None) -> None:
-        """What ranks the test after the next job will need (None: unknown): they may be made ready meanwhile."""
+        """What ranks the test after the next job will need (None: unknown): they may be made ready in that time."""
         ...
 
     def wait_until_ready(self) -> None:

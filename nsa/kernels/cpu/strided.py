@@ -130,5 +130,5 @@ def compressed_backward(
 
 
 def compressed_gradients(z: Backward, l: int, d: int) -> None:
-    """Write those of q, but for the first l - 1, and of k and v."""
+    """Write those of q, except for the first l - 1, and of k and v."""
     run_backward(z, compressed_tiles(z.k.shape[1], l, d, z.q), Rooms(z.q))

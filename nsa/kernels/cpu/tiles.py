@@ -23,7 +23,7 @@ from nsa.kernels.blocks import wide
 
 SCORES_AT_ONCE = 3 << 16  # of float32: about what the second-level cache of a core holds
 FEWEST, MOST = 16, 64  # queries of a tile: few make a slow product, many see keys that are hidden from most of them
-STEP = 16  # a window's tiles but for the last have queries and keys in multiples of it, as products are faster so
+STEP = 16  # a window's tiles except for the last have queries and keys in multiples of it, as products are faster so
 
 LOG2_E = math.log2(math.e)
 

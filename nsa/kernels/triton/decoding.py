@@ -42,7 +42,7 @@ def attend(
     B, T, H, d_k = q.shape
     G, d_v = sel[0].shape[2], sel[1].shape[3]
     h, rows = H // G, T * (H // G)
-    # As many picks at any length, -1 behind the last: nothing is compiled anew as the cache grows.
+    # As many picks at any length, -1 behind the last: nothing is compiled again as the cache grows.
     selection = Selection.of(start + T, l_sel, n_sel, q, d_v)._replace(n_sel=n_sel)
     keys = keys_for(q)
     steps = steps_of(keys, l // d, l_sel // d)

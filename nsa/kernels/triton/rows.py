@@ -171,7 +171,7 @@ def store_attention(O, LSE, rows, there, acc0, acc1, total, top, DV: tl.constexp
 
 @triton.jit
 def picks_there(PICKS, row, n_sel: tl.constexpr, NS: tl.constexpr):
-    """Return how many blocks the query and group ``row`` picked; -1 stands behind the last. NS: n_sel, up to a power of two."""
+    """Return how many blocks the query and group ``row`` picked; -1 is behind the last. NS: n_sel, up to a power of two."""
     slot = tl.arange(0, NS)
     picked = tl.load(PICKS + row.to(tl.int64) * n_sel + slot, mask=slot < n_sel, other=-1)
     return tl.sum((picked >= 0).to(tl.int32), 0)

@@ -3,7 +3,7 @@ queries.
 
 A program has an item (`lists`): a block of keys and some of the queries that picked it. It leaves for each its attention to
 that block alone, a part, with its log-sum-exp; a second kernel merges the parts of a query, in order, and, where it is given
-gates, sums the three branches (Eq. 5). A block of more keys than BN is several sub-blocks, SUB, each with parts of its own.
+gates, sums the three branches (Eq. 5). A block of more keys than BN is several sub-blocks, SUB, each with its own parts.
 
 Flat layouts (`rows`). Parts [queries, G, n * SUB, h, Dv], their log-sum-exps base 2 likewise, for the queries from token
 FIRST on.

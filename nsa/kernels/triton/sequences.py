@@ -107,7 +107,7 @@ def batch(
 def pack(
     ends: Sequence[int], l: int, d: int, l_sel: int, bytes_of_parts: int, device: torch.device
 ) -> Sequences:  # fmt: skip
-    """Return sequences one behind the other, from ``ends[i]`` to ``ends[i + 1]``; empty ones are left out."""
+    """Return sequences one behind the other, from ``ends[i]`` to ``ends[i + 1]``; empty ones are skipped."""
     return _pack(tuple(ends), l, d, l_sel, tuple(ranges_of(ends[-1], bytes_of_parts)), device)
 
 

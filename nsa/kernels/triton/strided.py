@@ -1,4 +1,4 @@
-"""Forward of the branches whose keys lie at regular places: the window (Eq. 5, win) and the compressed blocks (Eq. 7).
+"""Forward of the branches with keys at regular places: the window (Eq. 5, win) and the compressed blocks (Eq. 7).
 
 Key n ends at token n * STRIDE + OFFSET and is visible to query t when that is not later and, under a window, t - n < WINDOW:
 the window has stride 1 and offset 0, the compressed blocks stride d, offset l - 1 and no window. An online softmax over tiles

@@ -3,7 +3,7 @@
 As in FlashAttention-2, probabilities are made again from the log-sum-exp. The gradient of the gated sum is read as it is: a
 row's gate is in its log-sum-exp (`gates`), so that probabilities come out times their gate, and no branch's gradient is ever
 written. dk and dv of a tile of keys come from all heads of its group; where tiles are few, queries are cut into segments
-whose sums are written apart and added in order by `sum_segments`. Nothing is added to what another program adds to, so each
+whose sums are written separately and added in order by `sum_segments`. Nothing is added to what another program adds to, so each
 run gives the same bits.
 
 Flat layouts (`rows`); grad [T, H, Dv]; delta and gated lse [T, H] float32, as `gates` makes them.

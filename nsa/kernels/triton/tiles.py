@@ -140,7 +140,7 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
 
 
 def _exact(kernel: str, widest: int) -> Tile:
-    """Choose for float32, whose products are not Tensor Cores'."""
+    """Choose for float32: its products are not Tensor Cores'."""
     if widest > 128 or kernel.startswith("selected") or kernel == "union":
         return Tile(16, 16, 4, 1)
     return Tile(32, 32, 8 if kernel.endswith("dkv") else 4, 1)

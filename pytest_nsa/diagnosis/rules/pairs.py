@@ -100,9 +100,11 @@ def unpaired(evidence: Evidence) -> Finding | None:
     if half is not None:
         where = _where_it_is_waited_for(evidence, half.site, victims)
         reason += f"; {describe_ranks(culprits[:1], len(evidence.ranks))} left out {half.describe()}"
+    # Of a circle, which rank is to blame is likely at best.
+    is_clear = len(outside) == 1 or set(culprits) == set(halves)
     return Finding(
-        cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, is_permanent=True, certain=len(outside) == 1,
-        confidence=0.85 if len(outside) == 1 else 0.7, facts=all_facts(evidence.ranks),
+        cause="p2p_unmatched", ranks=culprits, where=where, reason=reason, is_permanent=True, certain=is_clear,
+        confidence=0.85 if is_clear else 0.7, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 

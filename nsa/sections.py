@@ -1,0 +1,156 @@
+"""The sections of a configuration, as frozen dataclasses: fields, types and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Branch = Literal["cmp", "sel", "win"]
+BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of the transformer. Sizes are in elements; l, d, l_sel and w are in tokens (paper: l, d, l', w)."""
+
+    vocab_size: int = 256
+    dim: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    n_kv_heads: int = 2
+    d_k: int = 64
+    d_v: int = 64
+    l: int = 32
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
+    compression: Literal["mean", "mlp"] = "mean"
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    mlp_hidden: int = 3712
+    gate_hidden: int = 192
+    attention: Literal["nsa", "dense"] = "nsa"
+    backend: Literal["auto", "reference", "sdpa", "math", "cpu", "triton", "flash"] = "auto"
+    force_branch: Branch | None = None
+    stop_gate_gradient: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward; with
+    ``gc_keep_selection`` they keep which blocks they selected. Figures are read from the device, which waits for it, and
+    written every ``log_every`` steps. ``compile`` by torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole
+    model in one graph, the loss and, on a CPU, the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs.
+    ``nonfinite``: a loss or gradient that is NaN or infinite stops the run, or the step is skipped, at most ``max_skips`` in a row;
+    the optimizer makes no update from it either way.
+    """
+
+    steps: int = 100
+    batch_size: int = 1
+    seq_len: int = 2048
+    accumulation: int = 1
+    lr: float = 3e-4
+    min_lr: float = 3e-5
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: int = 20
+    seed: int = 1234
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    gradient_checkpointing: bool = True
+    gc_range: tuple[int, int] | None = None
+    gc_reentrant: bool = False
+    gc_keep_selection: bool = False
+    log_every: int = 1
+    watchdog_s: float = 120.0
+    compile: Literal["none", "blocks", "step"] = "none"
+    cuda_graph: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
+    there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
+    ``boundaries``: no token attends to another document. ``workers`` processes a rank read ahead (0: none).
+    """
+
+    dataset: str = "synthetic"
+    path: str | None = None
+    hub: str | None = None
+    tokenizer: str = "byte"
+    boundaries: bool = False
+    workers: int = 1
+    prefetch: int = 4
+    max_bad_rows: int = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How ranks share the work; the DDP options keep DDP's own names. ``average``: no wrapper, gradients are averaged by hand
+    after backward. ``no_sync``: accumulation reduces in its last micro-step only. ``safe``: every known mitigation at once
+    (`SAFE`), for a run that has to go on tonight.
+    """
+
+    mode: Literal["none", "ddp", "fsdp", "average"] = "none"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    gradient_as_bucket_view: bool = True
+    bucket_cap_mb: float = 25.0
+    fsdp_version: Literal[1, 2] = 2
+    no_sync: bool = True
+    barrier_after_backward: bool = False
+    safe: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceConfig:
+    """Which traces a run prints; all off by default."""
+
+    grads: bool = False
+    module_bwd: bool = False
+    ddp_buckets: bool = False
+    mem_dump_every: int = 0
+    stats_every: int = 10
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """``every`` steps (0: never) all that a run needs to go on is written, and the newest ``keep`` stay. ``asynchronous``:
+    written while the next steps run. ``on_error``: what a full disk, for example, means for the run.
+    """
+
+    every: int = 0
+    keep: int = 3
+    asynchronous: bool = False
+    on_error: Literal["stop", "continue"] = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything a run needs. ``source`` is the file that it came from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    source: str = ""
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "train": TrainConfig,
+    "data": DataConfig,
+    "parallel": ParallelConfig,
+    "trace": TraceConfig,
+    "checkpoint": CheckpointConfig,
+}

@@ -1,0 +1,107 @@
+"""Words that readers in their second language trip over become fewer (CONTRIBUTING.md, Words).
+
+Docstrings, comments and messages of the packages count, and the prose of the pages; code and names between backticks do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import re
+import tokenize
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = {ROOT / "docs" / "api.md"}  # from docstrings, which are counted where they are
+
+# A word: its forms, and how often it may be used at most. A limit only falls.
+LIMITS: dict[str, tuple[str, int]] = {
+    "stand": (r"stands?|standing(?!\.json)|stood", 7),
+    "tell": (r"tells?|telling|told", 27),
+    "say": (r"says?|saying|said", 21),
+    "apart": (r"apart", 14),
+    "beside": (r"besides?", 21),
+    "anew": (r"anew", 3),
+    "left out": (r"(leaves?|leaving|left) out", 30),
+    "of its own": (r"of (its|their|his|your|our) own", 13),
+    "whose": (r"whose", 95),
+    "is none": (r"(is|are|was|were) none", 29),
+    "what it is": (r"what (it|they) (is|are|was|were)", 39),
+    "has not come": (r"(has|have|had) not come", 7),
+    "but for": (r"but for", 7),
+    "meanwhile": (r"meanwhile", 1),
+    "nobody": (r"nobody|somebody|whoever|no one|someone", 0),
+    "heed": (r"heed(s|ed|ing)?", 1),
+}
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The texts of a file, each with the line where it begins; what is code is blank."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield 1, re.sub(r"^ *```.*?^ *```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+@functools.cache
+def texts() -> tuple[tuple[Path, int, str], ...]:
+    """Return each text that counts, with its file and the line where it begins."""
+    files = [path for package in ("pytest_nsa", "nsa") for path in sorted((ROOT / package).rglob("*.py"))]
+    files += [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+    return tuple(
+        (path.relative_to(ROOT), first, re.sub(r"`[^`\n]*`", "", text))
+        for path in files
+        if path not in MADE
+        for first, text in _prose(path)
+    )
+
+
+def places(forms: str) -> list[str]:
+    """Return where a word is used, as FILE:LINE: its surroundings."""
+    spaced = forms.replace(" ", r"\s+")  # a phrase may be broken across two lines
+    pattern = re.compile(rf"\b({spaced})\b", re.I)
+    found = []
+    for path, first, text in texts():
+        for match in pattern.finditer(text):
+            around = " ".join(text[max(0, match.start() - 40) : match.end() + 40].split())
+            found.append(f"{path}:{first + text.count(chr(10), 0, match.start())}: ...{around}...")
+    return found
+
+
+@pytest.mark.filterwarnings(
+    "default"
+)  # a limit that can fall is shown, and no branch fails because another has reduced a word
+@pytest.mark.parametrize("word", LIMITS)
+def test_a_word_is_not_used_more_often(word: str) -> None:
+    forms, limit = LIMITS[word]
+    found = places(forms)
+    assert len(found) <= limit, f"{word!r}: at most {limit}, found {len(found)}; use another word:\n" + "\n".join(found)
+    if len(found) < limit:
+        warnings.warn(f"{word!r} is used {len(found)} times: write {len(found)} for {limit} in LIMITS", stacklevel=1)
+
+
+def test_words_are_found_in_each_kind_of_text() -> None:
+    kinds = {path.parts[0] if path.suffix == ".py" else path.name for path, _, _ in texts()}
+    assert kinds >= {"pytest_nsa", "nsa", "README.md", "limitations.md"}
+    assert not any("```" in text or "import torch\n" in text for path, _, text in texts() if path.suffix == ".md")
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""It is told."""\n# Told `told`.\ntold = "told"\nmessage = f"{told} is told"\n')
+    assert sorted(text for _, text in _prose(module)) == [" is told", "# Told `told`.", "It is told."]
+    page = tmp_path / "page.md"
+    page.write_text("It is told.\n\n```\ntold\n```\n\n1. a\n\n   ```python\n   told\n   ```\n\nTold.\n")
+    ((first, text),) = _prose(page)
+    assert (first, re.findall("[Tt]old", text), text.count("\n")) == (1, ["told", "Told"], 13)
