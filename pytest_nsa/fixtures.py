@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.marks import LayerRange
 from pytest_nsa.rank.context import current_rank, require_rank
 from pytest_nsa.rank.handles import DDP, FSDP, Group, Trace, make_ddp, make_fsdp, make_group, make_trace
@@ -56,11 +56,11 @@ def _tried(name: str) -> str | None:
 @pytest.fixture
 def branch(request: pytest.FixtureRequest) -> str | None:
     """The NSA branch of the mark branch('sel'); None without the mark."""
-    return _tried("branch") or getattr(request, "param", None) or marks.value(request.node, "branch")
+    return _tried("branch") or getattr(request, "param", None) or marked.value(request.node, "branch")
 
 
 @pytest.fixture
 def gc_range(request: pytest.FixtureRequest) -> LayerRange | None:
     """The layers of the mark gc_range('0:6'), as text with .start and .end; None without the mark."""
-    text = _tried("gc_range") or getattr(request, "param", None) or marks.value(request.node, "gc_range")
+    text = _tried("gc_range") or getattr(request, "param", None) or marked.value(request.node, "gc_range")
     return None if text is None else LayerRange(text)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +15,21 @@ import pytest
 
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.host_fixtures import made_in_ranks
+from pytest_nsa.marked import (
+    DEFAULT_WORLD_SIZE,
+    RANK_FIXTURES,
+    SIZE,
+    is_ranked,
+    makes_its_own_group,
+    memory_of,
+    size_of,
+    sizes_of,
+)
 from pytest_nsa.wire.messages import FIXED_VARIABLES
 
 BRANCHES = ("cmp", "sel", "win")
 BACKENDS = ("gloo", "nccl")
 TRACES = ("grads", "module_bwd", "ddp_buckets")
-RANK_FIXTURES = ("ddp", "fsdp", "group")
-DEFAULT_WORLD_SIZE = 2
-_SIZE = "ranks_of_world_size"  # the parameter of a test that runs on several numbers of ranks
 # A process per rank: 64 anywhere, more where there are cores and memory for them.
 _MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 _OF_A_RANK = 200 << 20  # bytes, its own
@@ -121,12 +126,6 @@ def _one_of(mark: pytest.Mark, allowed: tuple[str, ...], example: str, *, single
     return None
 
 
-def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
-    """Return the numbers of ranks that a mark names: world_size(2), world_size(1, 2, 4), or other suites' world_size([1, 2, 4])."""
-    first = mark.args[0] if len(mark.args) == 1 else None
-    return tuple(first) if isinstance(first, list | tuple) else mark.args
-
-
 def _check_world_size(mark: pytest.Mark) -> str | None:
     sizes = sizes_of(mark)
     if mark.kwargs not in ({}, {"group": None}):
@@ -175,12 +174,6 @@ def _check_gpu(mark: pytest.Mark) -> str | None:
     if "memory" in mark.kwargs and share:
         return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so leave out share="
     return None
-
-
-def memory_of(mark: pytest.Mark) -> int | None:
-    """Bytes that a test needs on each of its GPUs, by ``gpu(memory='8GiB')``; None where it names none, or not in this form."""
-    found = re.fullmatch(r"([1-9]\d{0,6}) ?(MiB|GiB)", str(mark.kwargs.get("memory", "")))
-    return int(found[1]) << (30 if found[2] == "GiB" else 20) if found else None
 
 
 def _check_gc_range(mark: pytest.Mark) -> str | None:
@@ -366,73 +359,9 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("world_size")
     sizes = sizes_of(mark) if mark is not None and _check_world_size(mark) is None else ()
     if len(sizes) > 1:
-        metafunc.fixturenames.append(_SIZE)
-        metafunc.parametrize(_SIZE, sizes, ids=[f"{size}-ranks" for size in sizes])
+        metafunc.fixturenames.append(SIZE)
+        metafunc.parametrize(SIZE, sizes, ids=[f"{size}-ranks" for size in sizes])
     for name in ("branch", "gc_range"):
         mark = metafunc.definition.get_closest_marker(name)
         if mark is not None and len(mark.args) > 1 and name in metafunc.fixturenames:
             metafunc.parametrize(name, mark.args, indirect=True)
-
-
-def size_of(item: pytest.Item, default: int) -> int:
-    """Return how many ranks a test runs on; ``default`` where its marks name no number."""
-    chosen = getattr(getattr(item, "callspec", None), "params", {}).get(_SIZE)
-    mark = item.get_closest_marker("world_size")
-    sizes = (chosen,) if chosen is not None else sizes_of(mark) if mark is not None else ()
-    return sizes[0] if sizes else default
-
-
-def makes_its_own_group(item: pytest.Item) -> bool:
-    """Return whether a test's ranks are in no group until it makes one."""
-    mark = item.get_closest_marker("world_size")
-    return mark is not None and mark.kwargs == {"group": None}
-
-
-def is_ranked(item: pytest.Item) -> bool:
-    """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
-    fixtures = getattr(item, "fixturenames", ())
-    return item.get_closest_marker("world_size") is not None or any(name in fixtures for name in RANK_FIXTURES)
-
-
-def environment_of(item: pytest.Item) -> dict[str, str]:
-    """Return the variables of the test's ranks: a mark on the function wins over its class's and its module's."""
-    found: dict[str, str] = {}
-    for mark in item.iter_markers("rank_env"):
-        found = {**mark.kwargs, **found}
-    return found
-
-
-def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
-    """Return the hash seed of each rank by the mark, drawn where it names none; () without the mark."""
-    mark = item.get_closest_marker("hash_seeds")
-    if mark is None:
-        return ()
-    return mark.args or tuple(random.SystemRandom().sample(range(1, 1 << 32), world_size))
-
-
-def traces_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return what the fixture `trace` records, by its mark under either name; () without it."""
-    marks = (item.get_closest_marker(name) for name in ("trace_kinds", "trace"))
-    return next((mark.args for mark in marks if mark is not None), ())
-
-
-def reuse_scope(item: pytest.Item) -> str:
-    """The id of the class or module whose tests share their ranks; '' without the mark."""
-    return next((node.nodeid for node, _ in item.iter_markers_with_node("reuse")), "")
-
-
-def has_fresh_group(item: pytest.Item) -> bool:
-    """Whether ranks that the test shares make a new group for it."""
-    return bool(option(item, "reuse", "group", "kept") == "fresh")
-
-
-def value(item: pytest.Item, name: str, default: Any = None) -> Any:
-    """The first argument of the closest mark ``name``, or ``default``."""
-    mark = item.get_closest_marker(name)
-    return mark.args[0] if mark is not None and mark.args else default
-
-
-def option(item: pytest.Item, name: str, keyword: str, default: Any = None) -> Any:
-    """A keyword of the closest mark ``name``, or ``default``."""
-    mark = item.get_closest_marker(name)
-    return mark.kwargs.get(keyword, default) if mark is not None else default

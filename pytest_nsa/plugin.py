@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import hookspecs, marks, options, settings
+from pytest_nsa import hookspecs, marked, marks, options, settings
 from pytest_nsa.diagnosis.decision import Decision, decide, with_failures
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.fixtures import branch, ddp, fsdp, gc_range, group, rank_tmp_path, trace
@@ -124,15 +124,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Generator[None, Any, Any]:
     collected: Any = yield
     if isinstance(collected, list):
-        return [make_ranked(i) if type(i) is pytest.Function and marks.is_ranked(i) else i for i in collected]
-    return make_ranked(collected) if type(collected) is pytest.Function and marks.is_ranked(collected) else collected
+        return [make_ranked(i) if type(i) is pytest.Function and marked.is_ranked(i) else i for i in collected]
+    return make_ranked(collected) if type(collected) is pytest.Function and marked.is_ranked(collected) else collected
 
 
 @pytest.hookimpl(trylast=True)  # a conftest may have marked them in the same hook
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     # Nor does their collector ask a hook for the methods of a TestCase.
     items[:] = [
-        make_ranked(i) if isinstance(i, pytest.Function) and may_be_ranked(i) and marks.is_ranked(i) else i
+        make_ranked(i) if isinstance(i, pytest.Function) and may_be_ranked(i) and marked.is_ranked(i) else i
         for i in items
     ]
     extensions = session.config.stash[runner_key].extensions
@@ -223,7 +223,7 @@ def _lacks_gpu(item: pytest.Item) -> str:
 
 
 def _lacks_gpu_memory(item: pytest.Item, mark: pytest.Mark) -> str:
-    wanted = marks.memory_of(mark)
+    wanted = marked.memory_of(mark)
     has = gpu_memory(item.config.stash[settings_key]) if wanted else 0
     if not wanted or not has or wanted <= has:
         return ""

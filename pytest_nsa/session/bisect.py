@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.marks import BRANCHES, LayerRange
 from pytest_nsa.session.needs import Needs
@@ -35,7 +35,7 @@ def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str
     """Return what narrows a failure down, in a sentence for each option that is on and serves the test; '' where none does."""
     fixtures = getattr(item, "fixturenames", ())
     params = getattr(getattr(item, "callspec", None), "params", {})
-    layers = params.get("gc_range") or marks.value(item, "gc_range")
+    layers = params.get("gc_range") or marked.value(item, "gc_range")
     found = []
     if item.config.getoption("--bisect-gc") and "gc_range" in fixtures and layers:
         found.append(_layers(LayerRange(layers), run))

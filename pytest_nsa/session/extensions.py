@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_nsa import marks
+from pytest_nsa import marked, marks
 from pytest_nsa.diagnosis.causes import CAUSES, Cause
 from pytest_nsa.diagnosis.verdict import Fact
 from pytest_nsa.report.summary import SCENARIOS
@@ -64,7 +64,7 @@ class Extensions:
 
     def wrong_scenario(self, item: pytest.Item) -> tuple[str, ...]:
         """Return a sentence where the plan's table has no such scenario as ``item`` is marked with."""
-        name = marks.value(item, "scenario")
+        name = marked.value(item, "scenario")
         if not self.scenarios or not isinstance(name, str) or name in self.scenarios:
             return ()
         path, line, _ = item.reportinfo()

@@ -15,7 +15,7 @@ from _pytest._code.code import ExceptionChainRepr, ReprFileLocation, ReprTraceba
 from _pytest.junitxml import xml_key
 from _pytest.unittest import TestCaseFunction
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.source import LOCATION
 from pytest_nsa.evidence.values import Evidence
@@ -111,7 +111,7 @@ class Ranked(pytest.Function):
             pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
             pytest.skip(verdict.reason)
-        foreseen = marks.value(self, "fails_as")
+        foreseen = marked.value(self, "fails_as")
         if foreseen is not None and verdict.cause == foreseen:
             pytest.xfail(f"{foreseen}, as expected: {verdict.reason}")
         if foreseen is not None and not verdict.failed:

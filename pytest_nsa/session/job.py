@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.session.bisect import Variation
 from pytest_nsa.session.needs import Needs, tracing_of
 from pytest_nsa.settings import Settings
@@ -43,7 +43,7 @@ def job_of(
     return Job(
         nodeid=plain_nodeid(item.nodeid),
         scenario=name,
-        reads_as=marks.option(item, "scenario", "reads_as", readings.get(name, "")) if name else "",
+        reads_as=marked.option(item, "scenario", "reads_as", readings.get(name, "")) if name else "",
         folder=str(folder),
         root=str(item.config.rootpath),
         timeout=timeout,
@@ -57,7 +57,7 @@ def job_of(
         device=needs.device,
         reuse=needs.reuse,
         environment=needs.environment,
-        fresh_group=bool(needs.reuse) and marks.has_fresh_group(item),
+        fresh_group=bool(needs.reuse) and marked.has_fresh_group(item),
         stay=bool(needs.reuse) and needs == next_needs,
         gpus=",".join(leases["gpu"].names) if "gpu" in leases else "",
         cores=",".join(leases["core"].names) if "core" in leases else "",
@@ -65,7 +65,7 @@ def job_of(
         debugger=debugger,
         debug_rank=settings.debug_rank,
         body=_file_of(item),
-        hash_seeds=marks.hash_seeds_of(item, needs.world_size),
+        hash_seeds=marked.hash_seeds_of(item, needs.world_size),
         **tracing_of(item, settings),
     )
 
@@ -78,7 +78,7 @@ def _file_of(item: pytest.Function) -> str:
 
 def scenario_of(item: pytest.Function, tried: Variation | None) -> str:
     """Return the scenario that a test is; '' for any other test, and for what a bisection runs of one."""
-    name: str = "" if tried is not None else marks.value(item, "scenario", "")
+    name: str = "" if tried is not None else marked.value(item, "scenario", "")
     return name
 
 

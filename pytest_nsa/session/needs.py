@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.settings import Settings
 
 OLDEST_TORCH = "2.6"
@@ -41,29 +41,29 @@ class Needs:
 
 def needs_of(item: pytest.Item, settings: Settings) -> Needs:
     """Return what a test on ranks needs."""
-    default = marks.DEFAULT_WORLD_SIZE if settings.outer is None else settings.outer.world_size
-    world_size = marks.size_of(item, default)
+    default = marked.DEFAULT_WORLD_SIZE if settings.outer is None else settings.outer.world_size
+    world_size = marked.size_of(item, default)
     gpu = item.get_closest_marker("gpu")
     gpus = 0 if gpu is None else gpu.kwargs.get("count") or min(world_size, settings.gpus)
     on_gpu = gpu is not None and not settings.fake_gpus
     # Under an outer launcher the GPUs have been assigned already, one per rank.
     own_gpu = on_gpu and (gpus >= world_size or settings.outer is not None)
-    cores = marks.value(item, "cores", 0)
+    cores = marked.value(item, "cores", 0)
     if settings.outer is not None:
         gpus = cores = 0
     return Needs(
         world_size=world_size,
         backend=""
-        if marks.makes_its_own_group(item)
-        else marks.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
+        if marked.makes_its_own_group(item)
+        else marked.value(item, "backend") or settings.backend or ("nccl" if own_gpu else "gloo"),
         device="cuda" if on_gpu else "cpu",
         gpus=gpus,
         share_gpus=gpu is not None and gpu.kwargs.get("share", False),
-        gpu_memory=0 if gpu is None else marks.memory_of(gpu) or 0,
+        gpu_memory=0 if gpu is None else marked.memory_of(gpu) or 0,
         cores=cores,
-        reuse=marks.reuse_scope(item),
+        reuse=marked.reuse_scope(item),
         is_cold=item.get_closest_marker("hash_seeds") is not None,
-        environment=marks.environment_of(item),
+        environment=marked.environment_of(item),
     )
 
 
@@ -74,7 +74,7 @@ def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
         "parallel": "ddp" if "ddp" in fixtures else "fsdp" if "fsdp" in fixtures else "none",
         "static_graph": item.get_closest_marker("static_graph") is not None,
         "fsdp_version": settings.fsdp_version,
-        "traces": marks.traces_of(item),
+        "traces": marked.traces_of(item),
         "check_divergence": settings.check_divergence or item.get_closest_marker("check_divergence") is not None,
     }
 

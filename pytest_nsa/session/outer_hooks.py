@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.junitxml import xml_key
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.launched import LaunchedRank
 from pytest_nsa.report import junit
@@ -209,7 +209,7 @@ class OuterHooks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """A test for another number of ranks than the launcher has started."""
-        if not marks.is_ranked(item):
+        if not marked.is_ranked(item):
             return
         wanted = needs_of(item, self.settings).world_size
         if wanted != self.outer.world_size:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa import marks
+from pytest_nsa import marked
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.announcements import Suspicions
@@ -244,7 +244,7 @@ class RankRunner:
     def _next_needs(self) -> Needs | None:
         """Return what the next test of this process needs; None when it needs no ranks, or is not known."""
         item = self.next_item
-        return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marks.is_ranked(item) else None
+        return needs_of(item, self.settings) if isinstance(item, pytest.Function) and marked.is_ranked(item) else None
 
     def _ranks_ahead(self, job: Job) -> GroupSpec | None:
         """Return the ranks to make ready while ``job`` runs."""
@@ -260,4 +260,4 @@ class RankRunner:
 
 def _is_expected(item: pytest.Function, verdict: Verdict) -> bool:
     """Return whether a test is marked to fail, in this way: there is nothing to narrow down."""
-    return item.get_closest_marker("xfail") is not None or marks.value(item, "fails_as") == verdict.cause
+    return item.get_closest_marker("xfail") is not None or marked.value(item, "fails_as") == verdict.cause

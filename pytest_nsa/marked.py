@@ -1,0 +1,89 @@
+"""What the marks and fixtures of a test request; `pytest_nsa.marks` declares and checks them."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+RANK_FIXTURES = ("ddp", "fsdp", "group")
+DEFAULT_WORLD_SIZE = 2
+SIZE = "ranks_of_world_size"  # the parameter of a test that runs on several numbers of ranks
+
+
+def sizes_of(mark: pytest.Mark) -> tuple[Any, ...]:
+    """Return the numbers of ranks that a mark names: world_size(2), world_size(1, 2, 4), or other suites' world_size([1, 2, 4])."""
+    first = mark.args[0] if len(mark.args) == 1 else None
+    return tuple(first) if isinstance(first, list | tuple) else mark.args
+
+
+def memory_of(mark: pytest.Mark) -> int | None:
+    """Bytes that a test needs on each of its GPUs, by ``gpu(memory='8GiB')``; None where it names none, or not in this form."""
+    found = re.fullmatch(r"([1-9]\d{0,6}) ?(MiB|GiB)", str(mark.kwargs.get("memory", "")))
+    return int(found[1]) << (30 if found[2] == "GiB" else 20) if found else None
+
+
+def size_of(item: pytest.Item, default: int) -> int:
+    """Return how many ranks a test runs on; ``default`` where its marks name no number."""
+    chosen = getattr(getattr(item, "callspec", None), "params", {}).get(SIZE)
+    mark = item.get_closest_marker("world_size")
+    sizes = (chosen,) if chosen is not None else sizes_of(mark) if mark is not None else ()
+    return sizes[0] if sizes else default
+
+
+def makes_its_own_group(item: pytest.Item) -> bool:
+    """Return whether a test's ranks are in no group until it makes one."""
+    mark = item.get_closest_marker("world_size")
+    return mark is not None and mark.kwargs == {"group": None}
+
+
+def is_ranked(item: pytest.Item) -> bool:
+    """Whether the test's body runs on ranks: by the mark world_size or a rank fixture."""
+    fixtures = getattr(item, "fixturenames", ())
+    return item.get_closest_marker("world_size") is not None or any(name in fixtures for name in RANK_FIXTURES)
+
+
+def environment_of(item: pytest.Item) -> dict[str, str]:
+    """Return the variables of the test's ranks: a mark on the function wins over its class's and its module's."""
+    found: dict[str, str] = {}
+    for mark in item.iter_markers("rank_env"):
+        found = {**mark.kwargs, **found}
+    return found
+
+
+def hash_seeds_of(item: pytest.Item, world_size: int) -> tuple[int, ...]:
+    """Return the hash seed of each rank by the mark, drawn where it names none; () without the mark."""
+    mark = item.get_closest_marker("hash_seeds")
+    if mark is None:
+        return ()
+    return mark.args or tuple(random.SystemRandom().sample(range(1, 1 << 32), world_size))
+
+
+def traces_of(item: pytest.Item) -> tuple[str, ...]:
+    """Return what the fixture `trace` records, by its mark under either name; () without it."""
+    marks = (item.get_closest_marker(name) for name in ("trace_kinds", "trace"))
+    return next((mark.args for mark in marks if mark is not None), ())
+
+
+def reuse_scope(item: pytest.Item) -> str:
+    """The id of the class or module whose tests share their ranks; '' without the mark."""
+    return next((node.nodeid for node, _ in item.iter_markers_with_node("reuse")), "")
+
+
+def has_fresh_group(item: pytest.Item) -> bool:
+    """Whether ranks that the test shares make a new group for it."""
+    return bool(option(item, "reuse", "group", "kept") == "fresh")
+
+
+def value(item: pytest.Item, name: str, default: Any = None) -> Any:
+    """The first argument of the closest mark ``name``, or ``default``."""
+    mark = item.get_closest_marker(name)
+    return mark.args[0] if mark is not None and mark.args else default
+
+
+def option(item: pytest.Item, name: str, keyword: str, default: Any = None) -> Any:
+    """A keyword of the closest mark ``name``, or ``default``."""
+    mark = item.get_closest_marker(name)
+    return mark.kwargs.get(keyword, default) if mark is not None else default
