@@ -100,7 +100,9 @@ def test_is_not_certain(result: ExampleResult, name: str) -> None:
         ("test_a_receive_that_is_recomputed", "p2p_unmatched", (1,)),
     ],
 )
-def test_what_something_shows_is_named_and_more_likely(result: ExampleResult, name: str, cause: str, ranks: tuple[int, ...]) -> None:
+def test_what_something_shows_is_named_and_more_likely(
+    result: ExampleResult, name: str, cause: str, ranks: tuple[int, ...]
+) -> None:
     verdict = result.verdicts[name]
     assert (verdict.cause, verdict.ranks) == (cause, ranks)
-    assert verdict.confidence >= 0.7
+    assert verdict.confidence > 0.5  # more than all other explanations together
