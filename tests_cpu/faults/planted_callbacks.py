@@ -112,7 +112,7 @@ def test_a_batch_more(ddp):
     Trainer(ddp, 2, "a batch more", [Loss(), Stop(), Save()]).fit()
 
 
-@planted("extra_collective", [1], n=2, marked=True)
+@planted("extra_collective", [1], n=2, marked=True, miss="a count of the rounds")
 def test_a_batch_more_of_two(ddp):
     Trainer(ddp, 1, "a batch more", [Stop(), Save()]).fit()
 

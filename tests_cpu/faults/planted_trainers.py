@@ -67,7 +67,7 @@ class Trainer:
             self.fire("on_epoch_end")
 
 
-@planted("extra_collective", [0], n=4, marked=True)
+@planted("extra_collective", [0], n=4, marked=True, miss="a count of the rounds")
 def test_callback_evaluates_on_main():
     """A callback under `rank == 0` calls evaluate, which reduces the score over all ranks; the others are in the broadcast of the next epoch's seed."""
     trainer = Trainer([Callback(), BestMetric()])

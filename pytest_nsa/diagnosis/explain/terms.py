@@ -51,7 +51,7 @@ def _path(path: Path) -> Callable[[Contrast], float]:
 
 
 def _order(order: Order, *, counted: bool) -> Callable[[Contrast], float]:
-    return lambda c: c.order is order and c.compared.is_counted == counted and not c.compared.is_likely
+    return lambda c: c.order is order and (c.compared.is_counted or c.compared.is_likely) == counted
 
 
 def _interposed(c: Contrast) -> float:
@@ -104,18 +104,18 @@ OWN: tuple[Term, ...] = (
 SHARED: tuple[Term, ...] = (
     Term("ahead, counted", "is ahead in the program, by steps and loop counters", _order(Order.AFTER, counted=True)),
     Term("behind, counted", "is behind in the program, by steps and loop counters", _order(Order.BEFORE, counted=True)),
-    Term("ahead by lines", "is ahead in the program, by its lines", _order(Order.AFTER, counted=False)),
-    Term("behind by lines", "is behind in the program, by its lines", _order(Order.BEFORE, counted=False)),
     Term(
-        "ahead by steps",
-        "is ahead in the program, by the steps of the training",
+        "steps ahead",
+        "is ahead by the steps of the training alone",
         lambda c: c.compared.is_likely and c.order is Order.AFTER,
     ),
     Term(
-        "behind by steps",
-        "is behind in the program, by the steps of the training",
+        "steps behind",
+        "is behind by the steps of the training alone",
         lambda c: c.compared.is_likely and c.order is Order.BEFORE,
     ),
+    Term("ahead by lines", "is ahead in the program, by its lines", _order(Order.AFTER, counted=False)),
+    Term("behind by lines", "is behind in the program, by its lines", _order(Order.BEFORE, counted=False)),
     Term(
         "ahead, new",
         "is ahead, in a call that no rank made before",
