@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import lzma
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from pytest_nsa.diagnosis.explain.edits import Edit, candidates
 from pytest_nsa.diagnosis.explain.rhythm import surprise
 from pytest_nsa.diagnosis.rules.calls import first_apart
 from pytest_nsa.evidence.load import load
-from tests_cpu.faults.recorded import unpack
+from tests_cpu.faults.recorded import GENERATED, unpack
 
 
 def test_what_rounds_lead_to_surprises_least() -> None:
@@ -80,3 +82,25 @@ def test_a_fit_finds_the_edit_that_a_term_tells(monkeypatch: pytest.MonkeyPatch)
         made.append(fit.Row("drawn", ("skip", "skip"), values, frozenset({right}), 1.0))
     column = fit.fitted(made)["skip"]
     assert column["tells"] > 2 * abs(column.get("noise", 0.0))
+
+
+def test_recorded_programs_name_no_path_of_the_machine_that_ran_them() -> None:
+    archives = sorted(GENERATED.glob("*.tar.xz"))
+    assert archives
+    for archive in archives:
+        data = lzma.decompress(archive.read_bytes())
+        assert not set(re.findall(rb"/(?:home|root|tmp|work|opt)/[a-z.]+", data)), archive.name
+
+
+@pytest.mark.slow
+def test_the_table_that_is_shipped_is_the_fit_to_the_recorded_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
+    import fit
+
+    again, shipped = fit.fitted(fit.rows(tmp_path)), choose.weights()
+    assert set(again) == set(shipped)
+    for kind, column in shipped.items():
+        for name, weight in column.items():
+            assert again[kind].get(name, 0.0) == pytest.approx(weight, abs=0.1), (kind, name)

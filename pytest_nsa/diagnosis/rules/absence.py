@@ -1,7 +1,4 @@
-"""Ranks that never reached what the others wait in: they ended their test, or nothing more is known of them.
-
-Workers of an engine: a rank that reads its next request, while others wait in a call that it made in earlier ones.
-"""
+"""Ranks that never reached what the others wait in: they ended their test, serve the next request, or nothing more is known."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Findings of a call that some ranks made alone, or that they alone left out.
-
-Where ranks went apart, which may be before the call in which they stall.
-
-Findings that rest on a tie: as many ranks did the one as did the other, in no earlier round, under no condition on the rank.
-
-Nothing then shows which side is wrong. Such a finding names what is the more likely, and is not certain.
-"""
+"""Findings of a call that some ranks made alone or skipped alone: the line at which ranks first differ, and what rests on a tie."""
 
 from __future__ import annotations
 

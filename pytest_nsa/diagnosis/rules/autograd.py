@@ -1,7 +1,4 @@
-"""What torch itself states about autograd and DDP: translated, never guessed.
-
-Gradients that never arrived in a backward that ended, as a requested trace found.
-"""
+"""What torch itself states about autograd and DDP, and gradients that never arrived."""
 
 from __future__ import annotations
 

@@ -34,12 +34,11 @@ def ends_of_chains(halves: dict[int, Collective], world_size: int) -> set[int]:
 
 
 def of_the_circle(evidence: Evidence, ranks: set[int], halves: dict[int, Collective]) -> tuple[int, ...]:
-    """Return, of two whose tags differ, the one with an old tag, another than other ranks had at its line, or another than ranks
-    outside of the circle wait for or have used last, else both. Else the one out of its round, the first round counted; else the
-    one that alone has a partner which it never had at its line, or came to it from where no rank did; else the one in a later round
-    of its loops than who waits for it; else the one rank of a circle that completed, else entered, fewer of the calls that are
-    waited for than other ranks did at the same line; else the one out of its later rounds; else the one that has entered its line
-    once more than all others; else the one that more ranks wait for than for any other; all of them where there is none.
+    """Return the ranks of a circle that are likely to blame.
+
+    Of two ranks with different tags: the one with an old tag, or with another tag than other ranks had at its line; else both. Else
+    the one that came to its call from where no rank did before; the one in a later round; the one that made fewer of the calls that
+    are waited for, or entered its line once more; the one that most wait for. All of them where nothing tells.
     """
     # How many calls were made, and who waits for one of the two, does not tell which tag is wrong.
     if _differ_by_tag(ranks, halves):

@@ -1,8 +1,5 @@
-"""The rank itself: died, raised, exited, never came. First cause, not first line: victims' messages are known as such.
-
-The network that a group needs: an interface that is down, a host name that resolves to nothing, a port that is taken.
-
-What is known of a rank's GPU: whether the rank waits for it, and what CUDA and the driver report of it.
+"""The rank itself: died, raised, exited, never came; the network that its group needs; its GPU. First cause, not first line: a
+victim's message is known as such.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Groups that never form: made by some ranks alone, in another order, or of other members.
-
-Which ranks a group is made of, as each rank names them where it makes the group.
-
-How ranks call themselves where they make a default group: a number twice, or sizes of the world that are not the same.
+"""Groups that never form: made by some ranks alone, in another order, of other members, or by ranks that do not agree on their
+numbers and on the size of the world.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The send or receive that a rank left out, by its own calls so far: what they expect next, and another rank waits for.
-
-Sends and receives of which the program dropped the Work without a wait: gloo forgets the message with it.
-"""
+"""Sends and receives that a rank owes: skipped, by its own calls so far, or dropped by the program without a wait."""
 
 from __future__ import annotations
 

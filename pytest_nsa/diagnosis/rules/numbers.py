@@ -1,7 +1,4 @@
-"""Numbers that are wrong: a loss that is not finite, gradients and parameters that ought to be equal on all ranks and are not.
-
-Snapshots that are to be written, and that ranks have different values for.
-"""
+"""Numbers that are wrong: a loss that is not finite, gradients and parameters that differ, snapshots with several values."""
 
 from __future__ import annotations
 

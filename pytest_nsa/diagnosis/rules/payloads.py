@@ -1,10 +1,4 @@
-"""What ranks gave to a collective and what it expects: sizes and dtypes that do not fit.
-
-What the calls that meet must agree on, where a test ended well all the same: no backend compares it, and wrong numbers arrive.
-
-Of every operation the element type; of those that have them the reduction and the root; element counts where the operation fixes
-them; of two halves of a message the type, and a buffer that the message fits into.
-"""
+"""What ranks give to a call and what it expects: element types, counts, reductions and roots that do not fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Why ranks left the others' order, by what is known beyond their calls: steps, ways through the model, hooks, threads, loaders.
-
-Steps that went otherwise on some ranks than on the others: why a collective was skipped.
-"""
+"""Why ranks left the common order, by what is known besides their calls: steps, ways through the model, hooks, threads, loaders."""
 
 from __future__ import annotations
 

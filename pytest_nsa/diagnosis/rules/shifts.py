@@ -1,7 +1,4 @@
-"""Calls that are one off: paired with another rank's call of another line, or left out of a round of several groups' calls.
-
-Rounds over all groups, sends and receives: what each rank's own calls so far expect, and which ranks depart from that.
-"""
+"""Calls that are one off, and rounds over all groups: what each rank's own calls so far expect, and who departs from it."""
 
 from __future__ import annotations
 

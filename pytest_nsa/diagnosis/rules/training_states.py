@@ -1,7 +1,4 @@
-"""Why ranks have diverged, where their checksums tell: what they loaded, or set their optimizer to, is not what others did.
-
-Which line has changed parameters, or gradients after their reduction, on some ranks and not, or otherwise, on others.
-"""
+"""Why replicas differ: what ranks loaded or set their optimizer to, and the line that changed parameters or gradients."""
 
 from __future__ import annotations
 

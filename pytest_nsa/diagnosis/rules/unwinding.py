@@ -1,9 +1,4 @@
-"""A rank that raised, and has come no further than its own cleanup: a ``finally``, an ``__exit__``, an ``except`` that raises.
-
-What it is blocked in there, and what the others wait for, follow from the exception.
-
-A thread or a task of a rank that raised, and that the ranks wait for.
-"""
+"""Exceptions that others wait behind: of a rank that is blocked in its cleanup, of a thread, or of a task."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Ranks that wait for a message from, or to, one that has done its part: the waiter is wrong, not whom it waits for.
-
-Ranks that wait for a message or a key while the others wait in a collective, or the reverse: which of the two sides went on.
+"""Ranks that wait for a message or a key where the others wait for something else: which of the two sides went on, and whether
+the waiter is wrong or the rank that it waits for.
 """
 
 from __future__ import annotations
