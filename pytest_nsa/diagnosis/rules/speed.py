@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from pytest_nsa.diagnosis.explain.locations import line_of_its_loop
 from pytest_nsa.diagnosis.explain.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
@@ -57,7 +59,7 @@ def _many_nodes(rank: RankEvidence) -> bool:
 
 def straggler(evidence: Evidence) -> Finding | None:
     """Find that the ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
-    if evidence.stop not in ("deadline", "host_died") or not evidence.moved_at_stop:
+    if evidence.stop not in ("deadline", "host_died") or not (evidence.moved_at_stop or _is_between_steps(evidence)):
         return None
     late = _always_last(evidence) or _waited_for(evidence)
     if not late:
@@ -105,6 +107,19 @@ def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
     if since < WITHOUT_END * max(usual, MANY_TIMES):
         return ""
     return f"it has called modules {since:,} times since its latest collective; before, and on other ranks, {usual:,} at most"
+
+
+def _is_between_steps(evidence: Evidence) -> bool:
+    """Return whether the stall at the end is no longer than those before it were: with slow steps nothing moves for a while."""
+    times = sorted(
+        b["time"]
+        for r in evidence.ranks
+        for a, b in itertools.pairwise(r.heartbeats)
+        if a["collectives"] != b["collectives"]
+    )
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    long = [gap for gap in gaps if gap > 0.5 * evidence.stood_still_s]
+    return len(long) >= 2 and evidence.stood_still_s <= 2 * max(gaps)
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
@@ -174,7 +189,7 @@ def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
 
 def slow(evidence: Evidence) -> Finding | None:
     """Find that the deadline came while the ranks still moved."""
-    if evidence.stop != "deadline" or not evidence.moved_at_stop:
+    if evidence.stop != "deadline" or not (evidence.moved_at_stop or _is_between_steps(evidence)):
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
     moving = moving or [r for r in evidence.ranks if not r.finished]
