@@ -17,7 +17,7 @@ from pytest_nsa.diagnosis.explain.edits import Calls, Candidate, candidates
 from pytest_nsa.diagnosis.explain.terms import words_of
 from pytest_nsa.evidence.values import Evidence
 
-CERTAIN = 0.95  # of a probability: above it, cross-validation finds one wrong in two hundred
+CERTAIN = 0.95  # of a probability
 MOST_TERMS = 4  # that a verdict prints
 Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 

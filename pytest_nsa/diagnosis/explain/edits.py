@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
@@ -42,18 +41,13 @@ class Candidate:
     ranks: Ranks
     others: Ranks
     contrast: Contrast
-    sizes: Sizes
+    values: Mapping[str, float]  # of its terms, by name
     is_for_all: bool = False
 
     @property
     def kind(self) -> str:
         """The column of the table of weights."""
         return self.edit.name.lower() + (" by all" if self.is_for_all else "")
-
-    @cached_property
-    def values(self) -> dict[str, float]:
-        """The values of its terms, by name."""
-        return values_of(self.contrast, self.sizes, for_all=self.is_for_all)
 
 
 def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
@@ -69,15 +63,16 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         one, other = _representative(evidence, ranks), _representative(evidence, others)
         contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
         contrasts.setdefault((other, one), contrast.turned)
+        values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
         for edit in edits:
-            sizes = Sizes(len(ranks), len(others), len(sides))
-            found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, sizes))
+            found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
+        values = values_of(contrast, sizes, for_all=True)
         for edit in (Edit.MISMATCH, Edit.ORDER):
-            found[edit, everybody, ()] = Candidate(edit, everybody, (), contrast, sizes, is_for_all=True)
+            found[edit, everybody, ()] = Candidate(edit, everybody, (), contrast, values, is_for_all=True)
     return list(found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.explain.branches import names_the_rank
@@ -82,7 +83,7 @@ def skipped(
     )
 
 
-def of_an_earlier_call(evidence: Evidence, entered: dict[int, Collective]) -> Finding | None:
+def of_an_earlier_call(evidence: Evidence, entered: Mapping[int, Collective]) -> Finding | None:
     """Find that some ranks left a call out before, or at, the one in which ranks differ, and met the others in it all the same."""
     found = parted_before(evidence, entered)
     if found is None:

@@ -23,7 +23,7 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_apart(evidence)
     if entered is None or _raised_before(evidence, entered):
         return None
-    return of_a_shift(evidence) or of_an_earlier_call(evidence, dict(entered)) or finding_of(evidence, entered)
+    return of_a_shift(evidence) or of_an_earlier_call(evidence, entered) or finding_of(evidence, entered)
 
 
 def waiting_apart(evidence: Evidence) -> Finding | None:
