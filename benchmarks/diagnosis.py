@@ -2,7 +2,7 @@
 
     python benchmarks/diagnosis.py --json benchmarks/results/diagnosis.json [--tools [N]]
 
-Every fault of the modules `MODULES` of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s; those in
+Every fault of tests_cpu/faults is run as a user's test would be, with `ranks_hang_after` = 3 s; those in
 libraries, where these are installed. Times to announcement and to verdict are counted from when the ranks stalled. Then two ranks
 make 1,000 healthy steps with both cores busy: any announcement there is a false alarm.
 ``--tools`` runs the same functions on ranks without this plugin: as torch leaves them (its own time limit 8 s), with
@@ -36,11 +36,9 @@ from figures import keep
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MODULES = (
-    "groups", "loops", "order", "ranks", "standing", "training", "pipelines", "wrapped", "services", "trainers", "data", "byhand",
-    "upkeep", "limits", "later", "runs", "waits", "meshes", "silent", "rounds", "counts", "callbacks", "apart", "roles", "beside",
-    "exchanges", "schedules", "threads", "shares", "states", "turns", "reports", "libraries",
-)  # fmt: skip
+MODULES = tuple(
+    path.stem.removeprefix("planted_") for path in sorted((ROOT / "tests_cpu" / "faults").glob("planted_*.py"))
+)
 TOOL_LIMIT_S = 20
 HEALTHY = """
 import subprocess, sys

@@ -42,8 +42,8 @@ class Planted(NamedTuple):
     cause: str
 
 
-ONE_GROUP = Planted("loops", "test_one_batch_less_in_a_trainer", 1, "skipped_collective")  # three ranks
-GROUPS = Planted("apart", "test_a_look_at_a_whole_weight", 1, "extra_collective")  # a mesh of two by two
+ONE_GROUP = Planted("trainer_callbacks", "test_one_batch_less_in_a_trainer", 1, "skipped_collective")  # three ranks
+GROUPS = Planted("training_saves", "test_a_look_at_a_whole_weight", 1, "extra_collective")  # a mesh of two by two
 SKIPS = """
 import torch, torch.distributed as dist
 from pytest_nsa import world_size

@@ -62,7 +62,7 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     verdict = "from pytest_nsa.diagnosis.verdict import"
     edit(engine, verdict, f"from pytest_nsa.diagnosis.rules import clocks\n{verdict}")
     edit(engine, "    exits.rank_raised,\n", "    clocks.skewed,\n    exits.rank_raised,\n")
-    planted = copy / "tests_cpu" / "faults" / "planted_ranks.py"
+    planted = copy / "tests_cpu" / "faults" / "planted_exceptions.py"
     planted.write_text(planted.read_text() + "\n\n" + code(fault), encoding="utf-8")
     without_pages = run(copy, "tests_cpu/diagnosis/test_causes.py")
     assert "test_the_documentation_lists_the_registry" in without_pages  # the cause has no page yet
@@ -140,11 +140,11 @@ def test_each_module_of_faults_has_its_subject_and_its_rows() -> None:
         subprocess.run(
             [*command, *words], cwd=ROOT, text=True, capture_output=True, timeout=60, check=True
         ).stdout.splitlines()
-        for words in ([], ["planted_ranks", "rank_died"])
+        for words in ([], ["planted_crashes_and_exits", "rank_died"])
     )
     assert {line.split()[0] for line in every if line.startswith(("planted_", "healthy"))} == there
-    rows = [line.split() for line in chosen if line.startswith("planted_ranks ")]
+    rows = [line.split() for line in chosen if line.startswith("planted_crashes_and_exits ")]
     assert len(rows) == int(chosen[0].split()[0]) > 0
     assert all(row[2] == "rank_died" and row[4].isdigit() for row in rows)
-    killed = ["planted_ranks", "test_is_killed", "rank_died", "1", "2"]
+    killed = ["planted_crashes_and_exits", "test_is_killed", "rank_died", "1", "2", "crash", "first", "corpus"]
     assert killed in rows, rows

@@ -19,7 +19,10 @@ from pytest_nsa.wire import messages
 from tests_cpu.faults.recorded import unpack
 
 FOLDER = Path(__file__).with_name("schemas")
-TAKEN = (("payloads", "test_a_send_that_is_dropped"), ("payloads", "test_a_gather_of_fewer_in_one_round"))
+TAKEN = (
+    ("point_to_point", "test_a_send_that_is_dropped"),
+    ("collective_arguments", "test_a_gather_of_fewer_in_one_round"),
+)
 
 
 def current() -> str:

@@ -15,9 +15,9 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.testing import run_example
 from tests_cpu.diagnosis.test_evidence import make_folder
+from tests_cpu.faults.test_corpus import MODULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "causes"
-PLANTED = ("groups", "loops", "order", "ranks", "standing", "training")
 # The closed list of the plan: other tools read these names.
 NAMES = """
 skipped_collective extra_collective collective_mismatch group_order_deadlock p2p_unmatched
@@ -65,7 +65,7 @@ def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
 def test_every_cause_is_planted() -> None:
     planted = {
         f.planted.cause
-        for module in PLANTED
+        for module in MODULES
         for f in vars(importlib.import_module(f"tests_cpu.faults.planted_{module}")).values()
         if hasattr(f, "planted")
     }

@@ -28,7 +28,7 @@ LIMIT_S = 60
 MEMORY = 1 << 30  # bytes that a command may add to those of this process
 IMAGE, TITLE = "<img src=x onerror=x>", "\x1b]0;owned\x07"
 LARGE, HUGE = "9" * 401, 20 << 30
-TESTS = {"ranks": 2, "standing": 1, "order": 1, "schedules": 1}
+TESTS = {"crashes_and_exits": 2, "waits_and_io": 1, "collective_order": 1, "point_to_point": 1}
 SEEDS = 320
 BLOCKS = 16
 

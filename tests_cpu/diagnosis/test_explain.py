@@ -39,7 +39,7 @@ def test_a_surprise_depends_on_the_latest_calls_alone() -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return unpack("loops", tmp_path_factory.mktemp("loops"))
+    return unpack("trainer_callbacks", tmp_path_factory.mktemp("trainer_callbacks"))
 
 
 def test_the_explanation_is_in_the_verdict(recorded: dict[str, Path]) -> None:

@@ -22,7 +22,7 @@ from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
 from tests_cpu.faults.recorded import ARCHIVES
 
-MODULES = ("groups", "ranks", "standing", "training", "later")
+MODULES = ("groups_and_meshes", "crashes_and_exits", "waits_and_io", "training_steps", "collectives_on_devices")
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 62, 10**30, 1e308, float("nan"), "", "x", "\x1b]0;title\x07", "rank", [], [[]], {}, {"": None},
     [None, 1],

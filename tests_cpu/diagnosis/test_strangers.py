@@ -27,7 +27,7 @@ SECRET = "root-only-7711"
 
 def make_run(root: Path, *, keep_sources: bool = True) -> tuple[Path, Path]:
     """Make a run of one recorded test; return it and the test's folder."""
-    found = unpack("ranks", root / "recorded")
+    found = unpack("crashes_and_exits", root / "recorded")
     run = root / "test_engineer_20260101_000000"
     run.mkdir()
     test = run / "test_recorded"

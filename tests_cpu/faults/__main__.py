@@ -9,12 +9,12 @@ from types import ModuleType
 
 from tests_cpu.faults import test_corpus
 
-HEAD = ("module", "test", "cause", "ranks", "world size", "needs", "miss")
+HEAD = ("module", "test", "cause", "ranks", "world size", "family", "origin", "needs", "miss")
 HEALTHY_HEAD = ("module", "test", "world size")
 
 
 def planted_rows() -> list[tuple[str, ...]]:
-    """Return a row per planted fault: its module, test, cause, culprit ranks, world size, library, and what a known miss lacks."""
+    """Return a row per planted fault, with the columns of `HEAD`; `miss` is what a known miss lacks."""
     rows = []
     for module in test_corpus.MODULES:
         loaded = test_corpus.planted_module(module)
@@ -27,6 +27,8 @@ def planted_rows() -> list[tuple[str, ...]]:
                     fault.cause,
                     ranks,
                     world_size(loaded, name),
+                    fault.family,
+                    fault.origin,
                     fault.needs,
                     fault.miss,
                 )

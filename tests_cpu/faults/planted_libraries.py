@@ -1,8 +1,4 @@
-"""Faults inside of programs of Lightning, Fabric, accelerate, transformers and torchmetrics, as users of these plant them.
-
-Each needs its library where it is run; the rules are tested on what it left (`--record`) without. HERE marks the line of the user's
-own code.
-"""
+"""Programs of Lightning, Fabric, accelerate, transformers and torchmetrics. Each needs its library where it is run live."""
 
 from __future__ import annotations
 
@@ -10,15 +6,12 @@ import os
 import tempfile
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests_cpu.faults.planting import planted
-
-pytestmark = pytest.mark.timeout(40)  # on a busy machine the libraries alone take 12 s to import
 
 
 def loader(rows: int = 32) -> DataLoader[Any]:
@@ -51,7 +44,7 @@ def fit(*callbacks: Any, rows: int = 32, step: Any = None, **options: Any) -> No
     trainer.fit(Module(), loader(rows))
 
 
-@planted("extra_collective", [0], marked=True, needs="lightning")
+@planted("extra_collective", [0], marked=True, needs="lightning", family="extra", origin="libraries")
 def test_a_lightning_callback_that_only_rank_0_has(group):
     import lightning
 
@@ -63,7 +56,7 @@ def test_a_lightning_callback_that_only_rank_0_has(group):
     fit(Report())
 
 
-@planted("extra_collective", [1], n=3, marked=True, needs="lightning")
+@planted("extra_collective", [1], n=3, marked=True, needs="lightning", family="extra", origin="libraries")
 def test_lightning_logs_over_ranks_where_one_loss_is_large(group):
     def step(module, loss, index):
         if index == 4 and module.global_rank == 1:
@@ -72,7 +65,7 @@ def test_lightning_logs_over_ranks_where_one_loss_is_large(group):
     fit(step=step)
 
 
-@planted("extra_collective", [0], n=2, marked=True, needs="lightning")
+@planted("extra_collective", [0], n=2, marked=True, needs="lightning", family="extra", origin="libraries")
 def test_lightning_saves_on_rank_0_alone(group):
     import lightning
 
@@ -84,12 +77,7 @@ def test_lightning_saves_on_rank_0_alone(group):
     fit(Save())
 
 
-@planted("skipped_collective", [2], n=3, needs="lightning")
-def test_lightning_has_less_data_on_one_rank(group):
-    fit(rows=20 if group.rank == 2 else 32)
-
-
-@planted("extra_collective", [0], n=2, marked=True, needs="lightning")
+@planted("extra_collective", [0], n=2, marked=True, needs="lightning", family="extra", origin="libraries")
 def test_fabric_averages_on_rank_0_alone(group):
     from lightning.fabric import Fabric
 
@@ -115,7 +103,7 @@ def accelerated(rows: int = 32) -> Any:
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader(rows))
 
 
-@planted("extra_collective", [0], n=2, marked=True, needs="accelerate")
+@planted("extra_collective", [0], n=2, marked=True, needs="accelerate", family="extra", origin="libraries")
 def test_accelerate_gathers_on_the_main_process(group):
     accelerator, model, optimizer, data = accelerated(64)
     for number, (batch,) in enumerate(data):
@@ -127,32 +115,7 @@ def test_accelerate_gathers_on_the_main_process(group):
             print(accelerator.gather(loss.detach()).mean())  # HERE
 
 
-@planted("skipped_collective", [1], n=2, needs="accelerate")
-def test_accelerate_leaves_the_loop_on_one_rank(group):
-    accelerator, model, optimizer, data = accelerated(64)
-    for number, (batch,) in enumerate(data):
-        loss = model(batch).square().mean()
-        if number == 3 and accelerator.process_index == 1:
-            break  # its loss was no number
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.wait_for_everyone()
-
-
-@planted("skipped_collective", [2], n=3, needs="accelerate")
-def test_accelerate_waits_for_everyone_but_one(group):
-    accelerator, model, optimizer, data = accelerated(96)
-    for (batch,) in data:
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    if accelerator.process_index != 2:
-        accelerator.wait_for_everyone()
-    accelerator.gather(torch.ones(1))
-
-
-@planted("extra_collective", [1], n=2, marked=True, needs="torchmetrics")
+@planted("extra_collective", [1], n=2, marked=True, needs="torchmetrics", family="extra", origin="libraries")
 def test_a_metric_is_computed_on_one_rank(group):
     from torchmetrics.classification import MulticlassAccuracy
 
@@ -166,7 +129,7 @@ def test_a_metric_is_computed_on_one_rank(group):
     dist.barrier()
 
 
-@planted("extra_collective", [0], n=2, needs="transformers")
+@planted("extra_collective", [0], n=2, needs="transformers", family="extra", origin="libraries")
 def test_a_transformers_callback_evaluates_on_rank_0(group):
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -183,3 +146,33 @@ def test_a_transformers_callback_evaluates_on_rank_0(group):
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Evaluate()]).train()
+
+
+@planted("skipped_collective", [2], n=3, needs="lightning", family="skip", origin="libraries")
+def test_lightning_has_less_data_on_one_rank(group):
+    fit(rows=20 if group.rank == 2 else 32)
+
+
+@planted("skipped_collective", [1], n=2, needs="accelerate", family="skip", origin="libraries")
+def test_accelerate_leaves_the_loop_on_one_rank(group):
+    accelerator, model, optimizer, data = accelerated(64)
+    for number, (batch,) in enumerate(data):
+        loss = model(batch).square().mean()
+        if number == 3 and accelerator.process_index == 1:
+            break  # its loss was no number
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+
+
+@planted("skipped_collective", [2], n=3, needs="accelerate", family="skip", origin="libraries")
+def test_accelerate_waits_for_everyone_but_one(group):
+    accelerator, model, optimizer, data = accelerated(96)
+    for (batch,) in data:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.process_index != 2:
+        accelerator.wait_for_everyone()
+    accelerator.gather(torch.ones(1))

@@ -17,12 +17,43 @@ import pytest_nsa
 from pytest_nsa.evidence.source import LOCATION
 
 AT = 3  # the step in which a fault happens
+# What one edit did to a program that is right on every rank.
+FAMILIES = {
+    "skip": "a call, message, key or batch is left out",
+    "extra": "a call or message is added",
+    "swap": "two calls or messages change places",
+    "mismatch": "a call has another operation, size, type or tag",
+    "wrong_peer": "a message goes to, or is expected from, another rank",
+    "dropped": "the Work of a message is not kept",
+    "key": "a key of a store has another name",
+    "group": "a group is not made, or made otherwise",
+    "meeting": "the first group does not form: address, port, rank, size",
+    "branch": "the forward takes another branch",
+    "hook": "a hook has a collective",
+    "unused": "a parameter gets no gradient",
+    "autograd": "the graph or its recomputation is not what DDP expects",
+    "numbers": "values, gradients or replicas become wrong",
+    "raise": "an exception",
+    "exit": "the process ends",
+    "crash": "a signal ends the process",
+    "stop": "a signal stops the process",
+    "memory": "memory runs out",
+    "lock": "a lock, queue or thread is waited for",
+    "loader": "a data loader's worker stalls or dies",
+    "sleep": "a sleep or a poll",
+    "io": "a file, pipe or socket is waited for",
+    "child": "a child process is waited for",
+    "endless": "a loop does not end",
+    "busy": "native code or a compiler runs, or keeps the GIL",
+    "slow": "a step takes longer",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planted:
     """The verdict that a planted fault must get. ``where`` is a part of its location; ``reason`` a part of its reason.
 
+    ``family`` is the kind of edit (`FAMILIES`); ``origin``, where the program comes from: an issue, a set and its date, a seed.
     ``needs`` is a library without which it cannot be run live. With ``marked``, its line is one that ends in
     ``# HERE`` in the fault's module, or one of the same statement. ``miss``: the fact that is missing where the verdict is another
     one, and not certain: a known miss.
@@ -32,6 +63,8 @@ class Planted:
     ranks: tuple[int, ...]
     where: str
     reason: str
+    family: str
+    origin: str
     marked: bool = False
     needs: str = ""
     miss: str = ""
@@ -57,6 +90,8 @@ def planted(
     cause: str,
     ranks: Sequence[int],
     *,
+    family: str,
+    origin: str,
     n: int = 2,
     where: str = "",
     reason: str = "",
@@ -64,12 +99,20 @@ def planted(
     needs: str = "",
     miss: str = "",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for a test on ``n`` ranks with a fault, with the cause and ranks that its verdict must name."""
+    """Return a decorator for a test on ``n`` ranks with a fault, with the cause and ranks that its verdict must name.
+
+    Raise ValueError for a family that is not in `FAMILIES`, or an empty origin.
+    """
+    if family not in FAMILIES or not origin:
+        raise ValueError(
+            f"planted(family={family!r}, origin={origin!r}): a family of {', '.join(FAMILIES)}, and an origin"
+        )
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
         expected = Planted(
-            cause=cause, ranks=tuple(ranks), where=where, reason=reason, marked=marked, needs=needs, miss=miss
-        )
+            cause=cause, ranks=tuple(ranks), where=where, reason=reason, family=family, origin=origin, marked=marked,
+            needs=needs, miss=miss,
+        )  # fmt: skip
         function.planted = expected  # type: ignore[attr-defined]
         return pytest_nsa.world_size(n)(function)
 

@@ -17,19 +17,11 @@ import pytest
 
 from pytest_nsa.testing import ExampleResult, run_in
 from pytest_nsa.wire.files import read_lines
-from tests_cpu.faults.planting import Planted
+from tests_cpu.faults.planting import FAMILIES, Planted
 from tests_cpu.faults.recorded import record
-from tests_cpu.plugin.test_faults import EXPECTED
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (
-    "groups", "loops", "order", "ranks", "standing", "training",
-    "pipelines", "wrapped", "services", "trainers", "data", "byhand", "upkeep", "limits", "later",
-    "runs", "waits", "meshes", "silent", "libraries", "rounds", "counts", "callbacks", "apart", "roles", "beside",
-    "exchanges",
-    "schedules", "threads", "shares", "states", "turns", "reports", "sides", "replicas", "onward", "members", "payloads",
-    "missing",
-)  # fmt: skip
+MODULES = tuple(path.stem.removeprefix("planted_") for path in sorted(Path(__file__).parent.glob("planted_*.py")))
 
 
 def planted_module(module: str) -> ModuleType:
@@ -48,8 +40,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ExampleResul
     return {}
 
 
-# In make test: modules with evidence of each kind. Each module is a session of its own, which takes seconds to start.
-SAMPLED = ("standing",)
+# In make test: a fault per kind of evidence that tests_cpu/plugin/test_faults.py does not plant. Each module is a session, which
+# takes seconds to start.
+SAMPLE = {
+    ("busy_code", "test_native_code_holds_the_gil"),
+    ("hooks_and_recomputation", "test_backward_waits_for_a_backward_in_another_thread"),
+    ("loaders", "test_a_loader_s_worker_sleeps"), ("slow_code", "test_a_long_native_call"),
+    ("slow_code", "test_one_rank_needs_seconds_for_a_step"), ("waits_and_io", "test_opens_a_fifo"),
+    ("waits_and_io", "test_waits_for_a_child"),
+}  # fmt: skip
 # Together they take minutes of the cores' time: for make slow.
 HEAVY = (
     "test_a_long_product", "test_a_compile_that_takes_long", "test_one_rank_is_slow",
@@ -57,17 +56,6 @@ HEAVY = (
     "test_one_rank_of_four_is_slow",  # where the time is up while it waits itself, it is slow and no straggler
     "test_long_python", "test_a_long_forward",
 )  # fmt: skip
-
-
-def sample() -> set[tuple[str, str]]:
-    """Return (module, test) of a fault per kind of evidence: one per cause of what stalls or dies by itself."""
-    first: dict[str, tuple[str, str]] = {}
-    planted_there = {cause for _, cause, _ in EXPECTED.values()}
-    for module in SAMPLED:
-        for name, fault in faults(module).items():
-            if fault.cause not in planted_there and name not in HEAVY:
-                first.setdefault(fault.cause, (module, name))
-    return set(first.values())
 
 
 def chosen(request: pytest.FixtureRequest, module: str) -> list[str]:
@@ -86,12 +74,18 @@ def run(module: str, names: list[str], folder: Path) -> ExampleResult:
     return run_in(folder, "-p", "xdist", "-n", "3", *arguments, *tests, timeout=280)
 
 
-SAMPLE = sample()
 FAULTS = [
     pytest.param(module, name, marks=() if (module, name) in SAMPLE else pytest.mark.slow)
     for module in MODULES
     for name in faults(module)
 ]
+
+
+def test_every_fault_has_a_family_and_an_origin_and_one_home() -> None:
+    every = [(name, fault) for module in MODULES for name, fault in faults(module).items()]
+    assert len({name for name, _ in every}) == len(every)
+    assert {fault.family for _, fault in every} == set(FAMILIES)
+    assert all(fault.origin for _, fault in every)
 
 
 @pytest.mark.parametrize(("module", "name"), FAULTS)
