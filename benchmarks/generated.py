@@ -52,9 +52,9 @@ def run(
     )  # fmt: skip
     lines = (folder / "artifacts" / "latest" / "verdicts.jsonl").read_text().splitlines()
     verdicts = {v["nodeid"].rpartition("::")[2]: v for v in map(json.loads, lines)}
-    counted = [p for p in programs if count_passed or verdicts[p.name]["cause"]]
+    counted = [p for p in programs if count_passed or verdicts[p.name].get("cause")]
     if record:
-        keep_evidence(record, [p for p in programs if verdicts[p.name]["cause"]], folder)
+        keep_evidence(record, [p for p in programs if verdicts[p.name].get("cause")], folder)
     right, by_kind, wrong = Counter[str](), Counter[str](), []
     for p in counted:
         verdict = verdicts[p.name]
