@@ -28,14 +28,16 @@ sys.path.insert(0, str(ROOT))
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
+from pytest_nsa.diagnosis.rules.absence import left_behind  # noqa: E402
 from pytest_nsa.diagnosis.rules.calls import first_apart, held_apart  # noqa: E402
+from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
 from tests_cpu.faults.recorded import GENERATED, unpack  # noqa: E402
 from tests_cpu.faults.test_corpus import MODULES, faults  # noqa: E402
 
 TABLE = ROOT / "pytest_nsa" / "diagnosis" / "explain" / "weights.json"
-PENALTY = 5e-4  # of a squared weight, per row
+PENALTY = 6e-4  # of a squared weight, per fault
 AS_MANY = 60  # written faults as an archive of generated programs counts for
 LEAST = 0.05  # of a weight that is kept
 # What a recorded cause may be as an edit: some name why a call was skipped, or made otherwise.
@@ -44,7 +46,15 @@ CAUSES = {
     Edit.EXTRA: ("extra_collective", "hook_deadlock"),
     Edit.MISMATCH: ("collective_mismatch", "hook_deadlock"),
     Edit.ORDER: ("group_order_deadlock",),
+    Edit.UNANSWERED: ("p2p_unmatched",),
+    Edit.UNASKED: ("p2p_unmatched",),
+    Edit.MISDIRECTED: ("p2p_unmatched",),
 }
+# By rule, what ranks are in that it explains.
+ENTERED = {
+    "calls.departed": first_apart, "calls.waiting_apart": held_apart, "messages.unpaired": held_in_messages,
+    "absence.left_alone": left_behind,
+}  # fmt: skip
 Weights = dict[str, dict[str, float]]
 
 
@@ -62,9 +72,10 @@ class Row:
 def row_of(file: str, evidence: Evidence, causes: Collection[str], ranks: Sequence[int], weight: float) -> Row | None:
     """Return the row of a fault that is explained by an edit; None of any other."""
     with patch.object(choose, "weights", dict):  # which edit is chosen changes nothing in whether one is
-        if diagnose(evidence).rule not in ("calls.departed", "calls.waiting_apart"):
-            return None
-    entered = first_apart(evidence) or held_apart(evidence) or {}
+        rule = diagnose(evidence).rule
+    entered = ENTERED[rule](evidence) if rule in ENTERED else None
+    if not entered:
+        return None
     found = candidates(evidence, entered)
     right = {i for i, c in enumerate(found) if set(causes) & set(CAUSES[c.edit]) and c.ranks == tuple(sorted(ranks))}
     if not right:
@@ -116,7 +127,7 @@ def fitted(of: Sequence[Row]) -> Weights:
         optimizer.zero_grad()
         scores = values @ weights
         missed = torch.logsumexp(scores + absent, 1) - torch.logsumexp(scores + wrong, 1)
-        total = (counts * missed).sum() + PENALTY * len(of) / 2 * weights.square().sum()
+        total = (counts * missed).sum() + PENALTY * counts.sum() / 2 * weights.square().sum()
         total.backward()  # type: ignore[no-untyped-call]
         return total
 

@@ -18,9 +18,8 @@ from pytest_nsa.diagnosis.rules import (
     calls,
     exits,
     groups,
-    halves,
+    messages,
     numbers,
-    pairs,
     payloads,
     speed,
     stalls,
@@ -68,10 +67,10 @@ RULES: tuple[Rule, ...] = (
     groups.numbered_apart,
     calls.departed,
     groups.groups_apart,
-    pairs.unpaired,
+    messages.unpaired,
     payloads.splits_differ,
     calls.waiting_apart,
-    halves.lost_messages,
+    messages.lost_messages,
     exits.unusable,
     exits.init_timeout,
     numbers.nan_loss,
@@ -100,9 +99,9 @@ SUSPICIONS: tuple[Rule, ...] = (
     groups.numbered_apart,
     calls.departed,
     groups.groups_apart,
-    pairs.unpaired,
+    messages.unpaired,
     calls.waiting_apart,
-    halves.lost_messages,
+    messages.lost_messages,
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
@@ -122,7 +121,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
-_OF_STALLS = ("calls", "groups", "pairs", "halves", "absence", "stalls")
+_OF_STALLS = ("calls", "groups", "messages", "absence", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

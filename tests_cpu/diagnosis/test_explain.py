@@ -13,6 +13,7 @@ import pytest
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.explain import choose, terms
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates
+from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.rhythm import surprise
 from pytest_nsa.diagnosis.rules.calls import first_apart
 from pytest_nsa.evidence.load import load
@@ -63,7 +64,8 @@ def test_a_side_s_facts_are_the_other_s_turned_round(recorded: dict[str, Path]) 
 
 def test_each_weight_is_of_a_term_that_there_is() -> None:
     named = {t.name for t in terms.SHARED} | {f"{side}: {t.name}" for t in terms.OWN for side in ("they", "others")}
-    named |= {*terms.Sizes(1, 1, 2).values(), "always"}
+    named |= {f"{'waiter' if t.is_of_waiter else 'peer'}: {t.name}" for t in MESSAGE}
+    named |= {*terms.Sizes(1, 1, 2).values(), "always", "ended", "messages"}
     for kind, column in choose.weights().items():
         assert set(column) <= named, kind
     assert len({t.name for t in (*terms.OWN, *terms.SHARED)}) == len(terms.OWN) + len(terms.SHARED)

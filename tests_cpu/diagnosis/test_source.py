@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.diagnosis.explain.source import calls_nothing, have_a_common_loop, loops_of
+from pytest_nsa.diagnosis.explain.source import calls_nothing, loops_of
 from pytest_nsa.evidence.source import FILE, Snippet, Sources, read_sources, record_sources
 from pytest_nsa.testing import run_example
 
@@ -51,7 +51,6 @@ def test_the_function_around_a_line_is_kept_and_nothing_else(tmp_path: Path) -> 
     assert [type(n).__name__ for n in sources.around(f"{file}:11 in take")] == ["FunctionDef", "For", "Expr"]
     assert loops_of(sources, f"{file}:11 in take")
     assert not loops_of(sources, f"{file}:12 in take")
-    assert have_a_common_loop(sources, f"{file}:9 in take", f"{file}:11 in take")
     assert calls_nothing(sources, f"{file}:17 in spin")
 
 

@@ -43,7 +43,7 @@ def test_uneven_data(group: Group) -> None:
     dist.barrier()  # HERE
 
 
-@planted("extra_collective", [2], n=3, marked=True, miss="a condition of two parts", family="extra", origin="NCCL")
+@planted("extra_collective", [2], n=3, marked=True, family="extra", origin="NCCL")
 def test_a_statistic_of_one_rank(group: Group) -> None:
     training = Training(group.rank)
     for step in range(6):

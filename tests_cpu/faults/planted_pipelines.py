@@ -72,9 +72,7 @@ def test_a_stage_that_cools_down_once_too_often(group):
     dist.barrier()
 
 
-@planted(
-    "p2p_unmatched", [3], n=4, marked=True, miss="who is ahead in a circle", family="extra", origin="unseen 2026-11-25"
-)
+@planted("p2p_unmatched", [3], n=4, marked=True, family="extra", origin="unseen 2026-11-25")
 def test_the_last_stage_waits_for_a_batch_and_all_others_for_its_gradient(group):
     here = torch.empty(4)
     for _ in range(4 if group.rank == 3 else 3):
@@ -132,7 +130,9 @@ def test_tags_by_the_number_of_chunks(group):
             dist.send(here, dst=group.rank + 1, tag=number * chunks)  # HERE
 
 
-@planted("p2p_unmatched", [2], n=3, marked=True, family="mismatch", origin="unseen 2026-11-24")
+@planted(
+    "p2p_unmatched", [2], n=3, marked=True, miss="a tag in a first round", family="mismatch", origin="unseen 2026-11-24"
+)
 def test_a_stage_takes_data_where_a_header_comes(group):
     """Each part begins with a header, under a tag of its own; one stage takes the part for a continued one."""
     continues = False

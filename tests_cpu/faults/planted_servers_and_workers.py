@@ -131,7 +131,15 @@ def batch(rank, step):
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-@planted("p2p_unmatched", [3], n=5, marked=True, reason="sent it fewer", family="skip", origin="unseen 2026-11-25")
+@planted(
+    "p2p_unmatched",
+    [3],
+    n=5,
+    marked=True,
+    reason="made fewer of the other halves",
+    family="skip",
+    origin="unseen 2026-11-25",
+)
 def test_a_worker_has_a_batch_less_than_its_server_counts(group):
     if group.rank:
         work(6, range((48 if group.rank != 3 else 47) // 8))

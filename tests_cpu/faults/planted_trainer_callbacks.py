@@ -182,7 +182,15 @@ def send_metrics(row: torch.Tensor, callbacks: int) -> None:
         dist.send(row, 0)  # HERE
 
 
-@planted("p2p_unmatched", [3], n=4, marked=True, family="extra", origin="libraries")
+@planted(
+    "p2p_unmatched",
+    [3],
+    n=4,
+    marked=True,
+    miss="a message that took another one's place",
+    family="extra",
+    origin="libraries",
+)
 def test_a_callback_that_was_restored_twice(group):
     row = torch.full((4096,), float(group.rank))
     if group.rank == 0:

@@ -137,7 +137,7 @@ def test_batches_of_readable_samples(ddp):
     n=3,
     marked=True,
     reason="at the end of a `Join`",
-    miss="the end of a Join",
+    miss="the line: the end of a Join",
     family="skip",
     origin="unseen 2026-11-26",
 )

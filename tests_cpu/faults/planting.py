@@ -56,7 +56,7 @@ class Planted:
     ``family`` is the kind of edit (`FAMILIES`); ``origin``, where the program comes from: an issue, a set and its date, a seed.
     ``needs`` is a library without which it cannot be run live. With ``marked``, its line is one that ends in
     ``# HERE`` in the fault's module, or one of the same statement. ``miss``: the fact that is missing where the verdict is another
-    one, and not certain: a known miss.
+    one, and not certain, or its line: a known miss.
     """
 
     cause: str

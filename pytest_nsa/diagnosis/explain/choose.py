@@ -55,10 +55,9 @@ def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
     scored = sorted(((_score(c), -i, c) for i, c in enumerate(found)), key=lambda row: row[:2], reverse=True)
     best, candidate = scored[0][0], scored[0][2]
     total = sum(math.exp(score - best) for score, _, _ in scored)
-    alike = sum(
-        math.exp(score - best) for score, _, c in scored if (c.edit, c.ranks) == (candidate.edit, candidate.ranks)
-    )
-    rival = next((c for _, _, c in scored if (c.edit, c.ranks) != (candidate.edit, candidate.ranks)), None)
+    named = candidate.edit.cause, candidate.ranks
+    alike = sum(math.exp(score - best) for score, _, c in scored if (c.edit.cause, c.ranks) == named)
+    rival = next((c for _, _, c in scored if (c.edit.cause, c.ranks) != named), None)
     return Explanation(candidate, alike / total, rival, _terms(candidate, rival))
 
 

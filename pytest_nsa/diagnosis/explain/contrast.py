@@ -9,6 +9,7 @@ from pytest_nsa.diagnosis.explain.branches import are_alternatives, is_for_one_r
 from pytest_nsa.diagnosis.explain.conditions import Path, path_to
 from pytest_nsa.diagnosis.explain.hooks import is_in_hook
 from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, recomputes, user_frames
+from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import (
     Compared,
     Order,
@@ -183,6 +184,12 @@ class Contrast:
         """Whether the rank has made no call of the other's group before, which is another one than its own."""
         group = self.other_call.process_group
         return group != self.call.process_group and all(c.process_group != group for c in self.before)
+
+    @property
+    def is_in_another_group(self) -> bool:
+        """Whether the two calls are of different groups: the end of a test is of none."""
+        one, other = self.call, self.other_call
+        return one.process_group != other.process_group and END not in (one.op, other.op)
 
     @property
     def knows_other(self) -> bool:

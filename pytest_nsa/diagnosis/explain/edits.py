@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.message_terms import message_values
+from pytest_nsa.diagnosis.explain.messages import END, Messages, Owed
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
-from pytest_nsa.diagnosis.explain.terms import Sizes, values_of
+from pytest_nsa.diagnosis.explain.terms import Sizes, position_values, values_of
 from pytest_nsa.diagnosis.facts import calls_before, rings
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence
 
 MOST_SIDES = 24  # of different calls that ranks are in
+MOST_PAIRS = 64  # of ranks that wait for messages
 ODD_BITS = 2.0  # by which a rank's call is less expected than others' are
 
 Ranks = tuple[int, ...]
@@ -24,10 +27,21 @@ Calls = Mapping[int, Collective]  # what each rank is in
 class Edit(enum.Enum):
     """What some ranks did to the program that all run."""
 
-    SKIP = "skipped_collective"
-    EXTRA = "extra_collective"
-    MISMATCH = "collective_mismatch"
-    ORDER = "group_order_deadlock"
+    SKIP = enum.auto()
+    EXTRA = enum.auto()
+    MISMATCH = enum.auto()
+    ORDER = enum.auto()
+    UNANSWERED = enum.auto()  # they did not make the other half of a message
+    MISDIRECTED = enum.auto()  # they addressed another rank than the one that waits for them
+    UNASKED = enum.auto()  # they made a send or receive that no other rank owes them
+
+    @property
+    def cause(self) -> str:
+        """The cause in the registry."""
+        return {
+            Edit.SKIP: "skipped_collective", Edit.EXTRA: "extra_collective", Edit.MISMATCH: "collective_mismatch",
+            Edit.ORDER: "group_order_deadlock",
+        }.get(self, "p2p_unmatched")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,21 @@ class Candidate:
     contrast: Contrast
     values: Mapping[str, float]  # of its terms, by name
     is_for_all: bool = False
+    owed: Owed | None = None  # the message that is waited for
+
+    @property
+    def is_of_a_collective(self) -> bool:
+        """Whether it is about a collective that ranks wait in, which some ranks alone have skipped, or made."""
+        calls = {Edit.SKIP: self.contrast.other_call, Edit.EXTRA: self.contrast.call}
+        return self.edit in calls and calls[self.edit].peer == -1 and calls[self.edit].op != END
+
+    def about(self, term: str) -> Ranks:
+        """Return the ranks that a term, by its name in the table of weights, is a fact of."""
+        side = term.partition(": ")[0]
+        if self.owed is None:
+            return self.others if side == "others" else self.ranks
+        of_one = {"waiter": self.owed.waiter, "peer": self.owed.peer, "others": self.contrast.other_number}
+        return (of_one[side],) if side in of_one else self.ranks
 
     @property
     def kind(self) -> str:
@@ -54,7 +83,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     """Return the edits that would explain ``entered``, in which ranks are in different calls of one place or wait in several."""
     sides = _sides(entered)
     places = {c.place for c in entered.values()}
-    pairs = _of_one_place(sides) if len(places) == 1 else _of_waits(evidence, entered, sides)
+    pairs = _of_one_place(sides) if len(places) == 1 and len(sides) > 1 else _of_waits(evidence, entered, sides)
     found: dict[tuple[Edit, Ranks, Ranks], Candidate] = {}
     contrasts: dict[tuple[int, int], Contrast] = {}
     for edits, ranks, others in pairs:
@@ -67,6 +96,13 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
+    elsewhere = {
+        "ended": any(c.op == END for c in entered.values()), "messages": any(c.peer != -1 for c in entered.values()),
+    }  # fmt: skip
+    if any(elsewhere.values()):  # a rank that ended, or waits for a message, made no other collective instead
+        terms = {name: 1.0 for name, holds in elsewhere.items() if holds}
+        of_calls = [c for c in found.values() if c.is_of_a_collective]
+        return [*(replace(c, values={**c.values, **terms}) for c in of_calls), *_of_messages(evidence, entered)]
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
@@ -104,7 +140,9 @@ def _of_waits(
     kinds: dict[object, list[Ranks]] = {}
     for side in sides:
         kinds.setdefault(token(entered[side[0]]), []).append(side)
-    for alike in list(kinds.values())[:MOST_SIDES]:
+    for alike in [
+        found for found in kinds.values() if entered[found[0][0]].peer == -1 and entered[found[0][0]].op != END
+    ][:MOST_SIDES]:
         together = tuple(sorted(r for side in alike for r in side))
         for inside in dict.fromkeys((*alike[:MOST_SIDES], together)):
             lacked = set().union(*(lacks[entered[r].place] for r in inside))
@@ -121,6 +159,53 @@ def _of_waits(
         costs[rank] = bits[key] = bits[key] if key in bits else surprise(history, token(call))
     odd = tuple(sorted(r for r, cost in costs.items() if cost > min(costs.values()) + ODD_BITS))
     yield (Edit.ORDER, Edit.SKIP), odd, tuple(r for r in sorted(entered) if r not in odd)
+
+
+def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
+    """Return the edits that would explain that sends and receives do not pair: of each rank that waits for one, of each rank that
+    others wait for, and of those together that do the same.
+    """
+    messages = Messages(evidence, {rank: c for rank, c in entered.items() if c.op != END})
+    pairs = list(messages.pairs())
+    if not pairs:
+        return []
+    sides = len({(c.place, c.shape, c.peer) for c in entered.values()})
+    found: dict[tuple[Edit, Ranks, bool], Candidate] = {}
+
+    def add(edit: Edit, ranks: Iterable[int], owed: Owed, *, is_for_all: bool = False) -> None:
+        named = tuple(sorted(ranks))
+        if not named or (edit, named, is_for_all) in found:
+            return
+        asks = edit is not Edit.UNANSWERED
+        one, other = (owed.waiter, owed.peer) if asks else (owed.peer, owed.waiter)
+        values = message_values(owed)
+        contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
+        contrasts.setdefault((other, one), contrast.turned)
+        if not is_for_all:
+            values |= position_values(contrast)
+        values |= Sizes(len(named), len(evidence.ranks) - len(named), sides).values()
+        others = tuple(r for r in sorted(entered) if r not in named)
+        found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
+
+    contrasts: dict[tuple[int, int], Contrast] = {}
+    lines: dict[object, list[Owed]] = {}
+    for owed in pairs[:MOST_PAIRS]:
+        lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)
+        add(Edit.UNASKED, (owed.waiter,), owed)
+        add(Edit.UNANSWERED, (owed.peer,), owed)
+        if owed.is_wanted or owed.is_offered:
+            add(Edit.MISDIRECTED, (owed.waiter,), owed)
+        if owed.is_mutual:
+            add(Edit.UNASKED, (owed.waiter, owed.peer), owed, is_for_all=True)
+    for alike in [*lines.values(), pairs]:
+        add(Edit.UNASKED, {owed.waiter for owed in alike}, alike[0])
+        add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
+    outside = {owed.peer for owed in pairs} - messages.halves.keys()
+    add(Edit.UNANSWERED, outside, next((o for o in pairs if o.peer in outside), pairs[0]))
+    add(Edit.UNASKED, messages.halves, pairs[0], is_for_all=True)
+    circle = messages.ends & messages.halves.keys()
+    add(Edit.UNASKED, circle, next((o for o in pairs if o.waiter in circle), pairs[0]), is_for_all=True)
+    return list(found.values())
 
 
 def _representative(evidence: Evidence, ranks: Ranks) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 from pytest_nsa.evidence.board import Collective
 
@@ -82,14 +81,3 @@ def expected_next(shapes: Sequence[tuple[object, ...]]) -> tuple[object, ...] | 
         if length and (best is None or length > best[0]):
             best = (length, shapes[end])
     return best[1] if best is not None else None
-
-
-def is_new_call(before: list[Collective], collective: Collective) -> bool:
-    """Return whether a line has entered nothing like this before, or was not reached by these callers. Of bytes that have had
-    several sizes there, as objects do, the size tells nothing.
-    """
-    alike = [
-        c for c in before if c.way == collective.way and replace(c, count=collective.count).shape == collective.shape
-    ]
-    sizes = {c.count for c in alike}
-    return collective.count not in sizes and not (collective.dtype == "uint8" and len(sizes) > 1)

@@ -17,23 +17,6 @@ def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
     return [statement for statement in sources.around(place) if isinstance(statement, ast.For | ast.While)]
 
 
-def are_of_one_function(sources: Sources, place: str, other: str) -> bool:
-    """Return whether two locations are in one function: by its definition where that is kept, as methods of two classes may have
-    one name; else by file and name.
-    """
-    one, two = LOCATION.match(place), LOCATION.match(other)
-    if one is None or two is None or one["file"] != two["file"] or place[one.end() :] != other[two.end() :]:
-        return False
-    defined = {_definition(sources, p, place[one.end() :]) for p in (place, other)}
-    return len(defined) == 1 or 0 in defined
-
-
-def _definition(sources: Sources, place: str, name: str) -> int:
-    """Return the line of the innermost definition of a function of that name around a location; 0 where none is kept."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return next((s.lineno for s in reversed(sources.around(place)) if isinstance(s, kinds) and s.name == name), 0)
-
-
 def calls_nothing(sources: Sources, place: str) -> bool:
     """Return whether the innermost statement of a line calls no function: then what runs there is Python itself."""
     found = sources.around(place)
@@ -153,11 +136,6 @@ def end_of_with(sources: Sources, place: str) -> int:
     line = int(match["line"]) if match else 0
     found = [s for s in sources.around(place) if isinstance(s, ast.With | ast.AsyncWith) and s.lineno == line]
     return (found[-1].end_lineno or 0) + 1 if found else 0
-
-
-def have_a_common_loop(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one loop has both lines, whichever other loops they are in or past."""
-    return any(loop in loops_of(sources, other) for loop in loops_of(sources, place))
 
 
 def own_parts(statement: ast.stmt) -> list[ast.AST]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.conditions import Path
 from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
+from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import token
 
@@ -97,6 +99,7 @@ OWN: tuple[Term, ...] = (
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
     Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
     Term("knows other's", "made the others' operation in that group before", lambda c: c.knows_other),
+    Term("ended", "ended its test", lambda c: c.call.op == END),
     Term("member", "belongs to the group of the others' call", lambda c: c.is_member),
 )
 
@@ -183,8 +186,41 @@ SHARED: tuple[Term, ...] = (
         lambda c: c.call.site == c.other_call.site and c.call.way != c.other_call.way,
     ),
     Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4]),
-    Term("another group", "calls in another group", lambda c: c.call.process_group != c.other_call.process_group),
+    Term("another group", "calls in another group", lambda c: c.is_in_another_group),
 )
+
+
+_ALONE = (
+    "ahead, counted",
+    "behind, counted",
+    "ahead by lines",
+    "behind by lines",
+    "left",
+    "in a loop",
+    "same line",
+    "exclusive",
+    "same call",
+)
+_OF_A_SIDE = (
+    "selected",
+    "not excluded",
+    "on data",
+    "unless data",
+    "for one",
+    "recomputed",
+    "handler",
+    "hook",
+    "backward",
+    "called back",
+)
+
+
+def position_values(contrast: Contrast) -> dict[str, float]:
+    """Return the terms of positions and conditions that hold between a rank and the one that it is contrasted with, by name."""
+    found = {t.name: float(t.value(contrast)) for t in SHARED if t.name in _ALONE}
+    found |= {f"they: {t.name}": float(t.value(contrast)) for t in OWN if t.name in _OF_A_SIDE}
+    found |= {f"others: {t.name}": float(t.value(contrast.turned)) for t in OWN if t.name in _OF_A_SIDE}
+    return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +244,9 @@ class Sizes:
 def words_of(name: str) -> str:
     """Return the words of a term by its name in the table of weights."""
     side, _, bare = name.partition(": ")
+    if side in ("waiter", "peer"):
+        return next((t.words for t in MESSAGE if t.name == bare), "")
     return next((t.words for t in (OWN if side in ("they", "others") else SHARED) if t.name == (bare or side)), "")
-
-
-def is_of_others(name: str) -> bool:
-    """Return whether a term is a fact of the side that is not named."""
-    return name.startswith("others: ")
 
 
 def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dict[str, float]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from pytest_nsa.diagnosis.explain import branches
-from pytest_nsa.diagnosis.explain.locations import user_frames
+from pytest_nsa.diagnosis.explain.edits import Calls
+from pytest_nsa.diagnosis.explain.messages import END, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, owning_module, rings
 from pytest_nsa.diagnosis.rules.alone import skipped
-from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.diagnosis.rules.messages import finding_of_messages
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
-from pytest_nsa.evidence.values import Evidence, RankEvidence
+from pytest_nsa.evidence.values import Evidence
 
 
 def left_by_choice(evidence: Evidence) -> Finding | None:
@@ -37,10 +35,28 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
 
 
 def left_alone(evidence: Evidence) -> Finding | None:
-    """Find that some ranks ended their test well while others wait in a collective that they never entered.
+    """Find that some ranks ended their test well while others wait in a call that these never entered.
 
     When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
     """
+    entered = left_behind(evidence)
+    if entered is None:
+        return None
+    missed = next((c for c in entered.values() if c.op == NEW_GROUP), None)
+    if missed is None:
+        return finding_of_messages(evidence, entered)
+    n, members = evidence.job.world_size, members_of_new(missed, evidence.job.world_size)
+    gone = tuple(rank for rank, c in entered.items() if c.op == END)
+    culprits = tuple(rank for rank in gone if rank in members) or gone
+    told = "ended its test" if len(culprits) == 1 else "ended their tests"
+    return Finding(
+        cause="init_timeout", ranks=culprits, where=missed.site, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
+        reason=f"{describe_ranks(culprits, n)} {told} without the group that the others wait for",
+    )  # fmt: skip
+
+
+def left_behind(evidence: Evidence) -> Calls | None:
+    """Return what each rank waits in, or that it ended its test well, where every rank does, and one or more of each kind."""
     finished = [r for r in evidence.ranks if r.finished and r.passed]
     left = [r for r in evidence.ranks if r not in finished and awaited(r) is not None]
     if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
@@ -49,111 +65,14 @@ def left_alone(evidence: Evidence) -> Finding | None:
         return None  # the test may be under way: what is not waited for holds no rank up
     if evidence.stop == "host_died" and any(r.exit_code is None for r in finished):
         return None  # a thread of theirs may make the call yet
-    if any(not is_victim(error) for rank in left for error in rank.exceptions):
+    if any(not is_victim(error) for r in left for error in r.exceptions):
         return None
-    ended_ranks = tuple(r.rank for r in finished)
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
-    lacks = lacking((c for c in waits.values() if c.peer == -1), ended_ranks, rings(evidence), evidence.members)
-    for_them = {rank: c for rank, c in waits.items() if c.peer == -1 and lacks[c.place]}
-    if not for_them and all(c.peer == -1 for c in waits.values()):
+    of_all = [c for c in waits.values() if c.peer == -1]
+    lacks = lacking(of_all, [r.rank for r in finished], rings(evidence), evidence.members)
+    if len(of_all) == len(waits) and not any(lacks.values()):
         return None  # in groups without those that ended their tests: they wait for each other
-    for_them = for_them or waits
-    missed = for_them[min(for_them)]
-    here = tuple(rank for rank, c in sorted(for_them.items()) if c.place == missed.place)
-    culprits = tuple(sorted(lacks.get(missed.place, ()))) or ended_ranks
-    if missed.op == NEW_GROUP:
-        members = members_of_new(missed, evidence.job.world_size)
-        culprits = tuple(rank for rank in culprits if rank in members) or culprits
-    who = describe_ranks(culprits, evidence.job.world_size)
-    ended = "ended its test" if len(culprits) == 1 else "ended their tests"
-    if missed.op == NEW_GROUP:
-        return Finding(
-            cause="init_timeout",
-            ranks=culprits,
-            where=missed.site,
-            reason=f"{who} {ended} without the group that the others wait for",
-            certain=True,
-            confidence=0.85,
-            facts=all_facts(evidence.ranks),
-        )
-    if missed.is_send or missed.is_receive:
-        return _unmatched(evidence, culprits, left)
-    if (len(here) == 1 and _is_for_one_rank(evidence, here[0], missed)) or len(here) < len(culprits):
-        who_waits = describe_ranks(here, evidence.job.world_size)
-        return Finding(
-            cause="extra_collective",
-            ranks=here,
-            where=missed.site,
-            reason=f"{who_waits} entered {missed.describe()}, which {who} {ended} without",
-            certain=True,
-            confidence=0.8,
-            facts=all_facts(evidence.ranks),
-        )
-    why = f"{who} {ended} without {missed.describe()}, in which the others wait ({_why_left(evidence, finished, left)})"
-    return skipped(evidence, culprits, missed, why)
-
-
-def _is_for_one_rank(evidence: Evidence, rank: int, call: Collective) -> bool:
-    """Return whether a call, or the line of a caller, is under a condition that is true on one rank."""
-    places = {call.site, *(frame.describe() for frame in user_frames(evidence.ranks[rank]))}
-    return any(branches.is_for_one_rank(evidence.sources, place) for place in places)
-
-
-def _unmatched(evidence: Evidence, finished: tuple[int, ...], left: list[RankEvidence]) -> Finding:
-    """Find sends and receives without their other half: first those whose peer has ended its test."""
-    waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
-    alone = {rank: c for rank, c in waits.items() if c.peer in finished} or waits
-    for rank, call in alone.items():
-        half = _made_fewer(evidence, rank, call) if call.peer in finished else None
-        if half is not None:
-            who = describe_ranks((call.peer,), evidence.job.world_size)
-            waits_in = f"{describe_ranks((rank,), evidence.job.world_size)} waits in {call.describe()}"
-            reason = f"{who} has made {half.describe()} less often than others have at this line, and ended its test; {waits_in}"
-            return Finding(
-                cause="p2p_unmatched", ranks=(call.peer,), where=half.site, called_from=next(iter(half.way[1:]), ""),
-                reason=reason, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
-            )  # fmt: skip
-    ended = ", which ended its test without the other half"
-    told = by_ranks(
-        {rank: f"waits in {c.describe()}{ended if c.peer in finished else ''}" for rank, c in alone.items()},
-        evidence.job.world_size,
-    )
-    ranks, where = tuple(sorted(alone)), alone[min(alone)].site
-    peers = tuple(sorted({c.peer for c in alone.values()}))
-    if len(peers) < len(ranks) and set(peers) <= set(finished):  # the fewer left, rather than that all others went on
-        made = [c for c in evidence.ranks[peers[0]].collectives if c.peer in alone and not c.is_inside]
-        ranks, where = peers, made[-1].site if made else where
-    return Finding(
-        cause="p2p_unmatched", ranks=ranks, where=where, reason=told, is_permanent=True,
-        confidence=0.75, facts=all_facts(evidence.ranks),
-    )  # fmt: skip
-
-
-def _made_fewer(evidence: Evidence, waiter: int, call: Collective) -> Collective | None:
-    """Return the latest half that the peer of a call made for the waiter, where it made fewer at that line than each other rank
-    that made any, while the waiter has tried as often as another rank did at its own; else None.
-    """
-    if any(map(has_forgotten, evidence.ranks)):
-        return None
-    made = Counter((r.rank, c.site) for r in evidence.ranks for c in r.collectives if c.peer != -1)
-    halves = [
-        c
-        for c in evidence.ranks[call.peer].collectives
-        if c.peer == waiter and c.is_send != call.is_send and not c.is_inside
-    ]
-    if not halves:
-        return None
-    at_line = [n for (rank, site), n in made.items() if site == halves[-1].site and rank != call.peer]
-    tried = [n for (rank, site), n in made.items() if site == call.site and rank != waiter]
-    is_fewer = bool(at_line) and made[call.peer, halves[-1].site] < min(at_line)
-    return halves[-1] if is_fewer and tried and made[waiter, call.site] <= max(tried) else None
-
-
-def _why_left(evidence: Evidence, finished: list[RankEvidence], left: list[RankEvidence]) -> str:
-    """Fewer steps than the others, and none that went otherwise: it left its loop."""
-    steps = {r.rank: r.board.numbers["step"] for r in evidence.ranks if r.board is not None}
-    fewer = max(steps.get(r.rank, 0.0) for r in finished) < min(steps.get(r.rank, 0.0) for r in left)
-    return "it made fewer steps" if fewer else "call skipped"
+    return waits | {r.rank: ended(r) for r in finished}
 
 
 def not_entered(evidence: Evidence) -> Finding | None:

@@ -10,26 +10,12 @@ from pytest_nsa.diagnosis.explain.branches import names_the_rank
 from pytest_nsa.diagnosis.explain.locations import user_frames, where_ways_part
 from pytest_nsa.diagnosis.facts import all_facts, awaited, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.reasons import are_behind, explained, ran_out
-from pytest_nsa.diagnosis.rules.shifts import Apart, first_apart, first_left_out, first_shift, parted_before
+from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
+from pytest_nsa.diagnosis.rules.shifts import first_apart, first_left_out, first_shift, parted_before
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
-
-
-def of_rounds(evidence: Evidence, apart: Apart | None, shown: str) -> Finding | None:
-    """Find by the ranks' own rounds that some of them left out the call in which others wait, or made one that no round had."""
-    if apart is None or (apart.missed is None and apart.extra is None):
-        return None
-    who = describe_ranks(apart.ranks, evidence.job.world_size)
-    if apart.missed is not None and are_behind(evidence, apart.ranks):
-        return None
-    if apart.missed is not None:
-        why = f"{who} went on without {apart.missed.describe()}, in which the others wait (call skipped): {shown}"
-        return skipped(evidence, apart.ranks, apart.missed, why)
-    assert apart.extra is not None
-    return extra(evidence, apart.ranks, apart.extra, f"which no round before had: {shown}")
 
 
 def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.terms import is_of_others
+from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
 from pytest_nsa.diagnosis.rules.alone import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -60,8 +60,11 @@ def held_apart(evidence: Evidence) -> Calls | None:
 def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
     """Return what explains that ranks are in the different calls ``entered``; None where they are in one."""
     found = explain(evidence, entered)
-    if found is None:
-        return None
+    return None if found is None else finding_from(evidence, entered, found)
+
+
+def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Finding:
+    """Return an explanation by an edit of collectives in words, with the line to look at."""
     n, edit = evidence.job.world_size, found.candidate.edit
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
@@ -71,17 +74,20 @@ def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
     elif found.candidate.is_for_all:
         why = f"the ranks are in different collectives: {shown}"
     elif edit is Edit.SKIP and are_waiting:
-        why = f"{who} went on without {other.describe()}, in which the others wait (call skipped): {shown}"
+        told = "it made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
+        went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
+        why = f"{who} {went} without {other.describe()}, in which the others wait ({told}): {shown}"
     elif edit is Edit.SKIP:
         told = "it left the loop that the others are in" if values.get("left") else "call skipped"
         why = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({told})"
     elif edit is Edit.EXTRA and are_waiting:
-        why = f"{who} entered {mine.describe()}, which the others went on without: {shown}"
+        went = "ended without" if other.op == END else "went on without"
+        why = f"{who} entered {mine.describe()}, which the others {went}: {shown}"
     else:
         round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
         why = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
-    why += _because(found, n)
-    culprits, cause, why = explained(evidence, ranks, edit.value, why, entered)
+    why += because(found, n)
+    culprits, cause, why = explained(evidence, ranks, edit.cause, why, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:
         # For a call that was skipped, the line to look at is the call that the others are in.
@@ -95,7 +101,7 @@ def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
     return Finding(
         cause=cause, ranks=culprits, where=left.where, called_from=left.called_from, reason=why, certain=found.is_certain,
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
-        terms={_sentence(found, name, words, n): gain for name, words, gain in found.terms},
+        terms=terms_of(found, n),
     )  # fmt: skip
 
 
@@ -121,22 +127,29 @@ def _raised_before(evidence: Evidence, entered: Calls) -> bool:
 def _shown(evidence: Evidence, entered: Calls) -> str:
     """Return what each rank is in, and the members of groups other than that of all ranks."""
     n, in_steps = evidence.job.world_size, any(c.step for c in entered.values())
+    waits = {r: c for r, c in sorted(entered.items()) if c.op != END}
     shown = by_ranks(
-        {r: f"in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in sorted(entered.items())}, n
+        {r: f"in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in waits.items()}, n
     )
-    for group in sorted({c.group for c in entered.values()} - set(DEFAULT_GROUPS)):
+    for group in sorted({c.group for c in waits.values()} - set(DEFAULT_GROUPS)):
         shown += f"; group {group} has {describe_ranks(evidence.members(group), n)}"
     return shown
 
 
-def _because(found: Explanation, world_size: int) -> str:
+def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
+    """Return the terms of an explanation as sentences, with their weights."""
+    return {_sentence(found, name, words, world_size): gain for name, words, gain in found.terms}
+
+
+def because(found: Explanation, world_size: int) -> str:
+    """Return the two terms of the largest weight in words, after a semicolon; '' without any."""
     told = [_sentence(found, name, words, world_size) for name, words, _ in found.terms[:2]]
     return f"; {'; '.join(told)}" if told else ""
 
 
 def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:
     """Return a term as a sentence about the side that it is of."""
-    ranks = found.candidate.others if is_of_others(name) else found.candidate.ranks
+    ranks = found.candidate.about(name)
     return (
         f"{describe_ranks(ranks, world_size)}: {words}"
         if len(ranks) > 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
-from pytest_nsa.diagnosis.rules.alone import of_a_shift
-from pytest_nsa.diagnosis.rules.waiters import entered_alone, went_on_without
+from pytest_nsa.diagnosis.rules.alone import extra, of_a_shift, skipped
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SHOWN = 8  # keys that a reason names
@@ -46,11 +46,8 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
     told = f"; {_who_waits(ranks, n)} for a key of a store"
     found = (
-        of_a_shift(evidence)
-        or went_on_without(evidence, ranks, waits, told)
-        or entered_alone(evidence, waits, told, ranks)
+        of_a_shift(evidence) or _past_a_call(evidence, ranks, waits, told) or _not_set_by_its_owner(evidence, waiting)
     )
-    found = found or _not_set_by_its_owner(evidence, waiting)
     if len(waiting) == len(alive):
         found = found or _out_of_its_series(evidence, waiting) or _ahead_of_the_others(evidence, waiting)
     if found is not None:
@@ -62,6 +59,29 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     if len(functions) == 1 and others and (are_most or _is_the_other_s(evidence, waiting)):
         return _went_past(evidence, waiting)
     return _at_another(evidence, waiting) if len(waiting) == len(alive) > 2 else None
+
+
+def _past_a_call(
+    evidence: Evidence, ranks: tuple[int, ...], waits: Mapping[int, Collective], told: str
+) -> Finding | None:  # fmt: skip
+    """Find that ``ranks``, which wait for keys, are past the collective in which all others wait, by the counters of their loops.
+
+    The fewer of the two sides are to blame.
+    """
+    others = [rank for rank in waits if rank not in ranks]
+    if not others or len({waits[r].place for r in others}) != 1 or waits[others[0]].peer != -1:
+        return None
+    call = waits[others[0]]
+    if any(c.place == call.place for r in ranks for c in evidence.ranks[r].collectives):
+        return None
+    seen = [compare_ranks(evidence.sources, evidence.ranks[r], evidence.ranks[others[0]]) for r in ranks]
+    if not all(c.order is Order.AFTER and c.is_counted for c in seen):
+        return None
+    if len(others) < len(ranks):
+        return extra(evidence, tuple(sorted(others)), call, f"which the others have gone past{told}")
+    who = describe_ranks(ranks, evidence.job.world_size)
+    why = f"{who} went on without {call.describe()}, in which the others wait (call skipped){told}"
+    return skipped(evidence, tuple(sorted(ranks)), call, why)
 
 
 def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:

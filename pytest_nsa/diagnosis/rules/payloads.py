@@ -8,13 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_nsa.diagnosis.explain.choose import explain
+from pytest_nsa.diagnosis.explain.messages import half_of, has_forgotten
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.facts import all_facts, rings
 from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.rules.calls import finding_of
-from pytest_nsa.diagnosis.rules.circles import has_forgotten
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.halves import half_of
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
 from pytest_nsa.evidence.collectives import by_place, first_departure

@@ -1,0 +1,176 @@
+"""The terms of a message that is waited for: facts about the rank that waits, and about the one that is waited for, with words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pytest_nsa.diagnosis.explain.messages import Owed
+from pytest_nsa.evidence.board import ANY, Collective
+
+MOST_BITS = 10.0  # of a surprise
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A fact about a message that is waited for: of the rank that waits (``is_of_waiter``), or of the one that is waited for."""
+
+    name: str
+    words: str
+    is_of_waiter: bool
+    value: Callable[[Owed], float]
+
+
+def _share(bits: float) -> float:
+    return min(bits, MOST_BITS) / MOST_BITS
+
+
+def _has_peers_call(o: Owed, kind: Callable[[Collective], bool]) -> bool:
+    return o.theirs is not None and kind(o.theirs)
+
+
+def _of_line(
+    compares: Callable[[int, list[int]], bool], counts: Callable[[Owed], tuple[int, list[int]]]
+) -> Callable[[Owed], float]:
+    """Return whether a rank's count at a line and those of the other ranks there compare; 0 where a ring is not whole."""
+
+    def value(o: Owed) -> float:
+        mine, others = counts(o)
+        return float(len(others) > 0 and not o.messages.has_forgotten and compares(mine, others))
+
+    return value
+
+
+MESSAGE: tuple[Term, ...] = (
+    Term("new half", "exchanges a message at this line for the first time", True, lambda o: not o.own),
+    Term(
+        "all new half",
+        "exchanges a message at a line at which no rank did before",
+        True,
+        lambda o: o.messages.at_line[o.call.is_send, o.call.site].total() == 1,
+    ),
+    Term(
+        "surprise of half",
+        "waits for a message that its rounds do not lead to",
+        True,
+        lambda o: _share(o.bits_of_call()),
+    ),
+    Term(
+        "new peer",
+        "exchanged messages at this line before, with other ranks",
+        True,
+        lambda o: bool(o.own) and all(c.peer != o.peer for c in o.own),
+    ),
+    Term(
+        "new tag",
+        "exchanged messages at this line before, with other tags",
+        True,
+        lambda o: bool(o.own) and all(c.note != o.call.note for c in o.own),
+    ),
+    Term("odd tag", "has another tag than the other ranks had at this line", True, lambda o: o.has_odd_tag),
+    Term("odd peer", "addresses another rank than the others at this line do", True, lambda o: o.has_odd_peer),
+    Term("old tag", "used this tag with this rank before", True, lambda o: o.is_tag_used),
+    Term("wanted", "is waited for by a rank that it does not address", True, lambda o: o.is_wanted),
+    Term("offered", "has a message to answer of a rank that it does not address", True, lambda o: o.is_offered),
+    Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
+    Term("sends", "sends", True, lambda o: o.call.is_send),
+    Term(
+        "same half",
+        "is at a line at which other ranks wait, too",
+        True,
+        lambda o: sum((c.is_send, c.site) == (o.call.is_send, o.call.site) for c in o.messages.halves.values()) > 1,
+    ),
+    Term(
+        "once more",
+        "came to this line once more than each other rank that came there",
+        True,
+        _of_line(lambda mine, others: set(others) == {mine - 1}, lambda o: o.counts_at_line),
+    ),
+    Term(
+        "as often",
+        "came to this line as often as each other rank that came there",
+        True,
+        _of_line(lambda mine, others: set(others) == {mine}, lambda o: o.counts_at_line),
+    ),
+    Term(
+        "fewer answers",
+        "made fewer of the other halves than each other rank that made any at that line",
+        False,
+        _of_line(lambda mine, others: mine < min(others), lambda o: o.counts_of_answers),
+    ),
+    Term(
+        "as many answers",
+        "made as many of the other halves as each other rank that made any at that line",
+        False,
+        _of_line(lambda mine, others: set(others) == {mine}, lambda o: o.counts_of_answers),
+    ),
+    Term(
+        "more answers",
+        "made more of the other halves than each other rank that made any at that line",
+        False,
+        _of_line(lambda mine, others: mine > max(others), lambda o: o.counts_of_answers),
+    ),
+    Term("ended", "ended its test", False, lambda o: o.theirs is None),
+    Term("in a collective", "waits in a collective", False, lambda o: _has_peers_call(o, lambda c: c.peer == -1)),
+    Term(
+        "in a message",
+        "waits for another message",
+        False,
+        lambda o: _has_peers_call(o, lambda c: c.peer != -1) and not o.is_mutual,
+    ),
+    Term("mutual", "waits for the rank that waits for it", False, lambda o: o.is_mutual),
+    Term(
+        "same direction",
+        "waits for the rank that waits for it, as both send or both receive",
+        False,
+        lambda o: o.is_mutual and _has_peers_call(o, lambda c: c.is_send == o.call.is_send),
+    ),
+    Term(
+        "another tag",
+        "waits for the other half with another tag",
+        False,
+        lambda o: o.is_mutual and _has_peers_call(o, lambda c: c.is_send != o.call.is_send and c.note != o.call.note),
+    ),
+    Term("never answered", "never made the other half for this rank", False, lambda o: not o.answers),
+    Term("never met", "exchanged messages with other ranks alone", False, lambda o: o.has_exchanged and not o.has_met),
+    Term("no messages", "exchanged no message before", False, lambda o: not o.has_exchanged),
+    Term(
+        "surprise of answer",
+        "has no rounds that lead to the other half here",
+        False,
+        lambda o: _share(o.bits_of_answer()),
+    ),
+    Term(
+        "surprise after answer",
+        "has no rounds in which its call follows the other half",
+        False,
+        lambda o: _share(o.bits_after_answer()),
+    ),
+    Term("surprise of peer's", "waits in what its rounds do not lead to", False, lambda o: _share(o.bits_of_peer())),
+    Term(
+        "answer passed over",
+        "makes what follows the other half in its rounds, which lead to the other half",
+        False,
+        lambda o: (1 - _share(o.bits_of_answer())) * (1 - _share(o.bits_after_answer())),
+    ),
+    Term(
+        "made its half",
+        "exchanged messages at these lines as often as the rank that waits for it, with others",
+        False,
+        lambda o: o.made_its_half,
+    ),
+    Term("several wait", "is waited for by several ranks", False, lambda o: len(o.messages.waiters[o.peer]) > 1),
+    Term("end of chain", "is where the chain of waiting ranks ends", False, lambda o: o.peer in o.messages.ends),
+    Term(
+        "in a circle",
+        "is in a circle of ranks that wait for each other",
+        False,
+        lambda o: o.peer in o.messages.ends and o.peer in o.messages.halves and o.messages.halves[o.peer].peer != ANY,
+    ),
+)
+
+
+def message_values(owed: Owed) -> dict[str, float]:
+    """Return the terms of a message that hold, by name."""
+    found = {f"{'waiter' if t.is_of_waiter else 'peer'}: {t.name}": float(t.value(owed)) for t in MESSAGE}
+    return {name: value for name, value in (found | {"always": 1.0}).items() if value}

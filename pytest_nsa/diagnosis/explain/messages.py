@@ -1,0 +1,279 @@
+"""Sends and receives that wait for their other half: who waits for whom, and what the ranks' exchanges so far show of each pair."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from pytest_nsa.diagnosis.explain.rhythm import surprise
+from pytest_nsa.diagnosis.facts import calls_before
+from pytest_nsa.evidence.board import ANY, Collective
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+FEW_BITS = 3.0  # of a call that is expected
+END = "end"  # in place of the call of a rank that ended its test
+Half = tuple[str, tuple[str, ...], int]  # operation, the lines that led to the call, and its peer
+
+
+def half_of(call: Collective) -> Half:
+    """Return what is equal where a rank exchanges a message with the same peer again."""
+    return call.op, call.way, call.peer
+
+
+def completed(rank: RankEvidence) -> list[Collective]:
+    """Return what a rank has called and completed."""
+    return [c for c in rank.collectives if not c.is_inside and not c.dropped]
+
+
+def has_forgotten(rank: RankEvidence) -> bool:
+    """Return whether a rank's ring no longer has its first calls."""
+    return bool(rank.collectives) and rank.collectives[0].index > 0
+
+
+def ended(rank: RankEvidence) -> Collective:
+    """Return what counts as the call of a rank that ended its test."""
+    step = int(rank.board.numbers["step"]) if rank.board is not None else 0
+    return Collective(
+        index=sys.maxsize, op=END, group="", sequence=0, dtype="", count=0, site="", step=step, phase="", peer=-1, size=0,
+        entered=0.0, left=0.0,
+    )  # fmt: skip
+
+
+class Messages:
+    """The sends and receives of all ranks. ``waits`` has the call that each rank waits in; a rank that ended is not in it."""
+
+    def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
+        self.evidence, self.waits = evidence, waits
+        self.halves = {rank: c for rank, c in waits.items() if c.peer != -1}
+        self.waiters: dict[int, list[int]] = defaultdict(list)
+        for rank, call in sorted(self.halves.items()):
+            self.waiters[call.peer].append(rank)
+
+    @cached_property
+    def completed(self) -> dict[int, list[Collective]]:
+        """The calls that each rank completed."""
+        return {r.rank: completed(r) for r in self.evidence.ranks}
+
+    @cached_property
+    def at_line(self) -> dict[tuple[bool, str], Counter[int]]:
+        """By direction and line, how many sends or receives each rank entered there."""
+        found: dict[tuple[bool, str], Counter[int]] = defaultdict(Counter)
+        for rank in self.evidence.ranks:
+            for c in rank.collectives:
+                if c.peer != -1:
+                    found[c.is_send, c.site][rank.rank] += 1
+        return found
+
+    @cached_property
+    def latest_at_line(self) -> dict[tuple[bool, str], dict[int, Collective]]:
+        """By direction and line, the latest send or receive of each rank there."""
+        found: dict[tuple[bool, str], dict[int, Collective]] = defaultdict(dict)
+        for rank in self.evidence.ranks:
+            for c in rank.collectives:
+                if c.peer != -1:
+                    found[c.is_send, c.site][rank.rank] = c
+        return found
+
+    @cached_property
+    def has_forgotten(self) -> bool:
+        """Whether a rank's ring no longer has its first calls: then counts are not those of the whole program."""
+        return any(map(has_forgotten, self.evidence.ranks))
+
+    @cached_property
+    def offers(self) -> dict[tuple[bool, int], set[int]]:
+        """By direction and addressee, the ranks that entered more sends or receives than the addressee answered."""
+        made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, who, to or from whom
+        for rank in self.evidence.ranks:
+            made.update((c.is_send, rank.rank, c.peer) for c in rank.collectives if c.peer != -1)
+        found: dict[tuple[bool, int], set[int]] = defaultdict(set)
+        for (sends, caller, peer), number in made.items():
+            if number > made[not sends, peer, caller]:
+                found[sends, peer].add(caller)
+        return found
+
+    @cached_property
+    def ends(self) -> set[int]:
+        """The ranks at which the chains of ranks that wait for each other end, and those of the circles that they run into."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        for at in self.halves:
+            way: list[int] = []
+            while at in self.halves and at not in seen:
+                seen.add(at)
+                way.append(at)
+                if not 0 <= self.halves[at].peer < len(self.evidence.ranks):  # from any rank
+                    found.add(at)
+                    break
+                at = self.halves[at].peer
+            if at not in self.halves:
+                found.add(at)
+            elif at in way:
+                found |= set(way[way.index(at) :])
+        return found
+
+    def pairs(self) -> Iterator[Owed]:
+        """Yield each rank that waits for a message, with the rank that it waits for: each other rank, of a receive from any."""
+        for rank, call in sorted(self.halves.items()):
+            peers = range(len(self.evidence.ranks)) if call.peer == ANY else (call.peer,)
+            for peer in peers:
+                if peer != rank and 0 <= peer < len(self.evidence.ranks):
+                    yield Owed(self, rank, call, peer)
+
+
+@dataclass(frozen=True)
+class Owed:
+    """A rank ``waiter`` waits in ``call``, for a message of ``peer`` or for it to take one."""
+
+    messages: Messages
+    waiter: int
+    call: Collective
+    peer: int
+
+    @cached_property
+    def own(self) -> list[Collective]:
+        """The sends and receives that the waiter completed at the line of its call."""
+        key = self.call.is_send, self.call.site
+        return [c for c in self.messages.completed[self.waiter] if c.peer != -1 and (c.is_send, c.site) == key]
+
+    @cached_property
+    def before(self) -> list[Half]:
+        return [half_of(c) for c in calls_before(self.messages.evidence, self.waiter, self.call)]
+
+    @cached_property
+    def theirs(self) -> Collective | None:
+        """What the peer waits in; None where it ended its test."""
+        return self.messages.waits.get(self.peer)
+
+    @cached_property
+    def peers_calls(self) -> list[Collective]:
+        """What the peer called before what it waits in."""
+        rank, mine = self.messages.evidence.ranks[self.peer], self.theirs
+        return calls_before(self.messages.evidence, self.peer, mine) if mine is not None else list(rank.collectives)
+
+    @cached_property
+    def answers(self) -> list[Collective]:
+        """The other halves that the peer made for the waiter before."""
+        return [
+            c
+            for c in self.peers_calls
+            if c.peer in (self.waiter, ANY) and c.is_send != self.call.is_send and not c.dropped
+        ]
+
+    def bits_of_answer(self) -> float:
+        """Return the surprise of the peer's next answer, where it made it in place of what it waits in."""
+        if not self.answers:
+            return 10.0
+        return surprise([half_of(c) for c in self.peers_calls], half_of(self.answers[-1]))
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether the peer waits in a collective, or in a message that its rounds have next after its answer."""
+        if not self.answers:
+            return False
+        return self.theirs is None or self.theirs.peer == -1 or self.bits_after_answer() < FEW_BITS
+
+    def bits_after_answer(self) -> float:
+        """Return the surprise of what the peer waits in, after its answer."""
+        if not self.answers or self.theirs is None:
+            return 10.0
+        history = [half_of(c) for c in self.peers_calls]
+        return surprise([*history, half_of(self.answers[-1])], half_of(self.theirs))
+
+    def bits_of_peer(self) -> float:
+        """Return the surprise of what the peer waits in."""
+        return 10.0 if self.theirs is None else surprise([half_of(c) for c in self.peers_calls], half_of(self.theirs))
+
+    def bits_of_call(self) -> float:
+        """Return the surprise of the waiter's call."""
+        return surprise(self.before, half_of(self.call))
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another rank than the peer waits for the waiter in the other half."""
+        waits = self.messages.halves
+        return any(r != self.peer and waits[r].is_send != self.call.is_send for r in self.messages.waiters[self.waiter])
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether another rank than the peer entered more of the other halves for the waiter than it answered."""
+        return bool(self.messages.offers[not self.call.is_send, self.waiter] - {self.waiter, self.peer})
+
+    @property
+    def is_mutual(self) -> bool:
+        return self.theirs is not None and self.theirs.peer == self.waiter
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the peer exchanged messages with the waiter before."""
+        return any(c.peer in (self.waiter, ANY) for c in self.peers_calls)
+
+    @property
+    def has_exchanged(self) -> bool:
+        return any(c.peer != -1 for c in self.peers_calls)
+
+    @property
+    def counts_at_line(self) -> tuple[int, list[int]]:
+        """How often the waiter entered the line of its call, and how often each other rank did that came there."""
+        made = self.messages.at_line[self.call.is_send, self.call.site]
+        return made[self.waiter], [n for rank, n in made.items() if rank != self.waiter]
+
+    @property
+    def counts_of_answers(self) -> tuple[int, list[int]]:
+        """How often the peer entered the line of its answers, and how often each other rank did that came there."""
+        if not self.answers:
+            return 0, []
+        last = self.answers[-1]
+        made = self.messages.at_line[last.is_send, last.site]
+        return made[self.peer], [n for rank, n in made.items() if rank != self.peer]
+
+    @property
+    def made_its_half(self) -> bool:
+        """Whether the peer entered the two lines of the exchange as often as the waiter has: with other ranks."""
+        mine, theirs = (
+            Counter((c.is_send, c.site) for c in self.messages.evidence.ranks[r].collectives if c.peer != -1)
+            for r in (self.waiter, self.peer)
+        )
+        tried = mine[self.call.is_send, self.call.site]
+        others = sum(theirs[key] for key in mine if key[0] != self.call.is_send)
+        return theirs[self.call.is_send, self.call.site] >= tried and others >= tried
+
+    @property
+    def has_odd_tag(self) -> bool:
+        """Whether the other ranks that came to the line as often had one tag there, another than the waiter's."""
+        if self.messages.has_forgotten:
+            return False
+        place = len(self.own)
+        key = self.call.is_send, self.call.site
+        at_line = [
+            [c for c in r.collectives if c.peer != -1 and (c.is_send, c.site) == key]
+            for r in self.messages.evidence.ranks
+            if r.rank != self.waiter
+        ]
+        tags = {calls[place].note for calls in at_line if len(calls) > place}
+        return len(tags) == 1 and self.call.note not in tags
+
+    @property
+    def has_odd_peer(self) -> bool:
+        """Whether two others or more at the line address one rank, or the one as far from each, and the waiter another."""
+        world_size = len(self.messages.evidence.ranks)
+        at_line = [
+            (rank, c.peer)
+            for rank, c in self.messages.latest_at_line[self.call.is_send, self.call.site].items()
+            if rank != self.waiter and c.peer >= 0
+        ]
+        for of in (lambda rank, peer: peer, lambda rank, peer: (peer - rank) % world_size):
+            others = {of(*pair) for pair in at_line}
+            if len(at_line) > 1 and len(others) == 1:
+                return of(self.waiter, self.peer) not in others
+        return False
+
+    @property
+    def is_tag_used(self) -> bool:
+        """Whether the waiter completed the same exchange with its tag before."""
+        kind = self.call.op, self.call.peer, self.call.note
+        return bool(self.call.note) and any(
+            (c.op, c.peer, c.note) == kind for c in self.messages.completed[self.waiter]
+        )

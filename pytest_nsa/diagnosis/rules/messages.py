@@ -1,0 +1,148 @@
+"""Sends and receives without their other half: where every rank waits or has ended its test, and one or more wait for a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pytest_nsa.diagnosis.explain.choose import explain
+from pytest_nsa.diagnosis.explain.edits import Calls, Edit
+from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
+from pytest_nsa.diagnosis.rules.alone import of_a_shift
+from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
+from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.collectives import any_can_complete
+from pytest_nsa.evidence.values import Evidence
+
+
+def unpaired(evidence: Evidence) -> Finding | None:
+    """Find that a rank waits in a send or receive to which no other half comes."""
+    entered = held_in_messages(evidence)
+    if entered is None:
+        return None
+    return _dropped(evidence, entered) or of_a_shift(evidence) or finding_of_messages(evidence, entered)
+
+
+def held_in_messages(evidence: Evidence) -> Calls | None:
+    """Return what each rank waits in, or that it ended, where every rank does and none of the calls can complete.
+
+    None where no rank waits for a message.
+    """
+    if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished]
+    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    halves = {rank: c for rank, c in waits.items() if c.peer != -1}
+    if not halves or len(waits) < len(alive) or any(not r.is_waiting for r in alive):
+        return None
+    if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
+        return None
+    if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
+        return None
+    if any(_is_paired(rank, c, halves) for rank, c in halves.items()):
+        return None  # it may be under way
+    return waits | {r.rank: ended(r) for r in evidence.ranks if r.finished}
+
+
+def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
+    """Return what explains that ranks wait in ``entered``, of which one or more are sends or receives."""
+    found = explain(evidence, entered)
+    if found is None:
+        return None
+    if found.candidate.owed is None:
+        return finding_from(evidence, entered, found)
+    n, owed, ranks = evidence.job.world_size, found.candidate.owed, found.candidate.ranks
+    halves = {rank: c for rank, c in sorted(entered.items()) if c.peer != -1}
+    asked = found.candidate.edit is not Edit.UNANSWERED
+    victims = {rank: c for rank, c in halves.items() if rank not in ranks} or halves
+    reason = f"receives and sends do not pair: {_in_words(evidence, halves if asked else victims)}"
+    if found.candidate.is_for_all:
+        reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the other half first"
+    elif not asked:
+        reason += f"; {_what_they_do(evidence, ranks, entered)}"
+    call, where = owed.call, owed.call.site
+    if not asked and owed.is_passed_over:
+        call = owed.answers[-1]
+        where = call.site
+        reason += f"; the other half is like {call.describe()}"
+    elif ranks[0] in halves:
+        call = halves[ranks[0]]
+        where = last_seen(evidence.ranks[ranks[0]]) or call.site
+    return Finding(
+        cause="p2p_unmatched", ranks=ranks, where=where, called_from=next(iter(call.way[1:]), ""),
+        reason=reason + because(found, n), certain=found.is_certain, is_permanent=True,
+        confidence=round(found.probability, 2), facts=all_facts(evidence.ranks), terms=terms_of(found, n),
+    )  # fmt: skip
+
+
+def _in_words(evidence: Evidence, calls: Calls) -> str:
+    return by_ranks({rank: f"in {c.describe()}" for rank, c in calls.items()}, evidence.job.world_size)
+
+
+def _what_they_do(evidence: Evidence, ranks: tuple[int, ...], entered: Calls) -> str:
+    """Return what the ranks do for which others wait, in words."""
+    n = evidence.job.world_size
+    if all(entered[r].op == END for r in ranks if r in entered):
+        one = len(ranks) == 1
+        return f"{describe_ranks(ranks, n)} ended {'its test' if one else 'their tests'} without the other half"
+    return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
+
+
+def _is_paired(rank: int, call: Collective, halves: Calls) -> bool:
+    """Return whether the peer is in the other half of a rank's call, in the same group: messages of two groups never meet."""
+    other = halves.get(call.peer)
+    if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
+        return False
+    return {call.is_send, other.is_send} == {True, False}
+
+
+def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
+    """Find ranks that dropped the Work of the other half of what other ranks wait in, without a wait.
+
+    Messages between two ranks, in a group and of a tag, pair in their order.
+    """
+    dropped = {}
+    for waiter, call in entered.items():
+        if not 0 <= call.peer < len(evidence.ranks):
+            continue
+        peer = evidence.ranks[call.peer]
+        made = [c for c in evidence.ranks[waiter].collectives if _is_of(c, call, call.peer, sends=call.is_send)]
+        answers = [c for c in peer.collectives if _is_of(c, call, waiter, sends=not call.is_send)]
+        number = [c.index for c in made].index(call.index)
+        if has_forgotten(evidence.ranks[waiter]) or has_forgotten(peer):
+            number = len(answers) - 1  # a ring without its first calls does not number them: the latest one
+        if 0 <= number < len(answers) and answers[number].dropped:
+            dropped[peer.rank] = answers[number]
+    waits = {rank: c for rank, c in entered.items() if c.op != END}
+    return _of_dropped(evidence, dropped, waits, certain=True) if dropped else None
+
+
+def lost_messages(evidence: Evidence) -> Finding | None:
+    """Find that all ranks wait, after some have dropped the Work of a send or receive.
+
+    The message may block the connection, so that a call that all ranks have entered does not complete either. A suspicion.
+    """
+    alive = [r for r in evidence.ranks if not r.finished]
+    dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped}
+    if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
+        return None
+    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    return _of_dropped(evidence, dropped, waits, certain=False)
+
+
+def _is_of(call: Collective, like: Collective, peer: int, *, sends: bool) -> bool:
+    return call.peer == peer and call.is_send == sends and (call.group, call.note) == (like.group, like.note)
+
+
+def _of_dropped(
+    evidence: Evidence, dropped: Mapping[int, Collective], waits: Calls, *, certain: bool
+) -> Finding:  # fmt: skip
+    n, first = evidence.job.world_size, dropped[min(dropped)]
+    began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, n)
+    return Finding(
+        cause="p2p_unmatched", ranks=tuple(sorted(dropped)), where=first.site, called_from=next(iter(first.way[1:]), ""),
+        reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {_in_words(evidence, waits)}",
+        certain=certain, confidence=0.95 if certain else 0.7, facts=all_facts(evidence.ranks),
+    )  # fmt: skip
