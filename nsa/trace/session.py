@@ -79,7 +79,7 @@ class TraceSession:
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
-        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "standing.json")
+        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "stall.json")
         self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.recorder.on_reduce = self.observer.checksums.reduced if self.observer.checksums is not None else None

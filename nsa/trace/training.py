@@ -43,7 +43,7 @@ class TracedTraining:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.is_symlink():
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
-        for old in ("events.jsonl", "standing.json", "stacks.txt", FATAL):  # of a run before this one
+        for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}

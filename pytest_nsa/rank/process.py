@@ -22,7 +22,7 @@ from nsa.trace.events import local_rank, machine, record, where_there_is_room
 from nsa.trace.exceptions import record_exception
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
-from pytest_nsa.rank.linger import wait_for_others
+from pytest_nsa.rank.keep_connections import wait_for_others
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive

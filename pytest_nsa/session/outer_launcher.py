@@ -217,8 +217,8 @@ class LeaderLauncher:
             if look["board"]:
                 write_atomically(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
             return False
-        patience = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
-        return time.monotonic() - since > patience
+        limit = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
+        return time.monotonic() - since > limit
 
     def signal(self, rank: int, number: int) -> None:
         if rank == self.job.only:

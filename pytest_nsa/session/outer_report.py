@@ -26,7 +26,7 @@ from pytest_nsa.wire.files import read_lines, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
 
 KEPT = "evidence"  # of the last look at the launch, as the folder of a test
-_FILES = ("board.bin", "standing.json", "counters.json")
+_FILES = ("board.bin", "stall.json", "counters.json")
 _OF_A_TEST = ("exception", "skipped", "xfailed")
 
 

@@ -1,6 +1,6 @@
 """Healthy programs inside their longest pause, replayed: nothing that the rules make of them ends a test or names a new cause.
 
-A pause of more than 3 s in which others wait may be announced, as a suspicion (`monitor/patience`): those that were, when the
+A pause of more than 3 s in which others wait may be announced, as a suspicion (`monitor/announce_delay`): those that were, when the
 program was recorded, are in its `asked.json`.
 """
 
@@ -17,7 +17,7 @@ from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.patience import Patience
+from pytest_nsa.monitor.announce_delay import AnnounceDelay
 from tests_cpu.faults.questions import read_past
 from tests_cpu.faults.recorded import HEALTHY, unpack_healthy
 
@@ -46,9 +46,9 @@ def decided(folder: Path) -> tuple[Finding | None, bool, bool]:
         return None, False, False
     facts = json.loads((folder / "asked.json").read_text(encoding="utf-8"))
     waits = [seconds for rank, seconds in facts["waits"].items() if int(rank) in found.ranks]
-    patience = Patience()
-    is_due = patience.is_due(found, evidence, read_past(facts), min(waits, default=facts["longest_wait"]))
-    return found, is_due, patience.at_work
+    delay = AnnounceDelay()
+    is_due = delay.is_due(found, evidence, read_past(facts), min(waits, default=facts["longest_wait"]))
+    return found, is_due, delay.at_work
 
 
 @pytest.mark.parametrize(("module", "name"), recorded_tests())

@@ -12,8 +12,8 @@ import shutil
 from collections import deque
 from pathlib import Path
 
+from pytest_nsa.monitor.announce_delay import Past
 from pytest_nsa.monitor.announcements import Suspicions
-from pytest_nsa.monitor.patience import Past
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.faults.recorded import FILES
@@ -45,7 +45,7 @@ def _copy(folder: Path, watch: ProgressWatch) -> None:
         shutil.copy(file, copy)
     past = watch.past
     facts = {
-        "longest_wait": watch.longest_wait, "waits": {rank: watch.stood_for(rank) for rank in watch.boards},
+        "longest_wait": watch.longest_wait, "waits": {rank: watch.stalled_for(rank) for rank in watch.boards},
         "steps": [*past._steps], "pauses": past._longest,
         "announced": [[s["cause"], s["ranks"]] for s in read_lines(folder / "suspicions.jsonl") if "cause" in s],
     }  # fmt: skip

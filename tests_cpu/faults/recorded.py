@@ -23,7 +23,8 @@ GENERATED = ARCHIVES / "generated"  # of the programs that benchmarks generate, 
 # The files that `evidence.load` reads, of a test and of each rank.
 FILES = (
     "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
-    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/standing.json", "rank*/counters.json", "rank*/reports.jsonl",
+    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/stall.json", "rank*/standing.json",
+    "rank*/counters.json", "rank*/reports.jsonl",
     "rank*/checksums.jsonl", "asked.json",
 )  # fmt: skip
 HEALTHY = ARCHIVES / "healthy"  # of healthy programs, at the moment of their longest pause

@@ -245,7 +245,7 @@ def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: 
     """A dump by signal that finds its thread in Python, a frame half made, ended a rank and made its peers raise."""
     monkeypatch.setattr("nsa.trace.heartbeat.INTERVAL", 0.003)
     board = Board(tmp_path / "board.bin")
-    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, standing=tmp_path / "standing.json")
+    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, stall=tmp_path / "stall.json")
     heart.start()
     (tmp_path / COUNTERS_ASKED).touch()
     (tmp_path / DUMP_ASKED).touch()
