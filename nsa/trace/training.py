@@ -20,13 +20,13 @@ from typing import Any, TextIO
 import torch
 
 from nsa.trace.events import SCHEMA, machine, record
-from nsa.trace.exceptions import record_exception
 from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.frames import call_site
 from nsa.trace.gradients import tell_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.secrets import masked_arguments
 from nsa.trace.session import installed
+from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way

@@ -20,7 +20,7 @@ from pytest_nsa.wire.messages import Job
 
 DUMP = """\
 Thread 0x00007f02 (most recent call first):
-  File "/x/nsa/trace/heartbeat.py", line 62 in _run
+  File "/x/nsa/trace/stall/heartbeat.py", line 62 in _run
   File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
 
 Thread 0x00007f03 (most recent call first):
@@ -170,7 +170,8 @@ def test_a_dump_that_was_cut_off_before_the_main_thread_is_replaced_by_the_rank_
     folder = make_folder(tmp_path / "t")
     stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stalled_s": 5.0, "moved": False}
     (folder / "host.jsonl").write_text(json.dumps(stop) + "\n")
-    beat = 'Thread 0x0000000000000002 (most recent call first):\n  File "/repo/nsa/trace/heartbeat.py", line 185 in _place_of\n'
+    at = 'File "/repo/nsa/trace/stall/heartbeat.py", line 185 in _place_of'
+    beat = f"Thread 0x0000000000000002 (most recent call first):\n  {at}\n"
     main = 'Current thread 0x0000000000000001 (most recent call first):\n  File "/home/me/t.py", line 9 in wait\n'
     (folder / "rank1" / "stacks.txt").write_text(beat)
     (folder / "rank1" / "stall.json").write_text(json.dumps({"time": 99.0, "stacks": beat + "\n" + main}))

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from nsa.trace.thread_errors import MOST, forget_thread_errors, tell_thread_errors
+from nsa.trace.stall.thread_errors import MOST, forget_thread_errors, tell_thread_errors
 
 
 class ExternalFact:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from nsa.trace.board import Board
-from nsa.trace.collectives import CollectiveRecorder
-from nsa.trace.counters import is_asked, write_counters
+from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import open_to_append, write_atomically
-from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
-from nsa.trace.held_up import asyncio_tasks, handled_exception
 from nsa.trace.memory import on_gpu_mib, resident_mib
-from nsa.trace.stacks import Place, as_dump, look
+from nsa.trace.stall.counters import is_asked, write_counters
+from nsa.trace.stall.flight import dump_flight_recorder
+from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
+from nsa.trace.stall.stacks import Place, as_dump, look
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
