@@ -241,7 +241,7 @@ def test_expected(group): assert False
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ("FIRST", "'FIRST': must be NAME=VALUE, as in --bisect-env=NCCL_P2P_DISABLE=1"),
+        ("FIRST", "'FIRST': must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"),
         ("RANK=3", "RANK: the plugin sets it itself"),
     ],
 )
