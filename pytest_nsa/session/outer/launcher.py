@@ -21,7 +21,7 @@ import pytest
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.supervise import RanksRun
-from pytest_nsa.session.outer_store import MEET_S, OuterStore
+from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import GroupSpec, Job

@@ -31,7 +31,7 @@ _OF_A_TEST = ("exception", "skipped", "xfailed")
 
 
 class Session(Protocol):
-    """What a report needs of a session's log, which the clock reads (`outer_clock.Session`)."""
+    """What a report needs of a session's log, which the clock reads (`clock.Session`)."""
 
     nodeid: str  # of the test that runs
     began: float
