@@ -32,8 +32,8 @@ TORCH_B ?= $(TORCH)
 # What the plan needs, and no more: torch's CUDA builds pin a Triton, and the tests of the kernels want another.
 PLAN_NEEDS := model,data
 compare:
-	-$(MAKE) plan VENV=$(VENV)-a EXTRAS=$(PLAN_NEEDS) TORCH='$(TORCH_A)' ARGS='--artifacts=artifacts/torch_a $(ARGS)'
-	-$(MAKE) plan VENV=$(VENV)-b EXTRAS=$(PLAN_NEEDS) TORCH='$(TORCH_B)' ARGS='--artifacts=artifacts/torch_b $(ARGS)'
+	-$(MAKE) plan VENV=$(VENV)-a EXTRAS=$(PLAN_NEEDS) TORCH='$(TORCH_A)' ARGS='--ranks-artifacts=artifacts/torch_a $(ARGS)'
+	-$(MAKE) plan VENV=$(VENV)-b EXTRAS=$(PLAN_NEEDS) TORCH='$(TORCH_B)' ARGS='--ranks-artifacts=artifacts/torch_b $(ARGS)'
 	$(VENV)-b/bin/pytest-nsa compare artifacts/torch_a/latest artifacts/torch_b/latest --html artifacts/compare.html
 
 lint: $(STAMP)

@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the plugin's ``--bisect-env`` try the variables of the plan's mitigations."""
+    """Have the plugin's ``--ranks-bisect-env`` try the variables of the plan's mitigations."""
     if config.getoption("--bisect-mitigations"):
         config.option.bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
 

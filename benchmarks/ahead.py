@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selecting, single, tiles, whole
+from nsa.kernels.triton import branches, selection_schedule, single, tiles, whole
 
 Job = tuple[tuple[int, int, int, int], dict[str, int], torch.dtype, int, str, int, int]
 
@@ -30,9 +30,9 @@ def compiling(on: str, is_due: Callable[[Any], bool], *, refused: type[Exception
                 kernel.warmup(*arguments, grid=grid, **settings)
 
     with contextlib.ExitStack() as stack:
-        for module in (branches, selecting, single):
+        for module in (branches, selection_schedule, single):
             stack.enter_context(mock.patch.object(module, "launch", compile_it))
-        for module in (selecting, tiles):
+        for module in (selection_schedule, tiles):
             stack.enter_context(mock.patch.object(module, "capability", return_value=on))
         yield
 
@@ -67,7 +67,7 @@ def compile_one(job: Job) -> None:
         single.compressed_forward(q, *cmp, *blocked, sizes["l_sel"], scale)
         single.compressed_backward(out, q, *cmp, out, lse, *blocked, scale)
         for cache in (0, 1 << 62):
-            with mock.patch.object(selecting, "cache_of", return_value=cache):
+            with mock.patch.object(selection_schedule, "cache_of", return_value=cache):
                 single.selected_forward(q, k, v, chosen, *selection)
         single.selected_backward(out, q, k, v, out, lse, chosen, *selection)
 

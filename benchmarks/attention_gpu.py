@@ -36,7 +36,7 @@ from figures import environment
 
 from nsa import nsa_attention
 from nsa.kernels import blocks, ops
-from nsa.kernels.triton import selecting, support, tiles
+from nsa.kernels.triton import selection_schedule, support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
@@ -222,7 +222,7 @@ def jaccard_of(chosen: torch.Tensor) -> float:
 @contextlib.contextmanager
 def by_block() -> Iterator[None]:
     """Make no unions of neighbours' blocks."""
-    with mock.patch.object(selecting, "cache_of", return_value=1 << 62):
+    with mock.patch.object(selection_schedule, "cache_of", return_value=1 << 62):
         yield
 
 

@@ -82,7 +82,7 @@ def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, d
         verdict = json.loads(line)
         told = run / verdict["folder"] / "suspicions.jsonl"
         first = json.loads(told.read_text().splitlines()[0]) if told.is_file() else None
-        yield verdict["nodeid"].partition("::")[2], verdict, first and first["stood_still_s"]
+        yield verdict["nodeid"].partition("::")[2], verdict, first and first["stalled_s"]
 
 
 def kept(
@@ -247,7 +247,7 @@ def main() -> None:
                     wrong.append({"test": test, "planted": [planted.cause, planted.ranks], "told": verdict["reason"]})
                 if told is not None:
                     announced.append(told)
-                verdict_after.append(verdict["stood_still_s"] + verdict["time_to_verdict_s"])
+                verdict_after.append(verdict["stalled_s"] + verdict["time_to_verdict_s"])
                 found = re.match(r"test_planted\.py:(\d+) ", verdict["where"])
                 lines[test] = found[1] if found is not None else ""
             every += [(module, test, planted, lines.get(test, "")) for test, planted in expected.items()]

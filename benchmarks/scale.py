@@ -29,7 +29,7 @@ from figures import keep
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from nsa.trace.calls import in_runs  # noqa: E402  the repository's own, from any folder
+from nsa.trace.calls.arguments import in_runs  # noqa: E402  the repository's own, from any folder
 from pytest_nsa.evidence.load import members_of  # noqa: E402
 
 

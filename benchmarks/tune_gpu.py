@@ -27,7 +27,7 @@ from ahead import compiling
 from attention_gpu import AGREEMENT, DEVICE, DTYPE, SHAPES, SIZES, slow_picks, timed
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selecting, single, tiles, whole
+from nsa.kernels.triton import branches, selection_schedule, single, tiles, whole
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
@@ -71,7 +71,7 @@ def union_call(shape: str, S: int, device: str) -> Call:
     chosen = slow_picks(S, G, n_sel, AGREEMENT[0]).to(device)
 
     def run() -> list[torch.Tensor]:
-        with mock.patch.object(selecting, "cache_of", return_value=0):
+        with mock.patch.object(selection_schedule, "cache_of", return_value=0):
             return list(single.selected_forward(q, k, v, chosen, SIZES["l_sel"], n_sel, d_k**-0.5))
 
     return run
@@ -85,7 +85,7 @@ def call_for(kernel: str) -> Callable[[str, int, str], Call]:
 @contextlib.contextmanager
 def replaced(name: str, by: Any) -> Iterator[None]:
     """Replace a name in the modules that launch kernels."""
-    with mock.patch.object(branches, name, by), mock.patch.object(selecting, name, by):
+    with mock.patch.object(branches, name, by), mock.patch.object(selection_schedule, name, by):
         yield
 
 

@@ -104,7 +104,7 @@ def run_tests(folder: Path, *arguments: str, where: Path | None = None, **variab
     """Run pytest, and return the folder of the run."""
     artifacts = folder / "artifacts"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--artifacts={artifacts}", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--ranks-artifacts={artifacts}", *arguments],
         cwd=where or folder, env={**os.environ, **variables}, capture_output=True, check=False,
     )  # fmt: skip
     return (artifacts / "latest").resolve()

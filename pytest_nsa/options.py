@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 LAUNCHES = ("auto", "fork", "clean", "cold")
 UNMARKED = ("all", "leader")
 DESCENDANTS = ("off", "report", "end")
-# What --bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
+# What --ranks-bisect-env tries where nothing else is named: variables that a library reads as a group forms or a GPU is first used.
 MITIGATIONS = (
     "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1", "NCCL_NVLS_ENABLE=0", "TORCH_NCCL_BLOCKING_WAIT=1",
     "CUDA_LAUNCH_BLOCKING=1",
@@ -17,7 +19,12 @@ MITIGATIONS = (
 def add_options(parser: pytest.Parser) -> None:
     """Declare options and ini values."""
     group = parser.getgroup("nsa", "tests on ranks (pytest-nsa)")
-    group.addoption("--artifacts", metavar="DIR", help="Folder for evidence and reports (default: ini artifacts_dir)")
+    group.addoption(
+        "--ranks-artifacts",
+        dest="artifacts",
+        metavar="DIR",
+        help="Folder for evidence and reports (default: ini artifacts_dir)",
+    )
     group.addoption(
         "--ranks-launch", choices=LAUNCHES, default="auto",
         help="Where ranks come from: fork of this process, a clean child pytest, or a cold interpreter per rank (default: auto)",
@@ -40,28 +47,36 @@ def add_options(parser: pytest.Parser) -> None:
         "the end of the session; end: also end what a test leaves running (default: ini ranks_descendants)",
     )  # fmt: skip
     group.addoption(
-        "--bisect-gc", action="store_true",
+        "--ranks-bisect-gc", dest="bisect_gc", action="store_true",
         help="Run a failed test that takes the fixture gc_range again on halves of its layers, and name the layer",
     )  # fmt: skip
     group.addoption(
-        "--bisect-branch", action="store_true",
+        "--ranks-bisect-branch", dest="bisect_branch", action="store_true",
         help="Run a failed test that takes the fixture branch again on each branch alone, and name the one that fails",
     )  # fmt: skip
     group.addoption(
-        "--bisect-env", nargs="?", const="", metavar="NAME=VALUE,...",
+        "--ranks-bisect-env", dest="bisect_env", nargs="?", const="", metavar="NAME=VALUE,...",
         help="Run a failed test again with these variables set in its ranks, and name the fewest that make it pass "
         "(default: ini ranks_bisect_env)",
     )  # fmt: skip
     group.addoption(
-        "--pdb-rank",
+        "--ranks-pdb-rank",
+        dest="pdb_rank",
         type=int,
         default=-1,
         metavar="N",
         help="The rank that --pdb and breakpoint() attach to (default: the first that fails; 0)",
     )
+    # The names until 0.2: they work, and --help is silent on them.
+    for old, form in (
+        ("--artifacts", {}), ("--bisect-gc", {"action": "store_true"}), ("--bisect-branch", {"action": "store_true"}),
+        ("--bisect-env", {"nargs": "?", "const": ""}), ("--pdb-rank", {"type": int}),
+    ):  # fmt: skip
+        dest = old.removeprefix("--").replace("-", "_")
+        group.addoption(old, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **form)
     parser.addini("ranks_output_limit", "What is kept of each rank's output: head and tail, in MB", default="64")
     parser.addini(
-        "ranks_bisect_env", "What --bisect-env tries: NAME=VALUE a line (default: what NCCL and CUDA know)",
+        "ranks_bisect_env", "What --ranks-bisect-env tries: NAME=VALUE a line (default: what NCCL and CUDA know)",
         type="linelist", default=list(MITIGATIONS),
     )  # fmt: skip
     parser.addini("artifacts_dir", "Folder for evidence and reports", default="artifacts")

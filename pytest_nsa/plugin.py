@@ -18,8 +18,6 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
-from pytest_nsa.session import snapshots
-from pytest_nsa.session.boxed import keep_from_forking
 from pytest_nsa.session.failures import Failures
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
@@ -33,12 +31,14 @@ from pytest_nsa.session.items import (
     verdict_key,
 )
 from pytest_nsa.session.launch import artifacts, failed_key, launch, launched_key
-from pytest_nsa.session.launched import outer_key
 from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
+from pytest_nsa.session.outer.launched import outer_key
+from pytest_nsa.session.plugins import snapshots
+from pytest_nsa.session.plugins.boxed import keep_from_forking
+from pytest_nsa.session.plugins.unreached import UnreachedSnapshots
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.unreached import UnreachedSnapshots
 from pytest_nsa.settings import settings_key
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.protocols import LaunchError
@@ -102,16 +102,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(ColdSession(resolved.cold_job), "nsa-cold")
     elif resolved.outer is not None:
-        from pytest_nsa.session.outer_hooks import OuterHooks
+        from pytest_nsa.session.outer.hooks import OuterHooks
 
         config.stash[outer_key] = OuterHooks(config, resolved, resolved.outer)
         config.pluginmanager.register(config.stash[outer_key], "nsa-outer")
     elif config.pluginmanager.hasplugin("xdist"):
-        from pytest_nsa.session.xdist import XdistHooks
+        from pytest_nsa.session.plugins.xdist import XdistHooks
 
         config.pluginmanager.register(XdistHooks(), "nsa-xdist")
     if resolved.descendants != "off" and not _is_child(config) and resolved.outer is None:
-        from pytest_nsa.session.descendants import StartedRanks
+        from pytest_nsa.session.started.descendants import StartedRanks
 
         config.pluginmanager.register(StartedRanks(config, resolved, config.stash[runner_key]), "nsa-descendants")
 

@@ -65,7 +65,7 @@ class Settings:
     descendants: str = "off"
     left_fails: bool = False
     outer: OuterLauncher | None = None
-    bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --bisect-env tries
+    bisect_env: dict[str, str] = field(default_factory=dict, hash=False)  # what --ranks-bisect-env tries
 
     @property
     def gpus(self) -> int:
@@ -78,7 +78,7 @@ settings_key = pytest.StashKey[Settings]()
 
 def resolve(config: pytest.Config) -> Settings:
     """Read everything, check it, and keep it on the config. Raises UsageError naming the setting."""
-    directory = config.getoption("--artifacts") or config.getini("artifacts_dir")
+    directory = config.getoption("--ranks-artifacts") or config.getini("artifacts_dir")
     backend = os.environ.get("TORCH_BACKEND") or None
     if backend not in (None, "gloo", "nccl"):
         raise pytest.UsageError(f"TORCH_BACKEND={backend!r}: must be gloo or nccl")
@@ -96,7 +96,7 @@ def resolve(config: pytest.Config) -> Settings:
         check_divergence=config.getini("ranks_check_divergence"),
         ahead=config.getini("ranks_ahead"),
         output_limit=_bytes(config, "ranks_output_limit"),
-        debug_rank=config.getoption("--pdb-rank"),
+        debug_rank=config.getoption("--ranks-pdb-rank"),
         bisect_env=_bisect_env(config),
         keep_runs=_count(config, "ranks_artifacts_keep"),
         folder_mode=_mode(config, "ranks_artifacts_mode"),
@@ -115,7 +115,9 @@ def resolve(config: pytest.Config) -> Settings:
         left_fails=config.getini("ranks_left_fails"),
     )
     if settings.artifacts.exists() and not settings.artifacts.is_dir():
-        raise pytest.UsageError(f"--artifacts {directory}: is a file; give a folder, or the name of one to be made")
+        raise pytest.UsageError(
+            f"--ranks-artifacts {directory}: is a file; give a folder, or the name of one to be made"
+        )
     if settings.hang_after >= settings.timeout:
         raise pytest.UsageError(
             f"ini ranks_hang_after = {settings.hang_after:g}: must be below ranks_timeout = {settings.timeout:g}, or it never comes"
@@ -158,17 +160,17 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
 
 
 def _bisect_env(config: pytest.Config) -> dict[str, str]:
-    """Return the variables that ``--bisect-env`` tries; {} where it is not given. Raises UsageError."""
-    given = config.getoption("--bisect-env")
+    """Return the variables that ``--ranks-bisect-env`` tries; {} where it is not given. Raises UsageError."""
+    given = config.getoption("--ranks-bisect-env")
     if given is None:
         return {}
-    source = f"--bisect-env {given}" if given else "ini ranks_bisect_env"
+    source = f"--ranks-bisect-env {given}" if given else "ini ranks_bisect_env"
     found: dict[str, str] = {}
     for pair in given.split(",") if given else config.getini("ranks_bisect_env"):
         name, equals, value = pair.strip().partition("=")
         if not equals or not name.isidentifier():
             raise pytest.UsageError(
-                f"{source}: {pair.strip()!r}: must be NAME=VALUE, as in --bisect-env=NCCL_P2P_DISABLE=1"
+                f"{source}: {pair.strip()!r}: must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"
             )
         if name in FIXED_VARIABLES:
             raise pytest.UsageError(f"{source}: {name}: the plugin sets it itself; leave it out")

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_the_changelog_is_a_line_per_behaviour() -> None:
 def test_a_circle_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a circle: (a -> b -> a|b -> a -> b)"):
         rooms.shortest({"a": {"b"}, "b": {"a"}})
+
+
+def test_no_package_has_more_than_twenty_modules() -> None:
+    """A file is found by its package's name. Kernels and rules are lists of their kind: one file per family."""
+    modules = [path for package in ("pytest_nsa", "nsa") for path in (ROOT / package).rglob("*.py")]
+    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in modules if path.name != "__init__.py")
+    crowded = {package: n for package, n in sizes.items() if n > 20}
+    assert set(crowded) <= {"nsa/kernels/triton", "pytest_nsa/diagnosis/rules"}, crowded
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -28,14 +28,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
-from nsa.trace.compiled import outside_graphs
+from nsa.trace.calls.compiled import outside_graphs
 from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
-from nsa.trace.divergence import Checksums, remember_wrappers
+from nsa.trace.divergence.checksums import Checksums, remember_wrappers
+from nsa.trace.divergence.training_state import watch_loads
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
 from nsa.trace.output import Output
-from nsa.trace.training_state import watch_loads
 
 
 def _ignore(*_: Any, **__: Any) -> None:

@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 from nsa.trace.board import Board
-from nsa.trace.calls import in_runs
-from nsa.trace.collectives import CollectiveRecorder
-from nsa.trace.divergence import Checksums
+from nsa.trace.calls.arguments import in_runs
+from nsa.trace.calls.collectives import CollectiveRecorder
+from nsa.trace.calls.loaders import count_batches
+from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.events import record
-from nsa.trace.exceptions import record_thread_exception
-from nsa.trace.exits import note_own_end
-from nsa.trace.heartbeat import Heartbeat
-from nsa.trace.loaders import count_batches
 from nsa.trace.observe import Observer
-from nsa.trace.thread_errors import forget_thread_errors, tell_thread_errors
+from nsa.trace.stall.exceptions import record_thread_exception
+from nsa.trace.stall.exits import note_own_end
+from nsa.trace.stall.heartbeat import Heartbeat
+from nsa.trace.stall.thread_errors import forget_thread_errors, tell_thread_errors
 
 LEVEL, LEVELS = "NSA_TRACE_LEVEL", ("full", "light")
 
@@ -79,7 +79,7 @@ class TraceSession:
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
-        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "standing.json")
+        self.heartbeat = Heartbeat(self.board, self.recorder, path, rank, label, Path(folder) / "stall.json")
         self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.recorder.on_reduce = self.observer.checksums.reduced if self.observer.checksums is not None else None

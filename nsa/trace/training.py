@@ -20,13 +20,13 @@ from typing import Any, TextIO
 import torch
 
 from nsa.trace.events import SCHEMA, machine, record
-from nsa.trace.exceptions import record_exception
 from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.frames import call_site
 from nsa.trace.gradients import tell_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.secrets import masked_arguments
 from nsa.trace.session import installed
+from nsa.trace.stall.exceptions import record_exception
 
 FATAL = "fatal.txt"
 MAX_ANOMALIES = 2000  # of steps that did not go their usual way
@@ -43,7 +43,7 @@ class TracedTraining:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.is_symlink():
             raise NotADirectoryError(f"{self.folder}: is a link; remove it, or give another folder for the evidence")
-        for old in ("events.jsonl", "standing.json", "stacks.txt", FATAL):  # of a run before this one
+        for old in ("events.jsonl", "stall.json", "standing.json", "stacks.txt", FATAL):  # of a run before this one
             (self.folder / old).unlink(missing_ok=True)
         _describe(run, world_size)
         facts = {"machine": machine(on_gpu=torch.cuda.is_available()), "memory_mib": limit_mib()}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nsa.config import ConfigError, ParallelConfig
-from nsa.trace.debug_level import lower_detail
-from nsa.trace.network import unresolved, unusable_network
+from nsa.trace.calls.debug_level import lower_detail
+from nsa.trace.stall.network import unresolved, unusable_network
 
 FSDP_BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 from nsa.config import Config, ConfigError
 from nsa.data.loader import Loader
 from nsa.trace.environment import write_environment
+from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
-from nsa.trace.watchdog import Watchdog
 from nsa.training.checkpoint import Checkpointer, load
 from nsa.training.metrics import Metrics
 from nsa.training.pace import Pace, curve, progress_bar

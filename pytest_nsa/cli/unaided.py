@@ -188,7 +188,7 @@ class Unaided:
             waited = time.monotonic() - min(self._still_since[rank] for rank in still)
             moved = [rank for rank in facts if rank not in still]
             append_line(folder / "host.jsonl", {
-                "event": "standing", "time": time.time(), "stood_still_s": 0.0 if moved else waited, "waits_s": waited,
+                "event": "stall", "time": time.time(), "stalled_s": 0.0 if moved else waited, "waits_s": waited,
                 "moved": bool(moved), "moved_ranks": moved,
             })  # fmt: skip
             is_own_job = all(is_ours(Path(f"/proc/{pid}")) for pid in self.pids.values())

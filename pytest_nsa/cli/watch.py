@@ -22,11 +22,11 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.monitor.announce_delay import WAITED_FOR_S, AnnounceDelay
 from pytest_nsa.monitor.announcements import announcement, stalled_for
-from pytest_nsa.monitor.patience import WAITED_FOR_S, Patience
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import note_process
-from pytest_nsa.monitor.stall import StandStill
+from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import number_ranks
 from pytest_nsa.wire.files import append_line
@@ -62,9 +62,9 @@ class Watcher:
     watch: ProgressWatch = field(init=False)
     finding: Finding | None = None
     unread: str = ""  # why the folder's evidence cannot be read
-    _standing: StandStill = field(default_factory=StandStill)
+    _stall: StallClock = field(default_factory=StallClock)
     _gone: set[int] = field(default_factory=set)
-    _patience: Patience = field(default_factory=Patience)
+    _delay: AnnounceDelay = field(default_factory=AnnounceDelay)
     _is_own: dict[int, bool] = field(
         default_factory=dict
     )  # of ranks that were seen alive, whether their process is this user's
@@ -108,15 +108,15 @@ class Watcher:
                 self.finding = None if evidence is None else suspect(evidence)
         waited = self.watch.longest_wait
         if waited < GRACE_S and not self._gone:
-            self._standing.reset()
+            self._stall.reset()
             self.finding = None
-        elif self._standing.look(self._alive(), waited):
+        elif self._stall.look(self._alive(), waited):
             with contextlib.suppress(OSError):
                 self._note(waited)
             evidence = self._load()
             found = None if evidence is None else suspect(evidence)
             if evidence is not None and found is not None and not self._gone:
-                is_due = self._patience.is_due(found, evidence, self.watch.past, stalled_for(found, self.watch))
+                is_due = self._delay.is_due(found, evidence, self.watch.past, stalled_for(found, self.watch))
                 found = found if is_due else None
             self.finding = found
         return (before and before.key) != (self.finding and self.finding.key)
@@ -144,11 +144,9 @@ class Watcher:
         return False
 
     def _note(self, waited: float) -> None:
-        for rank, facts in self._standing.facts.items():
+        for rank, facts in self._stall.facts.items():
             note_process(self.log, rank, facts)
-        append_line(
-            self.log, {"event": "standing", "time": time.time(), **self.watch.stand_still_facts(waited, GRACE_S)}
-        )
+        append_line(self.log, {"event": "stall", "time": time.time(), **self.watch.stall_facts(waited, GRACE_S)})
 
     def announcement(self, test: str) -> str:
         """Return the line on a suspicion in a job of a test; '' where there is none, or no rank has waited for long."""
@@ -157,7 +155,7 @@ class Watcher:
             return ""
         who = describe_ranks(found.ranks, self._world_size)
         seconds, what = stalled_for(found, self.watch), "a suspicion; the test's own time limit ends it"
-        return visible(announcement(found, test, who, seconds, what, at_work=self._patience.at_work))
+        return visible(announcement(found, test, who, seconds, what, at_work=self._delay.at_work))
 
     @property
     def _world_size(self) -> int:
@@ -183,7 +181,7 @@ class Watcher:
             ranks.setdefault(re.sub(r"\s+\d+/\d+ gradients", "", state), []).append(rank)
         lines = []
         for state, members in sorted(ranks.items(), key=lambda entry: len(entry[1])):
-            still = max(self.watch.stood_for(rank) for rank in members)
+            still = max(self.watch.stalled_for(rank) for rank in members)
             told = f"  still for {still:.0f} s" if still >= 2 and "done" not in state else ""
             lines.append(f"{len(members):>5}  {number_ranks(members)}: {state}{told}")
         return lines
@@ -198,7 +196,7 @@ class Watcher:
             text += f"  in {board.inside[-1].describe()}"
         elif board.line:
             text += f"  at {board.line}"
-        still = self.watch.stood_for(rank)
+        still = self.watch.stalled_for(rank)
         return text + (f"  still for {still:.0f} s" if still >= 2 and board.phase != "done" else "")
 
     def to_json(self) -> dict[str, Any]:
@@ -207,7 +205,7 @@ class Watcher:
             {
                 "rank": rank, "pid": int(b.numbers["pid"]), "step": int(b.numbers["step"]), "phase": b.phase, "line": b.line,
                 "module": b.module, "gradients": int(b.numbers["gradients"]), "gone": rank in self._gone,
-                "inside": b.inside[-1].describe() if b.inside else "", "still_s": round(self.watch.stood_for(rank), 2),
+                "inside": b.inside[-1].describe() if b.inside else "", "still_s": round(self.watch.stalled_for(rank), 2),
             }
             for rank, b in self.boards.items()
         ]  # fmt: skip

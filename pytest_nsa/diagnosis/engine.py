@@ -172,7 +172,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     common: dict[str, Any] = {
         "scenario": job.scenario, "reads_as": job.reads_as, "nodeid": job.nodeid,
         "duration_s": round(evidence.duration_s, 3),
-        "stood_still_s": round(evidence.stood_still_s, 3), "world_size": job.world_size,
+        "stalled_s": round(evidence.stalled_s, 3), "world_size": job.world_size,
         "backend": job.backend, "parallel": evidence.parallel, "parameters_missing": parameters_missing(evidence),
     }  # fmt: skip
     if evidence.stop == "interrupted":
@@ -184,7 +184,7 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         return replace(_of_the_passed(evidence, common), evidence=failures)
     found, failures = first_finding((refused, *more, *RULES), evidence)
     finding = found or unknown(evidence, failures)
-    told = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, says=t.says) for t in evidence.told)
+    told = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, says=t.says) for t in evidence.external)
     finding = replace(finding, facts=(*finding.facts, *told))
     if evidence.lost:
         stood = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
@@ -298,4 +298,4 @@ def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
     if fell:
         # Gloo may abort a rank that receives what it did not request: the ranks would have waited for ever all the same.
         return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"
-    return "HANG" if evidence.stop == "host_died" and evidence.stood_still_s else "FAIL"
+    return "HANG" if evidence.stop == "host_died" and evidence.stalled_s else "FAIL"

@@ -10,7 +10,7 @@ from pytest_nsa.evidence.shapes import is_number
 from pytest_nsa.wire.messages import check_kinds
 
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
-SCHEMA = 1
+SCHEMA = 2  # 2: stalled_s, which was stood_still_s
 NO_RANK = -1  # of a fact that is not of one rank
 RULE_FAILED = "rule_failed"  # the kind of the fact that a rule of ours raised
 
@@ -78,7 +78,7 @@ class Verdict:
     confidence: float = 1.0
     advice: str = ""
     duration_s: float = 0.0
-    stood_still_s: float = 0.0
+    stalled_s: float = 0.0
     time_to_verdict_s: float = 0.0
     world_size: int = 1
     backend: str = "gloo"
@@ -99,6 +99,8 @@ class Verdict:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Verdict:
         """Build it from what `to_json` returned; keys of a later schema are ignored. Raises ValueError or TypeError for others."""
+        if "stood_still_s" in data:  # schema 1
+            data = {"stalled_s": data["stood_still_s"], **data}
         check_kinds(cls, data)
         names = set(cls.__dataclass_fields__)
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
@@ -111,6 +113,11 @@ class Verdict:
             Fact(**{k: v for k, v in fact.items() if k in known}) for fact in values.get("evidence", ())
         )
         return cls(**values)
+
+    @property
+    def stood_still_s(self) -> float:
+        """The name that ``stalled_s`` had in schema 1: hooks of other repositories read it."""
+        return self.stalled_s
 
     @property
     def failed(self) -> bool:

@@ -20,12 +20,12 @@ from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse
 from pytest_nsa.evidence.values import (
     EventLoop,
     Evidence,
+    ExternalFact,
     Handled,
     MissingGradients,
     RaisedException,
     RankEvidence,
     ThreadError,
-    Told,
 )
 from pytest_nsa.wire.files import parse, read_bytes, read_text
 from pytest_nsa.wire.messages import Job
@@ -49,14 +49,15 @@ def load(folder: Path, *others: Path) -> Evidence:
     folders, sources = (folder, *others), Sources([s for f in (folder, *others) for s in read_sources(f).snippets])
     unread: list[str] = []
     host = sorted(
-        (e for f in folders for e in read_events(f / "host.jsonl", job.world_size, unread)), key=lambda e: e["time"]
+        (_as_now(e) for f in folders for e in read_events(f / "host.jsonl", job.world_size, unread)),
+        key=lambda e: e["time"],
     )
     of_all: list[dict[str, Any]] = []
     of_rank: dict[int, list[dict[str, Any]]] = {}
     for event in host:  # once, and not once a rank
         (of_rank.setdefault(event["rank"], []) if "rank" in event else of_all).append(event)
-    standing: dict[str, Any] = next((e for e in reversed(of_all) if e["event"] == "standing"), {})
-    stop = next((e for e in of_all if e["event"] == "stop"), standing)
+    stall: dict[str, Any] = next((e for e in reversed(of_all) if e["event"] == "stall"), {})
+    stop = next((e for e in of_all if e["event"] == "stop"), stall)
     ended = next((e for e in host if e["event"] == "ended"), {})
     began = next((e["time"] for e in host if e["event"] == "started"), 0.0)
     started = began or job.created
@@ -71,19 +72,21 @@ def load(folder: Path, *others: Path) -> Evidence:
         ranks=ranks,
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stopped_by=stop.get("by", ""),
-        stood_still_s=stop.get("stood_still_s", 0.0),
+        stalled_s=stop.get("stalled_s", 0.0),
         moved_at_stop=stop.get("moved", False),
         duration_s=ended.get("duration_s", max((e["time"] for e in host), default=started) - started),
         started=started,
         stop_time=stop.get("time", 0.0),
-        waits_s=standing.get("waits_s", 0.0),
+        waits_s=stall.get("waits_s", 0.0),
         refused="" if began else refused,
         lost=refused if began else "",
         folder=folder,
         sources=sources,
         unread=tuple(unread),
-        told=tuple(
-            Told(rank=e["of"], kind=e["kind"], file=e["file"], says=e["says"]) for e in of_all if e["event"] == "told"
+        external=tuple(
+            ExternalFact(rank=e["of"], kind=e["kind"], file=e["file"], says=e["says"])
+            for e in of_all
+            if e["event"] == "told"
         ),
         xids=tuple((e["gpu"], e["xid"]) for e in of_all if e["event"] == "xid"),
     )
@@ -140,11 +143,11 @@ def _read_rank(
         or e["event"] in ("warning", "left_running", "left_thread", "left_handler", "quit_debugger")
     ]
     done = next((e for e in events if e["event"] == "done"), None)
-    standing: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "standing"), {})
-    stop = next((e for e in host if e["event"] == "stop"), standing)
+    stall: dict[str, Any] = next((e for e in reversed(host) if e["event"] == "stall"), {})
+    stop = next((e for e in host if e["event"] == "stop"), stall)
     raised = _exceptions(events, job.body)
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
-    own = _own_words(folder, stop.get("time", 0.0), stop.get("stood_still_s", 0.0))
+    own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
     frames, dump = _frames_told(folder), _text(folder / "stacks.txt")
     start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})
@@ -164,7 +167,7 @@ def _read_rank(
         exceptions=raised,
         parameter_names=next((tuple(e["names"]) for e in reversed(events) if e["event"] == "parameters"), ()),
         board=board,
-        beat_age_s=(sampled or standing).get("beat_age_s", {}).get(str(rank)),
+        beat_age_s=(sampled or stall).get("beat_age_s", {}).get(str(rank)),
         moved_at_stop=rank in stop.get("moved_ranks", ()),
         process=next((e for e in reversed(host) if e["event"] == "process" and e["rank"] == rank), {}),
         threads=_threads(dump, own.get("stacks", ""), job.body),
@@ -271,14 +274,24 @@ def _path(board: BoardSnapshot | None, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names[i] if i < len(names) else "another module" for i in board.path) if board is not None else ()
 
 
-def _own_words(folder: Path, until: float, stood_still: float) -> dict[str, Any]:
+def _as_now(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event of host.jsonl with the names of verdict schema 2: older folders have `standing` and `stood_still_s`."""
+    if event["event"] == "standing":
+        event["event"] = "stall"
+    if "stood_still_s" in event:
+        event["stalled_s"] = event.pop("stood_still_s")
+    return event
+
+
+def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     """Return what the rank's heartbeat wrote of its stall; {} when that was an earlier one. ``until`` 0: nothing was observed
     later.
     """
-    own = parse(_text(folder / "standing.json"))
+    # Until verdict schema 2 it was standing.json.
+    own = parse(_text(folder / "stall.json") or _text(folder / "standing.json"))
     if not isinstance(own, dict) or not has(own, OWN_WORDS):
         return {}
-    return own if own["time"] >= until - stood_still - 1.0 else {}
+    return own if own["time"] >= until - stalled_s - 1.0 else {}
 
 
 def _frames_told(folder: Path) -> list[Mapping[str, Any]]:

@@ -87,8 +87,9 @@ def is_counted(value: Any) -> bool:
     return is_map(value) and has(value, {"at": is_text, "counters": is_map, "streams?": _list_of(is_text)})
 
 
-_STANDING: dict[str, Check] = {
-    "stood_still_s?": is_number, "moved?": is_flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
+_STALL: dict[str, Check] = {
+    "stalled_s?": is_number, "stood_still_s?": is_number,
+    "moved?": is_flag, "moved_ranks?": _list_of(_int), "waits_s?": is_number, "reason?": is_text,
     "by?": is_text,
     "beat_age_s?": _numbers_by_name,
 }  # fmt: skip
@@ -97,8 +98,9 @@ EVENTS: dict[str, dict[str, Check]] = {
     "refused": {"reason": is_text},
     "ended": {"duration_s": is_number},
     "exit": {"rank": _int, "code?": _int, "signal?": _int, "by_us?": is_flag},
-    "stop": _STANDING,
-    "standing": _STANDING,
+    "stop": _STALL,
+    "stall": _STALL,
+    "standing": _STALL,  # its name until verdict schema 2
     "sampled": {"beat_age_s?": _numbers_by_name},
     "native": {"rank": _int, "absent": is_text},
     "gpus": {"gpus": _list_of(is_map)},

@@ -261,8 +261,8 @@ class RankEvidence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
-    """A fact of a source of the repository's own; ``rank`` is -1 where it is not of one, ``file`` relative to the test's folder."""
+class ExternalFact:
+    """A fact from a source that the repository adds; ``rank`` is -1 for all ranks, ``file`` relative to the test's folder."""
 
     rank: int
     kind: str
@@ -278,7 +278,7 @@ class Evidence:
     job: Job
     ranks: tuple[RankEvidence, ...]
     stop: str
-    stood_still_s: float
+    stalled_s: float
     moved_at_stop: bool
     duration_s: float
     started: float
@@ -291,13 +291,18 @@ class Evidence:
     stopped_by: str = ""  # the signal that interrupted the session; '' for Ctrl-C
     unread: tuple[str, ...] = ()  # what could not be read, and why
     xids: tuple[tuple[int, int], ...] = ()  # (GPU, error) as the driver logged them
-    told: tuple[Told, ...] = ()  # by the hook pytest_nsa_collect_evidence
+    external: tuple[ExternalFact, ...] = ()  # by the hook pytest_nsa_collect_evidence
+
+    @property
+    def told(self) -> tuple[ExternalFact, ...]:
+        """The name that ``external`` had until 0.2: hooks of other repositories read it."""
+        return self.external
 
     @property
     def was_ended_at_a_stall(self) -> bool:
         """Whether all ranks of a training that is only watched have gone together, after they had stalled: it was ended."""
         left = [r for r in self.ranks if not r.finished]
-        return bool(left and self.stood_still_s) and all(r.gone > self.stop_time for r in left)
+        return bool(left and self.stalled_s) and all(r.gone > self.stop_time for r in left)
 
     @property
     def was_stalled(self) -> bool:
@@ -305,7 +310,7 @@ class Evidence:
         if self.stop != "host_died":
             return True
         boards = [r.board.numbers for r in self.ranks if not r.finished and r.board is not None]
-        if self.stood_still_s:  # the host saw it, then; a rank whose heartbeat went on must not have moved since
+        if self.stalled_s:  # the host saw it, then; a rank whose heartbeat went on must not have moved since
             boards = [n for n in boards if n["beat_time"] > self.stop_time]
         elif not boards:
             return False

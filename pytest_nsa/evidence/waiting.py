@@ -14,13 +14,14 @@ from pytest_nsa.evidence.stacks import Frame
 
 BUSY = 0.5  # of a core, over the sample
 STARVED = 0.1  # of a core, on a busy machine
-_RECORDERS = ("nsa/trace/collectives.py", "nsa/trace/stores.py")  # their wrappers are in every recorded call
+# Their wrappers are in every recorded call; without "calls/" in folders of 0.1.
+_RECORDERS = tuple(f"nsa/trace/{below}{name}.py" for below in ("calls/", "") for name in ("collectives", "stores"))
 _STORE_OF_OURS = ("pytest_nsa/rank/store.py", "pytest_nsa/wire/messages.py")  # the store of ranks is a class of Python
 _TORCH_S = ("torch/distributed/", "nn/parallel/distributed.py", "torch/futures/", *_RECORDERS, *_STORE_OF_OURS)
 # What torch puts between a call of Python and its own code.
 _DISPATCH = (
     "torch/_ops.py", "torch/_library/", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "torch/utils/_contextlib.py",
-    "nsa/trace/compiled.py",
+    "nsa/trace/calls/compiled.py", "nsa/trace/compiled.py",
 )  # fmt: skip
 _WAITS = re.compile(
     r"_?(barrier|monitored_barrier|store_based_barrier|wait\w*|all_?reduce\w*|all_?gather\w*|all_?to_?all\w*|broadcast\w*"

@@ -1,4 +1,4 @@
-"""Suspicions: what the rules make of a stall while the test runs, announced when one has lasted (`patience`), or changes."""
+"""Suspicions: what the rules make of a stall while the test runs, announced when one has lasted (`announce_delay`), or changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.patience import Patience
+from pytest_nsa.monitor.announce_delay import AnnounceDelay
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
@@ -23,7 +23,7 @@ class Suspicions:
 
     def __init__(self, folder: Path, job: Job, limits: Limits, announce: Callable[[str], None]) -> None:
         self.folder, self.job, self.limits, self.announce = folder, job, limits, announce
-        self._patience = Patience()
+        self._delay = AnnounceDelay()
         self._announced: tuple[object, ...] = ()
 
     def __call__(self, watch: ProgressWatch) -> Finding | None:
@@ -44,15 +44,15 @@ class Suspicions:
 
     def _consider(self, found: Finding, evidence: Evidence, watch: ProgressWatch) -> None:
         seconds = stalled_for(found, watch)
-        is_due = self._patience.is_due(found, evidence, watch.past, seconds)
-        if not is_due or self._patience.state == self._announced:
+        is_due = self._delay.is_due(found, evidence, watch.past, seconds)
+        if not is_due or self._delay.state == self._announced:
             return
-        self._announced, at_work = self._patience.state, self._patience.at_work
+        self._announced, at_work = self._delay.state, self._delay.at_work
         append_line(
             self.folder / "suspicions.jsonl",
             {
                 "time": time.time(), "cause": found.cause, "ranks": found.ranks, "where": found.where,
-                "reason": found.reason, "certain": found.certain, "at_work": at_work, "stood_still_s": round(seconds, 2),
+                "reason": found.reason, "certain": found.certain, "at_work": at_work, "stalled_s": round(seconds, 2),
             },
         )  # fmt: skip
         left = max(0.0, self.limits.run - (time.monotonic() - watch.running_since))
@@ -84,4 +84,4 @@ def stalled_for(found: Finding, watch: ProgressWatch) -> float:
     """Return for how many seconds the ranks of a suspicion have not moved; of those that do, how long others have waited."""
     if found.cause in MOVING:
         return watch.longest_wait
-    return min((watch.stood_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)
+    return min((watch.stalled_for(rank) for rank in found.ranks if rank in watch.boards), default=watch.longest_wait)

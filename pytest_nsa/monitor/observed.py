@@ -49,7 +49,7 @@ class ObservedJob:
             self.log.unlink()  # of an earlier look, after which the job went on
         self._note("started", time=began, pids=[])
         self._note(
-            "stop", reason=reason, by="", stood_still_s=watch.stood_still, moved=watch.stood_still < GRACE_S,
+            "stop", reason=reason, by="", stalled_s=watch.stalled_s, moved=watch.stalled_s < GRACE_S,
             moved_ranks=watch.moved_within(GRACE_S),
         )  # fmt: skip
         alive = self.pids

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_apart
-from pytest_nsa.monitor.patience import Past
+from pytest_nsa.monitor.announce_delay import Past
 
 QUIET_S = 0.2
 HELD_UP_S = 0.6  # between two looks, one every 0.05 s
@@ -45,7 +45,7 @@ class ProgressWatch:
             self.folders[rank] = folder
             self.readers[rank] = BoardReader(folder / "board.bin")
 
-    def stood_for(self, rank: int) -> float:
+    def stalled_for(self, rank: int) -> float:
         """Seconds since a rank moved."""
         return time.monotonic() - self._moves.get(rank, time.monotonic())
 
@@ -87,7 +87,7 @@ class ProgressWatch:
         return all(board.phase != phase for board in self.boards.values())
 
     @property
-    def stood_still(self) -> float:
+    def stalled_s(self) -> float:
         """Seconds since anything of any rank moved."""
         return time.monotonic() - self.last_move
 
@@ -96,7 +96,7 @@ class ProgressWatch:
         """Seconds since any rank moved; or, where one waits in a collective for others that do move, since it did."""
         now = time.monotonic()
         waits = [now - self._moves[rank] for rank, board in self.boards.items() if board.inside and rank in self._moves]
-        return max([self.stood_still, *waits])
+        return max([self.stalled_s, *waits])
 
     @property
     def beat_ages(self) -> dict[str, float]:
@@ -109,10 +109,10 @@ class ProgressWatch:
         shared = {r: sum(max(0.0, end - max(start, beat)) for start, end in self._held_up) for r, beat in beats.items()}
         return {str(rank): now - beat - shared[rank] for rank, beat in beats.items()}
 
-    def stand_still_facts(self, waited: float, grace: float) -> dict[str, Any]:
+    def stall_facts(self, waited: float, grace: float) -> dict[str, Any]:
         """Return a stall as evidence: for how long, and which ranks have moved within ``grace`` seconds."""
         return {
-            "stood_still_s": self.stood_still, "waits_s": waited, "moved": self.stood_still < grace,
+            "stalled_s": self.stalled_s, "waits_s": waited, "moved": self.stalled_s < grace,
             "moved_ranks": self.moved_within(grace), "beat_age_s": self.beat_ages,
         }  # fmt: skip
 
@@ -124,7 +124,7 @@ class ProgressWatch:
     def has_departed(self) -> bool:
         """Return whether collectives have disagreed for long enough to be sure of it: that cannot mend itself."""
         # Ranks that still move are not looked at more closely: decoding every ring at every look costs.
-        if self.stood_still < QUIET_S or not self._disagree():
+        if self.stalled_s < QUIET_S or not self._disagree():
             self._departed_since = 0.0
             return False
         now = time.monotonic()

@@ -18,8 +18,8 @@ from pytest_nsa.wire.files import append, append_line, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
-COUNTERS_ASKED = "counters.asked"  # nsa/trace/counters.py looks for it
-DUMP_ASKED = "dump.asked"  # nsa/trace/heartbeat.py looks for it
+COUNTERS_ASKED = "counters.asked"  # nsa/trace/stall/counters.py looks for it
+DUMP_ASKED = "dump.asked"  # nsa/trace/stall/heartbeat.py looks for it
 BEAT_S = 0.06  # in which a heartbeat finds it
 DUMP_WAIT_S = 2.0
 STARVED_WAIT_S = 8.0  # the same for a rank that wants the CPU: on a busy machine it may not have come to its handler

@@ -22,8 +22,8 @@ BUSY = 0.1  # of a core
 
 
 @dataclass
-class StandStill:
-    """Fed with the ranks' process ids at each look of the host. ``counted`` is the stall in seconds, as above."""
+class StallClock:
+    """The length of a stall: ``look`` is called with the ranks' process ids at each poll; ``counted`` is the stall in seconds."""
 
     counted: float = 0.0
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -32,15 +32,15 @@ class StandStill:
     _assessed: float = 0.0
 
     def reset(self) -> None:
-        """Something moved."""
+        """Reset after progress."""
         if self._sampled:
             self.counted, self._sampled, self._assessed = 0.0, 0.0, 0.0
             self.facts, self._states = {}, {}
 
-    def look(self, pids: Mapping[int, int], stood_still: float) -> bool:
+    def look(self, pids: Mapping[int, int], stalled_s: float) -> bool:
         """Look at the processes (rank -> pid) if it is time to; whether the stall should now be assessed (again)."""
         now = time.monotonic()
-        if stood_still < BEGIN_S or now - self._sampled < SAMPLE_S:
+        if stalled_s < BEGIN_S or now - self._sampled < SAMPLE_S:
             return False
         is_first = not self._sampled
         self._sampled = now
@@ -61,9 +61,9 @@ class StandStill:
             self._states[rank] = (now, state)
         self.counted += min(passed, computed) if computed else passed
         if is_first or not self.facts:
-            self.counted = stood_still if is_first else self.counted
+            self.counted = stalled_s if is_first else self.counted
             return False
-        pause = FIRST_ASSESSMENTS_S if stood_still < OFTEN_S else LATER_ASSESSMENTS_S
+        pause = FIRST_ASSESSMENTS_S if stalled_s < OFTEN_S else LATER_ASSESSMENTS_S
         if now - self._assessed < pause:
             return False
         self._assessed = now

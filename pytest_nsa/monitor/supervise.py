@@ -21,7 +21,7 @@ from pytest_nsa.monitor.second_look import (
     sample_processes,
     wants_to_dump,
 )
-from pytest_nsa.monitor.stall import StandStill
+from pytest_nsa.monitor.stall import StallClock
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
@@ -55,7 +55,7 @@ class RanksRun:
         self.folder = Path(self.job.folder)
         self.log = self.folder / "host.jsonl"
         self.ranks = self.ranks or range(self.job.world_size)
-        self.standing = StandStill()
+        self.stall = StallClock()
         self.suspicion: Suspicion | None = None
         self._beats: dict[int, tuple[float, float]] = {}
         self.watch = ProgressWatch({r: self.job.rank_folder(r) for r in self.ranks})
@@ -129,28 +129,28 @@ class RanksRun:
             return "deadline"
         if self.suspicion is None:
             return ""
-        if self.watch.stood_still < GRACE_S:  # a rank moves: slow, and not a hang
+        if self.watch.stalled_s < GRACE_S:  # a rank moves: slow, and not a hang
             return ""
         if self.suspicion.ends_the_test:
             return "certain"
-        return "hang_after" if 0 < self.limits.hang_after <= self.standing.counted else ""
+        return "hang_after" if 0 < self.limits.hang_after <= self.stall.counted else ""
 
     def _look_closer(self) -> bool:
         """At a stall: record what the processes do, and let the rules make a suspicion of it. Return whether it is one."""
         waited = self.watch.longest_wait
         moves = waited < GRACE_S or self._has_limits_to_come()
         if self.suspect is None or not self.watch.running_since or moves:
-            self.standing.reset()
+            self.stall.reset()
             self.suspicion = None
             self._beats = {}
             return False
         self._beats = self._beats or self._late_beats()
-        if not self.standing.look(self._alive(), waited):
+        if not self.stall.look(self._alive(), waited):
             return True
         locks = file_locks(self._alive())
-        for rank, facts in self.standing.facts.items():
+        for rank, facts in self.stall.facts.items():
             note_process(self.log, rank, {**facts, "gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})})
-        self._note("standing", **self.watch.stand_still_facts(waited, GRACE_S))
+        self._note("stall", **self.watch.stall_facts(waited, GRACE_S))
         self.suspicion = self.suspect(self.watch)
         return True
 
@@ -174,11 +174,11 @@ class RanksRun:
         """
         if since_failure >= FAILED_S:
             return True
-        return since_failure >= GRACE_S and self.watch.stood_still >= GRACE_S and self.watch.all_blocked(self.statuses)
+        return since_failure >= GRACE_S and self.watch.stalled_s >= GRACE_S and self.watch.all_blocked(self.statuses)
 
     def _waits_for_the_finished(self) -> bool:
         """Some ranks ended well while the others wait in a collective for them, which will not complete."""
-        if not self.statuses or self.watch.stood_still < GRACE_S:
+        if not self.statuses or self.watch.stalled_s < GRACE_S:
             return False
         return self.watch.is_left_alone(self.statuses)
 
@@ -195,8 +195,8 @@ class RanksRun:
             "stop",
             reason=reason,
             by=by,
-            stood_still_s=self.watch.stood_still,
-            moved=self.watch.stood_still < GRACE_S,
+            stalled_s=self.watch.stalled_s,
+            moved=self.watch.stalled_s < GRACE_S,
             moved_ranks=self.watch.moved_within(GRACE_S),
         )
         alive = self._alive()

@@ -43,7 +43,8 @@ class LaunchedRank:
         """Record how a phase of a test ended: an exception, a skip, an expected failure."""
         if call.excinfo is None or "torch.distributed" not in sys.modules or not (self.folder / "board.bin").exists():
             return  # a rank without a group: nothing waits for it
-        from nsa.trace import events, exceptions
+        from nsa.trace import events
+        from nsa.trace.stall import exceptions
 
         error = call.excinfo.value
         kinds = {pytest.skip.Exception: "skipped", pytest.xfail.Exception: "xfailed"}

@@ -92,7 +92,7 @@ def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | N
         try:
             store.wait(keys, timedelta(seconds=PATIENCE_S))
         except Exception:
-            from nsa.trace.exceptions import record_exception
+            from nsa.trace.stall.exceptions import record_exception
 
             record_exception(ctx.folder, error, "call")
             raise OutOfStep(

@@ -17,12 +17,12 @@ import pytest
 
 from nsa.trace.autostart import mark_as_traced
 from nsa.trace.board import PHASES
-from nsa.trace.debug_level import VARIABLE, lower_detail
+from nsa.trace.calls.debug_level import VARIABLE, lower_detail
 from nsa.trace.events import local_rank, machine, record, where_there_is_room
-from nsa.trace.exceptions import record_exception
+from nsa.trace.stall.exceptions import record_exception
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
-from pytest_nsa.rank.linger import wait_for_others
+from pytest_nsa.rank.keep_connections import wait_for_others
 from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_store, set_first
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
@@ -55,8 +55,8 @@ def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
 
 def rehearse() -> None:
     """Do once, before ranks are forked, what would cost each of them: fill caches, install what stays."""
-    from nsa.trace.handlers import install
     from nsa.trace.memory import limit_mib
+    from nsa.trace.stall.handlers import install
 
     install()
     limit_mib()
@@ -137,10 +137,10 @@ class RankProcess:
         self._arm_stack_dumps(folder)
 
         from nsa.trace.frames import add_user_file
-        from nsa.trace.handlers import forget, install, lasting_handlers
         from nsa.trace.memory import limit_mib
         from nsa.trace.session import installed
-        from nsa.trace.threads import lasting_threads
+        from nsa.trace.stall.handlers import forget, install, lasting_handlers
+        from nsa.trace.stall.threads import lasting_threads
         from nsa.trace.training import record_models
 
         on_gpu = self.spec.device == "cuda"

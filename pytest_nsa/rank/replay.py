@@ -18,7 +18,7 @@ from _pytest._io import TerminalWriter
 from _pytest.junitxml import LogXML, xml_key
 
 from nsa.trace.events import record
-from nsa.trace.exceptions import cut, origin, record_exception
+from nsa.trace.stall.exceptions import cut, origin, record_exception
 from pytest_nsa.host_fixtures import take_host_values
 from pytest_nsa.rank import debugger, lockstep
 from pytest_nsa.rank.context import RankContext

@@ -119,9 +119,7 @@ def _facts(v: Verdict) -> Iterator[Markup]:
         ("on", "; ".join(v.machines)),
         (
             "stalled",
-            f"for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more"
-            if v.stood_still_s
-            else "",
+            f"for {v.stalled_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more" if v.stalled_s else "",
         ),
         ("missing", ", ".join(v.parameters_missing[:-6:-1]) + (" …" if len(v.parameters_missing) > 5 else "")),
         ("the plan reads it as", v.reads_as),

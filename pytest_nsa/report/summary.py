@@ -203,8 +203,8 @@ def _verdict(entry: Entry) -> list[str]:
         out.append(
             f"- gradients that never arrived, the next one first: {shown}" + (f" and {rest} more" if rest > 0 else "")
         )
-    if v.stood_still_s:
-        out.append(f"- stalled for {v.stood_still_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
+    if v.stalled_s:
+        out.append(f"- stalled for {v.stalled_s:.1f} s; the verdict took {v.time_to_verdict_s:.1f} s more")
     out.append(f"- do: {markdown(v.advice)}")
     if v.retry in RETRY:
         out.append(f"- run again: {RETRY[v.retry]}")

@@ -72,10 +72,10 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     if rank is not None and rank.stack is not None and verdict.outcome in ("HANG", "CRASH", "SLOW"):
         frames = [f for f in rank.stack.frames if f.is_user][:MAX_STACK] or list(rank.stack.frames[:MAX_STACK])
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
-    if verdict.stood_still_s:
+    if verdict.stalled_s:
         until = "when it was last looked at" if evidence.stop == "host_died" else "before it was stopped"
         held = "".join(f"; memory: {fact.says}" for fact in verdict.evidence if fact.kind == "memory")
-        out.append(f"  stalled  for {verdict.stood_still_s:.1f} s {until}{held}")
+        out.append(f"  stalled  for {verdict.stalled_s:.1f} s {until}{held}")
     if verdict.advice:
         out.append(f"  do       {verdict.advice}")
     out.append(f"  evidence {short_path(evidence.folder)}{os.sep}")

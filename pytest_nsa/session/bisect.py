@@ -1,4 +1,4 @@
-"""``--bisect-gc``, ``--bisect-branch``, ``--bisect-env``: run a failed test again with less in it, or with variables set.
+"""Options ``--ranks-bisect-...``: run a failed test again with less in it, or with variables set.
 
 The first two serve tests that use the fixture `gc_range` or `branch`, which then returns the candidate value; the third, all.
 """
@@ -37,9 +37,9 @@ def bisect(item: pytest.Item, settings: Settings, needs: Needs, run: Run) -> str
     params = getattr(getattr(item, "callspec", None), "params", {})
     layers = params.get("gc_range") or marked.value(item, "gc_range")
     found = []
-    if item.config.getoption("--bisect-gc") and "gc_range" in fixtures and layers:
+    if item.config.getoption("--ranks-bisect-gc") and "gc_range" in fixtures and layers:
         found.append(_layers(LayerRange(layers), run))
-    elif item.config.getoption("--bisect-branch") and "branch" in fixtures:
+    elif item.config.getoption("--ranks-bisect-branch") and "branch" in fixtures:
         found.append(_branches(run))
     if settings.bisect_env:
         found.append(_environment(settings.bisect_env, needs, run))

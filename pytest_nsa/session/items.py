@@ -23,8 +23,9 @@ from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
-from pytest_nsa.session import properties, snapshots
+from pytest_nsa.session import properties
 from pytest_nsa.session.failure_text import ReprEntryNative
+from pytest_nsa.session.plugins import snapshots
 from pytest_nsa.session.runner import RankRunner
 
 runner_key = pytest.StashKey[RankRunner]()

@@ -14,7 +14,7 @@ from pytest_nsa.wire.messages import plain_nodeid
 
 _TEXTS = ("output.log", "traces.log", "stacks.txt", "fatal.txt", "native.txt")
 _LINES = ("events.jsonl", "reports.jsonl", "checksums.jsonl")
-_WHOLE = ("standing.json", "counters.json")
+_WHOLE = ("stall.json", "standing.json", "counters.json")
 
 
 def mask_all() -> None:

@@ -27,7 +27,7 @@ from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.job import job_of, scenario_of
 from pytest_nsa.session.masking import mask_files, mask_snapshots, shown_ids
 from pytest_nsa.session.needs import Needs, needs_of
-from pytest_nsa.session.outer_launcher import Attachment
+from pytest_nsa.session.outer.launcher import Attachment
 from pytest_nsa.session.resources import Resources
 from pytest_nsa.session.run_launcher import RunLauncher
 from pytest_nsa.settings import Settings

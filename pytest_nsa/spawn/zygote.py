@@ -37,7 +37,7 @@ from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
 
 # All that a rank imports in any test, so that no rank does.
 PRELOAD = (
-    "torch", "torch.distributed", "nsa.trace.handlers", "nsa.trace.session", "nsa.trace.threads",
+    "torch", "torch.distributed", "nsa.trace.stall.handlers", "nsa.trace.session", "nsa.trace.stall.threads",
     "nsa.trace.training", "pytest_nsa.rank.store",
 )  # fmt: skip
 # The fixtures that need what is imported late (rank.LATE); else it is imported after the first rank that came to need it.

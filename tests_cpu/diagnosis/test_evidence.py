@@ -20,7 +20,7 @@ from pytest_nsa.wire.messages import Job
 
 DUMP = """\
 Thread 0x00007f02 (most recent call first):
-  File "/x/nsa/trace/heartbeat.py", line 62 in _run
+  File "/x/nsa/trace/stall/heartbeat.py", line 62 in _run
   File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
 
 Thread 0x00007f03 (most recent call first):
@@ -155,10 +155,10 @@ def test_sleeps(group):
     assert result.run is not None
     files = [
         result.run / "env.json", result.run / "decision.json", folder / "job.json", folder / "verdict.json",
-        folder / "rank1" / "standing.json",
+        folder / "rank1" / "stall.json",
     ]  # fmt: skip
     for file in files:
-        assert json.loads(file.read_text())["schema"] == 1, file
+        assert json.loads(file.read_text())["schema"] == (2 if file.name == "verdict.json" else 1), file
     assert json.loads((folder / "rank1" / "board.bin").read_bytes().partition(b"\0")[0])["schema"] >= 3
     job = json.loads((folder / "job.json").read_text())
     (folder / "job.json").write_text(json.dumps({**job, "schema": 2, "planet": "Mars"}))
@@ -168,12 +168,13 @@ def test_sleeps(group):
 
 def test_a_dump_that_was_cut_off_before_the_main_thread_is_replaced_by_the_rank_s_own(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "t")
-    stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stood_still_s": 5.0, "moved": False}
+    stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stalled_s": 5.0, "moved": False}
     (folder / "host.jsonl").write_text(json.dumps(stop) + "\n")
-    beat = 'Thread 0x0000000000000002 (most recent call first):\n  File "/repo/nsa/trace/heartbeat.py", line 185 in _place_of\n'
+    at = 'File "/repo/nsa/trace/stall/heartbeat.py", line 185 in _place_of'
+    beat = f"Thread 0x0000000000000002 (most recent call first):\n  {at}\n"
     main = 'Current thread 0x0000000000000001 (most recent call first):\n  File "/home/me/t.py", line 9 in wait\n'
     (folder / "rank1" / "stacks.txt").write_text(beat)
-    (folder / "rank1" / "standing.json").write_text(json.dumps({"time": 99.0, "stacks": beat + "\n" + main}))
+    (folder / "rank1" / "stall.json").write_text(json.dumps({"time": 99.0, "stacks": beat + "\n" + main}))
     stack = load(folder).ranks[1].stack
     assert stack is not None
     assert stack.frames[0].describe() == "/home/me/t.py:9 in wait"
@@ -182,7 +183,7 @@ def test_a_dump_that_was_cut_off_before_the_main_thread_is_replaced_by_the_rank_
 @pytest.mark.parametrize("handles", [7, {"says": 7, "at": "", "in": ""}, {"says": "KeyError: x"}, ["x"]])
 def test_what_a_stranger_wrote_of_an_exception_is_passed_over(tmp_path: Path, handles: object) -> None:
     folder = make_folder(tmp_path / "t")
-    stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stood_still_s": 5.0, "moved": False}
+    stop = {"event": "stop", "time": 100.0, "reason": "deadline", "stalled_s": 5.0, "moved": False}
     (folder / "host.jsonl").write_text(json.dumps(stop) + "\n")
-    (folder / "rank1" / "standing.json").write_text(json.dumps({"time": 99.0, "handles": handles, "asyncio": {}}))
+    (folder / "rank1" / "stall.json").write_text(json.dumps({"time": 99.0, "handles": handles, "asyncio": {}}))
     assert load(folder).ranks[1].handles is None

@@ -90,7 +90,7 @@ def test_a_loop_without_steps_blames_the_rank_that_skipped(tmp_path: Path, culpr
             index = board.enter(c.op, c.group, c.sequence, c.dtype, c.count, c.site, size=2)
             if c.sequence < stuck:
                 board.leave(index)
-    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "departed", "stood_still_s": 1.2}\n')
+    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "departed", "stalled_s": 1.2}\n')
     verdict = diagnose(load(folder))
     if round_ == 0:
         assert not verdict.certain
@@ -109,6 +109,6 @@ def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(
         board.leave(board.enter("allreduce", "0", 1, "float32", 4, "a.py:1 in f", size=3))
         index = board.enter("new_group", "0", 2, "", 0, f"a.py:{3 + rank} in f", size=2, note=f"1: {members}{cut}")
         board.number("blocked_in", index + 1)
-    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "hang_after", "stood_still_s": 4.0}\n')
+    (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "hang_after", "stalled_s": 4.0}\n')
     verdict = diagnose(load(folder))
     assert (verdict.rule == "groups.groups_apart") is is_judged, verdict.rule

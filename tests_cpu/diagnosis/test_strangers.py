@@ -265,7 +265,7 @@ def _stalled_training(folder: Path, named: Path) -> Board:
     board.phase("body")
     stacks = f'Current thread 0x0000000000000001 (most recent call first):\n  File "{named}", line 2 in connect\n'
     told = {"schema": 1, "time": time.time() + 1e6, "since": time.time(), "stacks": stacks}
-    (folder / "rank0" / "standing.json").write_text(json.dumps(told))
+    (folder / "rank0" / "stall.json").write_text(json.dumps(told))
     return board
 
 

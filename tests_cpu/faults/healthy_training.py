@@ -1,4 +1,4 @@
-"""Programs as users write them in which nothing is wrong, however it looks (see healthy.py); written by hands that had not read the rules."""
+"""Programs as users write them in which nothing is wrong, however it looks (see healthy_pauses.py); written by hands that had not read the rules."""
 
 from __future__ import annotations
 

@@ -23,9 +23,11 @@ GENERATED = ARCHIVES / "generated"  # of the programs that benchmarks generate, 
 # The files that `evidence.load` reads, of a test and of each rank.
 FILES = (
     "job.json", "host.jsonl", "source.jsonl", "heartbeat_rank*.jsonl", "rank*/events.jsonl", "rank*/board.bin",
-    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/standing.json", "rank*/counters.json", "rank*/reports.jsonl",
-    "rank*/checksums.jsonl",
+    "rank*/stacks.txt", "rank*/fatal.txt", "rank*/native.txt", "rank*/stall.json", "rank*/standing.json",
+    "rank*/counters.json", "rank*/reports.jsonl",
+    "rank*/checksums.jsonl", "asked.json",
 )  # fmt: skip
+HEALTHY = ARCHIVES / "healthy"  # of healthy programs, at the moment of their longest pause
 MOST_LINES = 200  # the latest of a rank's reports, heartbeats and checksums
 
 
@@ -33,6 +35,22 @@ def record(run: Path, folder: Path, module: str, names: list[str]) -> Path:
     """Write a module's archive from the ``run`` of its tests in ``folder``. Raise ValueError for a path too short to replace."""
     found = folders_of(run)
     return pack(ARCHIVES / f"{module}.tar.xz", {name: found[name] for name in sorted(names)}, folder)
+
+
+def record_healthy(run: Path, folder: Path, module: str, questions: str) -> Path | None:
+    """Write an archive of the moments (``questions``: a folder in a test's) at which the host asked what is wrong with the healthy
+    tests of a module; None where it never asked.
+    """
+    found = {name: path / questions for name, path in sorted(folders_of(run).items())}
+    asked = {name: path for name, path in found.items() if path.is_dir()}
+    return pack(HEALTHY / f"{module}.tar.xz", asked, folder) if asked else None
+
+
+def unpack_healthy(module: str, folder: Path) -> dict[str, Path]:
+    """Return the recorded moments of a module's healthy tests, by test."""
+    with tarfile.open(HEALTHY / f"{module}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return {path.name: path for path in sorted(folder.iterdir())}
 
 
 def folders_of(run: Path) -> dict[str, Path]:
@@ -45,7 +63,7 @@ def pack(path: Path, folders: Mapping[str, Path], tests: Path, labels: Mapping[s
     """Write the evidence of tests below ``tests`` as an archive, with ``labels`` as labels.json; paths are replaced."""
     replaced = {str(tests): "/tests", str(ROOT): "/repo", sys.base_prefix: "/usr", sys.prefix: "/repo/.venv"}
     replaced |= {str(Path(tempfile.gettempdir()) / f"pytest-of-{getpass.getuser()}"): "/tests/tmp"}
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with tarfile.open(partial, "w:xz", preset=9) as archive:
         if labels is not None:

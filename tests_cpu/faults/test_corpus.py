@@ -17,8 +17,9 @@ import pytest
 
 from pytest_nsa.testing import ExampleResult, run_in
 from pytest_nsa.wire.files import read_lines
+from tests_cpu.faults import questions
 from tests_cpu.faults.planting import FAMILIES, Planted
-from tests_cpu.faults.recorded import record
+from tests_cpu.faults.recorded import record, record_healthy
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = tuple(path.stem.removeprefix("planted_") for path in sorted(Path(__file__).parent.glob("planted_*.py")))
@@ -115,7 +116,7 @@ def test_the_verdict(
     assert verdict.failed
 
 
-HEALTHY = ("healthy", "healthy_services", "healthy_training", "healthy_unseen", "healthy_beside", "healthy_replicas")
+HEALTHY = tuple(path.stem for path in sorted(Path(__file__).parent.glob("healthy_*.py")))
 
 
 def healthy_tests(module: str) -> list[str]:
@@ -134,8 +135,17 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         shutil.copy(ROOT / "tests_cpu" / "faults" / f"{module}.py", folder / "test_healthy.py")
         options = ("ranks_hang_after=30", "ranks_check_divergence=true", f"pythonpath={ROOT}")
         arguments = [a for option in options for a in ("-o", option)]
-        tests = [f"test_healthy.py::{name}" for name in chosen(request, module)]
-        return run_in(folder, "-p", "xdist", "-n", "2", "--ranks-keep", "all", *arguments, *tests, timeout=280)
+        names = chosen(request, module)
+        tests = [f"test_healthy.py::{name}" for name in names]
+        is_recorded = request.config.getoption("--record")
+        if is_recorded:
+            assert names == healthy_tests(module), "a module is recorded as a whole: -m 'slow or not slow'"
+            (folder / "conftest.py").write_text(questions.CONFTEST, encoding="utf-8")
+        result = run_in(folder, "-p", "xdist", "-n", "2", "--ranks-keep", "all", *arguments, *tests, timeout=280)
+        if is_recorded:
+            assert result.run is not None
+            record_healthy(result.run, folder, module, questions.FOLDER)
+        return result
 
     return run_module
 
@@ -143,7 +153,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        pytest.param(module, name, marks=() if module == "healthy" and name not in HEAVY else pytest.mark.slow)
+        pytest.param(module, name, marks=() if module == "healthy_pauses" and name not in HEAVY else pytest.mark.slow)
         for module in HEALTHY
         for name in healthy_tests(module)
     ],

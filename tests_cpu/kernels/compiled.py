@@ -73,7 +73,7 @@ def record_launches(
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
     from nsa.kernels import blocks
-    from nsa.kernels.triton import branches, decoding, rotary, selecting, tiles, whole
+    from nsa.kernels.triton import branches, decoding, rotary, selection_schedule, tiles, whole
 
     found: list[Launch] = []
 
@@ -88,9 +88,9 @@ def record_launches(
         assert all(0 < n < 2**16 for n in grid[1:])
         found.append(Launch(kernel, named, options))
 
-    for module in (branches, decoding, rotary, selecting):
+    for module in (branches, decoding, rotary, selection_schedule):
         monkeypatch.setattr(module, "launch", note)
-    for module in (selecting, tiles):
+    for module in (selection_schedule, tiles):
         monkeypatch.setattr(module, "capability", lambda device: on)
     p, n = problem, blocks.num_compressed(problem.S, 32, 16)
     q = p.tensor(1, p.S, p.H, p.d_k)
@@ -170,9 +170,9 @@ TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel
 def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
     """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        from nsa.kernels.triton import selecting
+        from nsa.kernels.triton import selection_schedule
 
-        monkeypatch.setattr(selecting, "cache_of", lambda device: 0)  # neighbours' unions, whatever the length
+        monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)  # neighbours' unions, whatever the length
         launched = record_launches(monkeypatch, problem, f"sm_{capability}")
     launches = {launch.name: launch for some in reversed(launched) for launch in some}
     return {name: compile_for(launch, capability) for name, launch in launches.items()}

@@ -17,7 +17,7 @@ import torch
 
 from nsa import KVCache, NSAAttention, nsa_attention, selected_attention
 from nsa.kernels import blocks, ops, reference
-from nsa.kernels.triton import branches, selecting, sequences, single
+from nsa.kernels.triton import branches, selection_schedule, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
 from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
@@ -127,7 +127,7 @@ def lists() -> None:
     for ends in ([0, 140], [0, 37, 40, 131]):
         l_sel, n_sel, G, piece = 8, 4, 2, 5
         longest = max(b - a for a, b in pairwise(ends))
-        selection = selecting.Selection(l_sel, n_sel, blocks.num_selection(longest, l_sel))
+        selection = selection_schedule.Selection(l_sel, n_sel, blocks.num_selection(longest, l_sel))
         seqs = sequences.pack(ends, 8, 4, l_sel, 1, torch.device("cpu"))
         if ends == [0, 140]:
             seqs = sequences.batch(1, 140, 8, 4, l_sel, 1, torch.device("cpu"))
@@ -135,11 +135,11 @@ def lists() -> None:
         picks = torch.empty(ends[-1], G, n_sel, dtype=torch.int32)
         for at in seqs.ranges:
             importance = torch.rand(at.tokens, G, selection.n_blocks)
-            selecting.select_blocks(importance, picks, seqs, at, selection)
+            selection_schedule.select_blocks(importance, picks, seqs, at, selection)
             entries = picks.new_full((at.tokens * G * n_sel,), -7)
             totals = picks.new_empty(at.count * G * selection.n_blocks)
-            forward = selecting.make_lists(picks, entries, totals, seqs, at, selection, piece)
-            for items in (forward, selecting.cut_lists(picks, totals, seqs, at, selection, 3)):
+            forward = selection_schedule.make_lists(picks, entries, totals, seqs, at, selection, piece)
+            for items in (forward, selection_schedule.cut_lists(picks, totals, seqs, at, selection, 3)):
                 found = [
                     (int(group), int(j), [divmod(int(e), n_sel) for e in entries[a:b]])
                     for group, j, a, b in items.items.tolist()
@@ -173,7 +173,7 @@ def selected_blocks() -> None:
 
 
 def _selected(*cases: tuple[int, int, int, int, int, int]) -> None:
-    selecting.BACKWARD_PIECE = single.BACKWARD_PIECE = 7
+    selection_schedule.BACKWARD_PIECE = single.BACKWARD_PIECE = 7
     for S, H, G, l_sel, n_sel, d_v in cases:
         inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
         chosen = blocks.select(torch.rand(1, S, G, blocks.num_selection(S, l_sel)), l_sel, n_sel)
@@ -206,16 +206,18 @@ def _united(
 ) -> None:
     """Check the selected branch on picks that neighbours share: united, not united, and with one group that shares none."""
     sequences.PARTS = parts
-    selecting.cache_of = lambda device: 0
-    selecting.tile = lambda *_: Tile(32, 16, 4, 1, 1, by_tma)
+    selection_schedule.cache_of = lambda device: 0
+    selection_schedule.tile = lambda *_: Tile(32, 16, 4, 1, 1, by_tma)
     n_blocks, choices = blocks.num_selection(S, l_sel), []
-    shipped = selecting.union_forward
+    shipped = selection_schedule.union_forward
 
-    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unions: selecting.Unions, *more: object) -> None:
+    def noted(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unions: selection_schedule.Unions, *more: object
+    ) -> None:
         choices.append(unions.choice.tolist())
         shipped(q, k, v, unions, *more)
 
-    selecting.union_forward = noted
+    selection_schedule.union_forward = noted
     like = _neighbours(S, G, n_blocks, l_sel, n_sel, 0.3)
     like[:, S // 2 : S // 2 + 3, :, 1:] = False  # fewer picks than they may have
     unlike = blocks.select(torch.rand(1, S, G, n_blocks), l_sel, n_sel)
@@ -227,7 +229,7 @@ def _united(
         (100, like),
         (3, torch.cat([like[:, :, : G - 1], unlike[:, :, G - 1 :]], 2)),
     ):
-        selecting.MOST_WORK = most_work
+        selection_schedule.MOST_WORK = most_work
         choices.clear()
         found, lse_of[most_work] = ops.selected(*f_inputs, chosen, l_sel, n_sel, 0.3, "triton")
         wanted = reference.selected(*inputs, chosen, l_sel=l_sel, n_sel=n_sel, scale=0.3)
@@ -236,7 +238,7 @@ def _united(
         if most_work != 3:
             assert {x for choice in choices for x in choice} == {int(most_work > 0)}
     torch.testing.assert_close(lse_of[0], lse_of[100], rtol=0, atol=1e-5)
-    selecting.union_forward = shipped
+    selection_schedule.union_forward = shipped
 
 
 @check
@@ -251,7 +253,7 @@ def unions() -> None:
     _united(75, 6, 2, 8, 4, 8)
     _united(60, 2, 1, 24, 3, 48, by_tma=True)
     _united(170, 1, 1, 72, 2, 8)
-    selecting.MOST_WORK = 100
+    selection_schedule.MOST_WORK = 100
     _whole([5, 0, 40, 21], 1, 4, 2, 16, 16, torch.float32, 0.25, l=8, d=4, l_sel=16, n_sel=3, w=12)
     _whole([50], 2, 3, 1, 48, 16, torch.float32, 0.1, l=8, d=8, l_sel=16, n_sel=3, w=100)
     sequences.PARTS = 1
@@ -301,7 +303,7 @@ def wholes() -> None:
 @check
 def one_tile() -> None:
     """Check the loop over keys without masks, by TMA, on tiles so small that most need no mask, of a pack."""
-    branches.tile = selecting.tile = lambda *_: Tile(16, 16, 4, 1, 2, True)
+    branches.tile = selection_schedule.tile = lambda *_: Tile(16, 16, 4, 1, 2, True)
     _whole([50, 40], 1, 2, 1, 32, 16, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=36)
 
 
@@ -313,7 +315,7 @@ def tiles() -> None:
         ([150], Tile(32, 16, 4, 1, 2, True), 48, 32),
         ([90, 70], Tile(16, 32, 4, 1, 2, True), 32, 16),
     ):
-        branches.tile = selecting.tile = lambda *_, tile=sizes: tile
+        branches.tile = selection_schedule.tile = lambda *_, tile=sizes: tile
         _whole(lengths, 1, 2, 1, d_k, d_v, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=70)
 
 

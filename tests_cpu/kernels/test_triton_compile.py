@@ -142,7 +142,7 @@ def test_head_dims_are_two_powers_of_two(d: int, parts: tuple[int, int]) -> None
 
 def test_memory_of_parts_is_bounded() -> None:
     """The paper's shape at 64k: inputs, everything kept, gradients and the largest range's parts are below 16 GB."""
-    from nsa.kernels.triton import selecting, sequences, whole
+    from nsa.kernels.triton import selection_schedule, sequences, whole
 
     S, H, G, d_k, d_v = 65536, 64, 4, 192, 128
     q = torch.empty(1, S, H, d_k, dtype=torch.bfloat16, device="meta")
@@ -150,18 +150,20 @@ def test_memory_of_parts_is_bounded() -> None:
     sizes = whole.Sizes(32, 16, 64, 16, 512, 0.1)
     kept = whole.empty_kept(q, v, None, sizes)
     keys = 2 * (2 * S + S // 16) * G * (d_k + d_v)
-    selection = selecting.Selection.of(S, 64, 16, q, d_v)
+    selection = selection_schedule.Selection.of(S, 64, 16, q, d_v)
     seqs = whole.sequences_of(q, G, d_v, None, sizes)
-    items = max(at.tokens for at in seqs.ranges) * G * 16 // selecting.BACKWARD_PIECE + G * (selection.n_blocks + 1)
-    parts = max(at.tokens for at in seqs.ranges) * selecting.parts_bytes(q[0], d_v, selection) + items * 64 * 4 * (
-        d_k + d_v
+    items = max(at.tokens for at in seqs.ranges) * G * 16 // selection_schedule.BACKWARD_PIECE + G * (
+        selection.n_blocks + 1
     )
+    parts = max(at.tokens for at in seqs.ranges) * selection_schedule.parts_bytes(
+        q[0], d_v, selection
+    ) + items * 64 * 4 * (d_k + d_v)
     outputs = 2 * S * H * d_v * 2  # the output and its gradient
     total = 2 * (q.nbytes + keys) + outputs + sum(x.nbytes for x in kept) + parts + S * G * (d_k + d_v) * 4
     assert total < 16e9
     assert len(seqs.ranges) > 1
     assert sum(at.tokens for at in seqs.ranges) == S
-    assert sequences.most_groups(S, 1, selecting.parts_bytes(q[0], d_v, selection)) == len(seqs.ranges)
+    assert sequences.most_groups(S, 1, selection_schedule.parts_bytes(q[0], d_v, selection)) == len(seqs.ranges)
 
 
 def test_an_old_triton_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,17 +191,17 @@ def test_what_the_kernels_cannot_count_is_refused(S: int, H: int, G: int, l_sel:
 
 def test_a_pack_of_one_long_document_and_many_short_ones_has_room_for_its_own_blocks() -> None:
     """The room for a document's items follows from its own length, not from the longest document's."""
-    from nsa.kernels.triton import selecting, sequences
+    from nsa.kernels.triton import selection_schedule, sequences
 
     ends = [0, 8192, *range(8192 + 64, 8192 + 64 * 257, 64)]
     seqs = sequences.pack(ends, 32, 16, 64, 1, torch.device("cpu"))
-    selection = selecting.Selection(64, 16, 128)
+    selection = selection_schedule.Selection(64, 16, 128)
     (at,) = seqs.ranges
     assert at.rooms == 128 + 1 + 256 * 2
     assert at.table is not None
     assert at.table[:, 7].tolist() == [0, *range(129, 129 + 2 * 256, 2)]
     picks = torch.empty(seqs.tokens, 2, 16, dtype=torch.int32)
-    room = selecting._room(picks, at, selection, 256)
+    room = selection_schedule._room(picks, at, selection, 256)
     assert len(room.items) == seqs.tokens * 2 * 16 // 256 + 2 * at.rooms
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa.trace.calls import told_counts
+from nsa.trace.calls.arguments import told_counts
 
 
 @pytest.mark.parametrize("name", ["alltoall_base", "_allgather_base"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.trace.changes import changes_around
+from nsa.trace.divergence.changes import changes_around
 
 PROGRAM = """
     def run(seen, model, rank):

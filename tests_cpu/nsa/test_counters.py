@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.trace.assignments import line_that_sets
-from nsa.trace.counters import ASKED, FILE, counted_names, counters_of, is_asked, write_counters
-from nsa.trace.exceptions import record_exception
+from nsa.trace.divergence.assignments import line_that_sets
+from nsa.trace.stall.counters import ASKED, FILE, counted_names, counters_of, is_asked, write_counters
+from nsa.trace.stall.exceptions import record_exception
 
 
 def of_ranges(then: Callable[[], object]) -> None:

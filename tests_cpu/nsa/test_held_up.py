@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nsa.trace.held_up import asyncio_tasks, handled_exception
+from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
 
 Look = Callable[[], None]
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa.trace.board import Board
-from nsa.trace.heartbeat import Heartbeat
 from nsa.trace.names import plain_name
 from nsa.trace.session import TraceSession, installed
+from nsa.trace.stall.heartbeat import Heartbeat
 from pytest_nsa import world_size
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.fixtures import Group
@@ -219,7 +219,7 @@ def test_names_lose_wrappers_alone() -> None:
 
 def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that drops a frame last ends its generators: a ``finally`` with a collective would run in the heartbeat's."""
-    monkeypatch.setattr("nsa.trace.heartbeat.INTERVAL", 0.003)
+    monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
     board, ended_in = Board(tmp_path / "board.bin"), set()
     heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0)
 
@@ -243,9 +243,9 @@ def test_a_heartbeat_ends_no_generator_of_the_program(tmp_path: Path, monkeypatc
 
 def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dump by signal that finds its thread in Python, a frame half made, ended a rank and made its peers raise."""
-    monkeypatch.setattr("nsa.trace.heartbeat.INTERVAL", 0.003)
+    monkeypatch.setattr("nsa.trace.stall.heartbeat.INTERVAL", 0.003)
     board = Board(tmp_path / "board.bin")
-    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, standing=tmp_path / "standing.json")
+    heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, stall=tmp_path / "stall.json")
     heart.start()
     (tmp_path / COUNTERS_ASKED).touch()
     (tmp_path / DUMP_ASKED).touch()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nsa.trace.reduced_by_hand import HandReduction
+from nsa.trace.divergence.reduced_by_hand import HandReduction
 
 
 class Group:

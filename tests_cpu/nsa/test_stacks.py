@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from nsa.trace.stacks import as_dump, look
+from nsa.trace.stall.stacks import as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump
 
 # C++ makes and drops a thread's state for each of these callbacks, while another thread looks.
 CALLBACKS = """
 import os, sys, tempfile, threading
 import torch, torch.distributed as dist
-from nsa.trace.stacks import look
+from nsa.trace.stall.stacks import look
 
 torch.set_num_threads(1)
 store = dist.FileStore(os.path.join(tempfile.mkdtemp(), "store"), 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsa.trace.board import Board
-from nsa.trace.stores import Limit, StoreRecorder
+from nsa.trace.calls.stores import Limit, StoreRecorder
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 
 

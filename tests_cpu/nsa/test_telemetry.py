@@ -25,7 +25,7 @@ from nsa.config import ModelConfig, load_config
 from nsa.kernels import blocks
 from nsa.model.transformer import build_model
 from nsa.trace.environment import variables
-from nsa.trace.watchdog import Watchdog
+from nsa.trace.stall.watchdog import Watchdog
 from nsa.training.flops import flops_per_token, keys_seen
 from nsa.training.pace import Pace, curve
 from nsa.training.statistics import SelectionStatistics
@@ -206,7 +206,7 @@ def test_the_watchdog_reports_what_is_stalled(tmp_path: Path) -> None:
 def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsa.trace.watchdog.GRACE_S", 0.1)
+    monkeypatch.setattr("nsa.trace.stall.watchdog.GRACE_S", 0.1)
     watchdog = Watchdog(tmp_path, 0, 0.2)
     watchdog.feed()
     ctypes.PyDLL(None).usleep(1_500_000)  # which keeps the interpreter's lock
@@ -240,7 +240,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from nsa.model import transformer
-from nsa.trace.watchdog import Watchdog
+from nsa.trace.stall.watchdog import Watchdog
 from nsa.training import trainer
 
 lock, watchdogs, feed = threading.Lock(), [], Watchdog.feed

@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from nsa.trace.thread_errors import MOST, forget_thread_errors, tell_thread_errors
+from nsa.trace.stall.thread_errors import MOST, forget_thread_errors, tell_thread_errors
 
 
-class Told:
+class ExternalFact:
     """What was recorded: (exception, whose, future), and the futures that were asked."""
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
+def told() -> Iterator[ExternalFact]:
+    told = ExternalFact()
     tell_thread_errors(lambda error, whose, n: told.raised.append((repr(error), whose, n)), told.asked.append)
     yield told
     forget_thread_errors()
@@ -34,14 +34,14 @@ def fail() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_raises_is_told(told: Told) -> None:
+def test_a_thread_that_raises_is_told(told: ExternalFact) -> None:
     thread = threading.Thread(target=fail, name="loader")
     thread.start()
     thread.join()
     assert told.raised == [("ValueError('bad shard')", "thread loader", 0)]
 
 
-def test_a_future_is_told_and_then_that_it_was_asked(told: Told) -> None:
+def test_a_future_is_told_and_then_that_it_was_asked(told: ExternalFact) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="saver") as pool:
         future = pool.submit(fail)
     ((error, whose, number),) = told.raised
@@ -53,14 +53,14 @@ def test_a_future_is_told_and_then_that_it_was_asked(told: Told) -> None:
     assert told.asked == [number]
 
 
-def test_a_future_whose_exception_a_callback_looks_at_was_asked(told: Told) -> None:
+def test_a_future_whose_exception_a_callback_looks_at_was_asked(told: ExternalFact) -> None:
     future: Future[None] = Future()
     future.add_done_callback(lambda f: f.exception())
     future.set_exception(OSError("disk full"))
     assert told.asked == [told.raised[0][2]]
 
 
-def test_a_task_that_nobody_awaits_is_told_when_it_goes(told: Told) -> None:
+def test_a_task_that_nobody_awaits_is_told_when_it_goes(told: ExternalFact) -> None:
     async def failing() -> None:
         fail()
 
@@ -76,7 +76,7 @@ def test_a_task_that_nobody_awaits_is_told_when_it_goes(told: Told) -> None:
     assert told.raised == [("ValueError('bad shard')", "an asyncio task", 0)]
 
 
-def test_a_pool_that_fails_for_ever_fills_no_disk(told: Told) -> None:
+def test_a_pool_that_fails_for_ever_fills_no_disk(told: ExternalFact) -> None:
     for _ in range(MOST + 50):
         Future[None]().set_exception(OSError("again"))
     assert len(told.raised) == MOST

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nsa.trace.board import RING_SIZE, Board
-from nsa.trace.calls import in_runs, keys_of_call
+from nsa.trace.calls.arguments import in_runs, keys_of_call
 from nsa.trace.frames import CALLERS, call_path
 from nsa.trace.gradients import GradientTrace
 from nsa.trace.module_backward import ModuleBackwardTrace

@@ -216,7 +216,7 @@ def test_a_signal_under_torchrun_ends_all_processes_with_the_leader_s_reports(tm
         cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     run = tmp_path / "artifacts" / "latest"
-    wait_for(lambda: has_come(tmp_path, "a hang") and list(run.glob("*test_moment*/rank*/standing.json")), process)
+    wait_for(lambda: has_come(tmp_path, "a hang") and list(run.glob("*test_moment*/rank*/stall.json")), process)
     if to == "torchrun":
         process.send_signal(TERM)
     else:

@@ -87,15 +87,15 @@ def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[bytes], killed:
     assert ("the ranks were lost" in str(verdict["reason"])) == (not killed.startswith(("all", "host")))
 
 
-@pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/standing.json", "standing"])
+@pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/stall.json", "stall"])
 def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], moment: str) -> None:
     """At earlier moments less is known: then the cause is unknown, and no other one."""
     run = tmp_path / "artifacts" / "latest"
 
     def seen() -> bool:
         folder = next(iter(run.glob("*test_waits*")), run)
-        if moment == "standing":
-            return any(line["event"] == "standing" for line in read_lines(folder / "host.jsonl"))
+        if moment == "stall":
+            return any(line["event"] == "stall" for line in read_lines(folder / "host.jsonl"))
         if moment.endswith("board.bin"):  # the file is there, empty, before its rank is
             return BoardReader(folder / moment).read() is not None
         return (folder / moment).exists()
@@ -105,7 +105,7 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], mom
         os.kill(pid, signal.SIGKILL)
     session.wait(60)
     verdict = diagnosed(run)
-    assert verdict["cause"] in {"sleeping"} | ({"unknown"} if moment != "standing" else set()), verdict
+    assert verdict["cause"] in {"sleeping"} | ({"unknown"} if moment != "stall" else set()), verdict
     assert verdict["outcome"] != "PASS"
 
 

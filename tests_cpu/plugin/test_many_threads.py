@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from nsa.trace.stacks import MOST_THREADS, as_dump, look
+from nsa.trace.stall.stacks import MOST_THREADS, as_dump, look
 from pytest_nsa.evidence.stacks import parse_dump, telling_thread
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire import messages

@@ -179,7 +179,7 @@ def test_the_verdict_has_the_fixed_form(pytester: pytest.Pytester) -> None:
     data = json.loads((result.folder("test_a") / "verdict.json").read_text())
     assert set(data) >= {
         "schema", "scenario", "nodeid", "outcome", "cause", "ranks", "where", "module", "parameters_missing", "evidence",
-        "certain", "reason", "confidence", "advice", "duration_s", "stood_still_s", "time_to_verdict_s", "world_size",
+        "certain", "reason", "confidence", "advice", "duration_s", "stalled_s", "time_to_verdict_s", "world_size",
         "backend", "parallel",
     }  # fmt: skip
     assert data["schema"] == 1

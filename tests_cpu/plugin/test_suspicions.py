@@ -48,7 +48,7 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     assert "sockets" in (result.folder("test_stands") / "host.jsonl").read_text()
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
     assert [(s["cause"], s["ranks"]) for s in suspected] == [("sleeping", [1])]
-    assert 3 <= suspected[0]["stood_still_s"] <= 5
+    assert 3 <= suspected[0]["stalled_s"] <= 5
 
 
 EXECUTOR = """
@@ -98,7 +98,7 @@ def test_pauses(group):
             time.sleep(2.5)  # longer than after what the heartbeat writes of a stall
         dist.barrier()
     found = os.listdir(current_rank().job.rank_folder(group.rank))
-    assert "standing.json" in found
+    assert "stall.json" in found
     assert not [name for name in found if name.startswith("counters")]
 """
     result = run_example(pytester, source)
@@ -241,7 +241,7 @@ def test_expected(group): assert False
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        ("FIRST", "'FIRST': must be NAME=VALUE, as in --bisect-env=NCCL_P2P_DISABLE=1"),
+        ("FIRST", "'FIRST': must be NAME=VALUE, as in --ranks-bisect-env=NCCL_P2P_DISABLE=1"),
         ("RANK=3", "RANK: the plugin sets it itself"),
     ],
 )

@@ -44,7 +44,7 @@ def test_pdb_attaches_to_the_rank_that_failed(pytester: pytest.Pytester) -> None
 
 
 def test_pdb_of_another_rank_than_failed_is_not_entered(pytester: pytest.Pytester) -> None:
-    text = debug(pytester, FAILS, "", "--pdb", "--pdb-rank=0")
+    text = debug(pytester, FAILS, "", "--pdb", "--ranks-pdb-rank=0")
     assert "is in the debugger" not in text
     assert "1 failed, 1 passed" in text
 
@@ -72,7 +72,7 @@ def test_breaks(group):
 
 @pytest.mark.parametrize(
     ("chosen", "seen", "total"),
-    [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--pdb-rank=1",), 71, 99)],
+    [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)],
 )
 def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
     pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int

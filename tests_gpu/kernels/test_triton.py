@@ -9,7 +9,7 @@ import torch
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference
-from nsa.kernels.triton import selecting, sequences, single
+from nsa.kernels.triton import selection_schedule, sequences, single
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
 @pytest.mark.parametrize("shape", SHAPES)
 def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 50 queries pick the same blocks: unions serve, give what the equations give, and the same bits twice."""
-    monkeypatch.setattr(selecting, "cache_of", lambda device: 0)
+    monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)
     B, S, H, G, Dk, Dv = SHAPES[shape]
     inputs, exact = leaves(dtype, (B, S, H, Dk), (B, S, G, Dk), (B, S, G, Dv))
     n_blocks = blocks.num_selection(S, 64)
@@ -63,14 +63,14 @@ def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch
     # Only what the first query of a run sees.
     importance = torch.rand(B, S, G, n_blocks, device="cuda")[:, torch.arange(S) // 50 * 50]
     chosen = blocks.select(importance, 64, n_sel)[:, torch.arange(S) // 50 * 50]
-    choices, shipped = [], selecting.unite
+    choices, shipped = [], selection_schedule.unite
 
-    def noted(*arguments: torch.Tensor) -> selecting.Unions | None:
+    def noted(*arguments: torch.Tensor) -> selection_schedule.Unions | None:
         unions = shipped(*arguments)  # type: ignore[arg-type]
         choices.append(None if unions is None else unions.choice)
         return unions
 
-    monkeypatch.setattr(selecting, "unite", noted)
+    monkeypatch.setattr(selection_schedule, "unite", noted)
     found = [ops.selected(*inputs, chosen, 64, n_sel, Dk**-0.5, "triton")[0] for _ in range(2)]
     compare(found[0], reference.selected(*exact, chosen, l_sel=64, n_sel=n_sel, scale=Dk**-0.5), inputs, exact)
     assert torch.equal(*found)

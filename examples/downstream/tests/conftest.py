@@ -19,7 +19,7 @@ LICENCE_LOST = Cause(
 
 def licence_lost(evidence):
     """A rank of which our own source reported it: whatever else its stack shows, that is why it waits."""
-    told = [fact for fact in evidence.told if fact.kind == "licence"]
+    told = [fact for fact in evidence.external if fact.kind == "licence"]
     if not told:
         return None
     ranks = tuple(sorted({fact.rank for fact in told}))

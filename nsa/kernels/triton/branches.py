@@ -1,5 +1,6 @@
-"""Calls of the kernels of the window, the compressed branch and the gates, a function a step: layouts, grids, tiles. `selecting`
-has those of the selected branch; `whole` puts them in sequence; `single` serves one branch alone.
+"""Calls of the kernels of the window, the compressed branch and the gates, a function per step: layouts, grids, tiles.
+
+`selection_schedule` has those of the selected branch; `whole` puts them in sequence; `single` serves one branch alone.
 
 Tensors are flat over tokens, as in `rows`: q [T, H, Dk], k [., G, Dk], v [., G, Dv], outputs [T, H, Dv], log-sum-exp and
 delta [T, H] float32; contiguous all.

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa.kernels.triton.pick_blocks import pick_best, write_picks
 from nsa.kernels.triton.rows import add_product, load_two, product, store_two, zeros_two
-from nsa.kernels.triton.select import pick_best, write_picks
 
 
 @triton.jit

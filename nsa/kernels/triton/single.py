@@ -6,10 +6,10 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, select, selecting, sequences
+from nsa.kernels.triton import branches, pick_blocks, selection_schedule, sequences
 from nsa.kernels.triton.branches import Places
 from nsa.kernels.triton.launch import launch
-from nsa.kernels.triton.selecting import BACKWARD_PIECE, Selection
+from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -68,7 +68,7 @@ def compressed_forward(
     # Zero where the kernel writes nothing: behind a query's own block.
     importance = q.new_zeros(*q.shape[:2], k.shape[2], selection.n_blocks, dtype=torch.float32)
     flat_q, flat_k, flat_lse, flat = _flat(q, k, lse, importance)
-    selecting.block_importance(
+    selection_schedule.block_importance(
         flat_q, flat_k, v.shape[-1], flat_lse, seqs, seqs.ranges[0], places, selection, l, scale, flat
     )
     return out, lse, importance
@@ -87,7 +87,7 @@ def select_blocks(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Ten
     B, S, G, n_blocks = importance.shape
     seqs, selection = _batch(importance), Selection(l_sel, n_sel, n_blocks)
     picks = torch.empty(B * S, G, n_sel, dtype=torch.int32, device=importance.device)
-    selecting.select_blocks(importance.contiguous(), picks, seqs, seqs.ranges[0], selection)
+    selection_schedule.select_blocks(importance.contiguous(), picks, seqs, seqs.ranges[0], selection)
     return mask_of(picks, n_blocks).view(importance.shape)
 
 
@@ -95,7 +95,7 @@ def mask_of(picks: torch.Tensor, n_blocks: int) -> torch.Tensor:
     """Return bool [T, G, blocks] of picks int32 [T, G, n]."""
     chosen = torch.empty(*picks.shape[:2], n_blocks, dtype=torch.int8, device=picks.device)
     launch(
-        select.mask_of_picks, (picks.shape[0] * picks.shape[1],), picks, picks, chosen, n_blocks, n_sel=picks.shape[2],
+        pick_blocks.mask_of_picks, (picks.shape[0] * picks.shape[1],), picks, picks, chosen, n_blocks, n_sel=picks.shape[2],
         PAD=max(16, triton.next_power_of_2(n_blocks)), num_warps=1,
     )  # fmt: skip
     return chosen.view(torch.bool)
@@ -106,7 +106,7 @@ def picks_of(chosen: torch.Tensor, n_sel: int) -> torch.Tensor:
     B, S, G, n_blocks = chosen.shape
     picks = torch.empty(B * S, G, n_sel, dtype=torch.int32, device=chosen.device)
     launch(
-        select.picks_of_mask, (B * S * G,), picks, chosen.contiguous().view(torch.int8), picks, n_blocks, n_sel=n_sel,
+        pick_blocks.picks_of_mask, (B * S * G,), picks, chosen.contiguous().view(torch.int8), picks, n_blocks, n_sel=n_sel,
         PAD=max(16, triton.next_power_of_2(max(n_blocks, n_sel))), num_warps=1,
     )  # fmt: skip
     return picks
@@ -123,11 +123,11 @@ def selected_forward(
     """As `cpu_selected.selected_forward`."""
     flat_q, flat_k, flat_v = _flat(q, k, v)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
-    seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
+    seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selection_schedule.parts_bytes(flat_q, v.shape[-1], selection))
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
     picks = picks_of(chosen, selection.n_sel)
     for at in seqs.ranges:
-        selecting.attend(
+        selection_schedule.attend(
             flat_q, flat_k, flat_v, picks, *_room_for_lists(picks, at, selection), seqs, at, selection, scale, out.flatten(0, 1),
             lse.flatten(0, 1),
         )  # fmt: skip
@@ -141,14 +141,14 @@ def selected_backward(
     """As `cpu_selected.selected_backward`."""
     grad, flat_q, flat_k, flat_v, out, lse = _flat(grad, q, k, v, out, lse)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
-    seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selecting.parts_bytes(flat_q, v.shape[-1], selection))
+    seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selection_schedule.parts_bytes(flat_q, v.shape[-1], selection))
     picks, rows, dq = picks_of(chosen, selection.n_sel), branches.row_sums(grad, out, lse), torch.empty_like(flat_q)
     several = len(seqs.ranges) > 1
     d_keys = tuple(x.new_zeros(x.shape, dtype=torch.float32 if several else x.dtype) for x in (flat_k, flat_v))
     for at in seqs.ranges:
         entries, totals = _room_for_lists(picks, at, selection)
-        items = selecting.make_lists(picks, entries, totals, seqs, at, selection, BACKWARD_PIECE)
-        selecting.selected_gradients(
+        items = selection_schedule.make_lists(picks, entries, totals, seqs, at, selection, BACKWARD_PIECE)
+        selection_schedule.selected_gradients(
             grad, flat_q, flat_k, flat_v, rows, picks, entries, items, dq, (d_keys[0], d_keys[1]), seqs, at, selection,
             scale, add_dq=False, add_keys=several,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 Where neighbours pick nearly the same blocks, a tile of U queries has few distinct ones, and this costs little more products
 than those picked, reads keys and values a fraction as often, and leaves no parts in memory. Where they do not, it multiplies
 up to U times too much; so `unite` counts, `choose` decides for each sequence and group, on the device, and the programs of
-the form that was not chosen (here or in `selected`) end at once.
+the form that was not chosen (here or in `selection_forward`) end at once.
 
 A tile's blocks are sorted; a bit per query marks the queries that picked it. An online softmax over them (arXiv 2307.08691), in
 which the rows (query, head of the group: `rows`) without the bit stay as they were: exact, as by block.
@@ -26,7 +26,7 @@ from nsa.kernels.triton.rows import (
     tokens_of,
     zeros_two,
 )
-from nsa.kernels.triton.selected import gate_and_store
+from nsa.kernels.triton.selection_forward import gate_and_store
 
 NO_BLOCK = tl.constexpr(1 << 30)
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selecting, sequences
-from nsa.kernels.triton.selecting import BACKWARD_PIECE, Selection
+from nsa.kernels.triton import branches, selection_schedule, sequences
+from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -75,7 +75,7 @@ def sequences_of(q: torch.Tensor, G: int, d_v: int, cu_seqlens: torch.Tensor | N
     """Return the sequences of a batch, or of a pack: then ``cu_seqlens`` is read on the host."""
     B, S = q.shape[:2]
     check_limits(S, q.shape[2], G, q.shape[3], d_v, sizes.l_sel)
-    each = selecting.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
+    each = selection_schedule.parts_bytes(q.flatten(0, 1), d_v, Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v))
     if cu_seqlens is None:
         return sequences.batch(B, S, sizes.l, sizes.d, sizes.l_sel, each, q.device)
     return sequences.pack(cu_seqlens.tolist(), sizes.l, sizes.d, sizes.l_sel, each, q.device)
@@ -86,7 +86,7 @@ def empty_kept(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
     B, S, H, _ = q.shape
     tokens, G, d_v = B * S, v.shape[2], v.shape[3]
     selection = Selection.of(S, sizes.l_sel, sizes.n_sel, q, d_v)
-    each = selecting.parts_bytes(q.flatten(0, 1), d_v, selection)
+    each = selection_schedule.parts_bytes(q.flatten(0, 1), d_v, selection)
     groups = G * sequences.most_groups(tokens, B if cu_seqlens is None else max(1, cu_seqlens.shape[0] - 1), each)
     o_cmp, o_sel, o_win = (q.new_empty(tokens, H, d_v) for _ in range(3))
     return Kept(
@@ -120,13 +120,13 @@ def forward(
     groups = 0
     for at in seqs.ranges:
         importance = q.new_empty(at.tokens, G, selection.n_blocks, dtype=torch.float32)
-        selecting.block_importance(
+        selection_schedule.block_importance(
             flat_q, k_cmp, v_cmp.shape[-1], kept.lse[0], seqs, at, places, selection, sizes.l, scale, importance
         )
-        selecting.select_blocks(importance, kept.picks, seqs, at, selection)
+        selection_schedule.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
-        selecting.attend(
+        selection_schedule.attend(
             flat_q, k_sel, v_sel, kept.picks, entries, totals, seqs, at, selection, scale, kept.o_sel, kept.lse[1],
             (kept.o_cmp, kept.o_win, flat_gates, flat_out),
         )  # fmt: skip
@@ -171,8 +171,8 @@ def backward(
     groups = 0
     for at in seqs.ranges:
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
-        items = selecting.cut_lists(kept.picks, totals, seqs, at, selection, BACKWARD_PIECE)
-        selecting.selected_gradients(
+        items = selection_schedule.cut_lists(kept.picks, totals, seqs, at, selection, BACKWARD_PIECE)
+        selection_schedule.selected_gradients(
             flat_grad, flat_q, k_sel, v_sel, rows.of(1), kept.picks, entries, items, dq, d_sel, seqs, at, selection, scale,
             add_dq=True, add_keys=several,
         )  # fmt: skip

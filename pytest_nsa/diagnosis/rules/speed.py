@@ -118,8 +118,8 @@ def _is_between_steps(evidence: Evidence) -> bool:
         if a["collectives"] != b["collectives"]
     )
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    long = [gap for gap in gaps if gap > 0.5 * evidence.stood_still_s]
-    return len(long) >= 2 and evidence.stood_still_s <= 2 * max(gaps)
+    long = [gap for gap in gaps if gap > 0.5 * evidence.stalled_s]
+    return len(long) >= 2 and evidence.stalled_s <= 2 * max(gaps)
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:

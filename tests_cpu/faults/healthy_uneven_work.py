@@ -1,4 +1,4 @@
-"""Healthy programs that look suspicious: uneven work, long pauses that recur, expected timeouts, locks that are released late.
+"""Healthy programs with uneven work: long pauses that recur, expected timeouts, locks that are released late.
 
 Written by hands that had not read the rules.
 """

@@ -24,16 +24,16 @@ from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nsa.trace.assignments import line_that_names
-from nsa.trace.changes import changes_around
 from nsa.trace.ddp_buckets import ddp_models_in
+from nsa.trace.divergence.assignments import line_that_names
+from nsa.trace.divergence.changes import changes_around
+from nsa.trace.divergence.reduced_by_hand import HandReduction
+from nsa.trace.divergence.training_state import TrainingState, keep, made_equal
 from nsa.trace.events import where_there_is_room
 from nsa.trace.files import open_to_append
 from nsa.trace.frames import call_site
 from nsa.trace.names import plain_name
-from nsa.trace.reduced_by_hand import HandReduction
 from nsa.trace.strict_json import to_json
-from nsa.trace.training_state import TrainingState, keep, made_equal
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
 

@@ -4,7 +4,7 @@ The main thread of such a process may wait in native code, where no Python signa
 runs, its limit and all reports. Before the limit the clock records what the ranks wait in. Behind the limit it writes the verdict,
 the JUnit file and the failures so far, and ends the process. Where the process has ended without a report, the clock reports.
 
-Run as `python outer_clock.py FOLDER`, with the folder of the rank. It imports the plugin once it has something to report.
+Run as `python clock.py FOLDER`, with the folder of the rank. It imports the plugin once it has something to report.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Clock:
         self._follow_session()
         os.close(lock)
         if not self.session.is_finished:  # else the process itself does
-            from pytest_nsa.session.launched import sweep
+            from pytest_nsa.session.outer.launched import sweep
 
             sweep(self.launch)
 
@@ -139,13 +139,13 @@ class Clock:
             (self.launch / "looking").rmdir()
 
     def _keep(self) -> None:
-        from pytest_nsa.session import outer_report
+        from pytest_nsa.session.outer import report as outer_report
 
         outer_report.keep_evidence(self.launch, self.setup, self.session.nodeid, self.session.limit)
 
     def _conclude(self) -> None:
         """Write the verdict, for all ranks of the launch, and report."""
-        from pytest_nsa.session import outer_report
+        from pytest_nsa.session.outer import report as outer_report
         from pytest_nsa.wire.files import write_json
 
         try:
@@ -165,7 +165,7 @@ class Clock:
         return all((setup.parent / REPORTED).exists() for setup in self.launch.glob("rank*/session.json"))
 
     def _report(self, why: str) -> None:
-        from pytest_nsa.session import outer_report
+        from pytest_nsa.session.outer import report as outer_report
         from pytest_nsa.wire.files import parse, read_text, touch
 
         self.session.read()

@@ -1,4 +1,4 @@
-"""What a pytest process that an outer launcher has numbered leaves of its session as it happens, for its clock (`outer_clock`)."""
+"""What a pytest process that an outer launcher has numbered leaves of its session as it happens, for its clock (`clock`)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class SessionLog(NoSessionLog):
         write_atomically(self.folder / SETUP, json.dumps(setup))
         # By its file: it imports nothing of ours until it has something to report.
         self._clock = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("outer_clock.py")), str(self.folder)],
+            [sys.executable, "-P", str(Path(__file__).with_name("clock.py")), str(self.folder)],
             stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True, env=child_environment(),
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from nsa.trace.assignments import line_that_sets
+from nsa.trace.divergence.assignments import line_that_sets
 from nsa.trace.frames import call_site, describe, user_frames
 
 MOST = 64  # loads of a test that are kept

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from pytest_nsa.monitor import patience
+from pytest_nsa.monitor import announce_delay
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.files import read_lines
 
 
 def board(step: int, line: str) -> Any:
-    """Return as much of a board as `patience.Past` needs."""
+    """Return as much of a board as `announce_delay.Past` needs."""
     return SimpleNamespace(numbers={"step": step}, line=line, blocked=None)
 
 
 def test_a_pause_may_last_twice_as_long_as_the_longest_at_its_place() -> None:
-    past = patience.Past()
+    past = announce_delay.Past()
     past.moved(0, board(0, "train.py:8 in save"), board(0, "train.py:9 in save"), 18.0)
     assert past.limit(3.0, "train.py:12 in save") == 36.0
     assert past.limit(3.0, "train.py:12 in load") == 3.0
@@ -26,8 +26,8 @@ def test_a_pause_may_last_twice_as_long_as_the_longest_at_its_place() -> None:
 
 def test_a_stall_is_longer_than_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now))
-    past = patience.Past()
+    monkeypatch.setattr(announce_delay, "time", SimpleNamespace(monotonic=lambda: now))
+    past = announce_delay.Past()
     for step in range(6):
         past.moved(0, board(step, ""), board(step + 1, ""), 0.0)
         now += 2.0

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from nsa.trace.board import Board
-from nsa.trace.collectives import CollectiveRecorder
-from nsa.trace.counters import is_asked, write_counters
+from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import open_to_append, write_atomically
-from nsa.trace.flight import dump_flight_recorder
 from nsa.trace.frames import is_user_file
-from nsa.trace.held_up import asyncio_tasks, handled_exception
 from nsa.trace.memory import on_gpu_mib, resident_mib
-from nsa.trace.stacks import Place, as_dump, look
+from nsa.trace.stall.counters import is_asked, write_counters
+from nsa.trace.stall.flight import dump_flight_recorder
+from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
+from nsa.trace.stall.stacks import Place, as_dump, look
 
 INTERVAL = 0.05
 RECORD_EVERY = 1.0
@@ -42,7 +42,7 @@ class Heartbeat:
     """Beats on the board every 50 ms; appends a line to ``heartbeat_rank{r}.jsonl`` a second and at each new phase, of phases
     that follow each other within 50 ms at the last one, after the first 100.
 
-    Where the main thread is stalled, the stacks of all threads go to ``standing`` (a path; None: nowhere): no process has to
+    Where the main thread is stalled, the stacks of all threads go to ``stall`` (a path; None: nowhere): no process has to
     disturb the rank for them.
     """
 
@@ -53,10 +53,10 @@ class Heartbeat:
         path: str | os.PathLike[str],
         rank: int,
         label: str = "",
-        standing: Path | None = None,
+        stall: Path | None = None,
     ) -> None:
         self.board = board
-        self._standing = standing
+        self._stall = stall
         self._moves_seen: tuple[int, ...] = ()
         self._since = time.monotonic()
         self._written = 0.0
@@ -166,12 +166,12 @@ class Heartbeat:
         if self._owes_line:
             self._owes_line, self._changed = False, time.monotonic()
             self.record(at=board.phase_since)
-        if self._look_at_standing(place):
+        if self._look_at_stall(place):
             if self.on_stall is not None:
                 self.on_stall()
             self._answer()
             if stacks:
-                self._write_standing(stacks)
+                self._write_stall(stacks)
         board.number("gil_late", self._late)
         board.number("beat_time", time.time())
         board.number("beat_monotonic", time.monotonic())
@@ -190,13 +190,13 @@ class Heartbeat:
 
     def _is_due(self) -> bool:
         """Return whether the stacks of a stall should be written now."""
-        if self._standing is None:
+        if self._stall is None:
             return False
         now = time.monotonic()
         waited = now - self._written if self._written else now - self._since
         return waited >= (STANDING_AGAIN_S if self._written else STANDING_S)
 
-    def _look_at_standing(self, place: Place | None) -> bool:
+    def _look_at_stall(self, place: Place | None) -> bool:
         """Count the looks of a stall; return whether it goes on."""
         now, moves = time.monotonic(), self.board.moves
         if moves != self._moves_seen:
@@ -216,7 +216,7 @@ class Heartbeat:
 
     def _answer(self) -> None:
         """Write the counters of loops once, where the monitor asks for them."""
-        folder = self._standing.parent if self._standing is not None else None
+        folder = self._stall.parent if self._stall is not None else None
         if folder is not None and not self._has_answered and is_asked(folder):
             self._has_answered = True
             write_counters(folder, self._main or 0)
@@ -225,14 +225,14 @@ class Heartbeat:
         """Return whether the monitor is about to dump the stacks of a stalled rank: a dump by signal that finds this thread in
         Python, its frames half made, may end the process.
         """
-        if not self._has_answered or self.rests or self._standing is None:
+        if not self._has_answered or self.rests or self._stall is None:
             return False
-        self.rests = os.path.exists(self._standing.parent / DUMP_ASKED)
+        self.rests = os.path.exists(self._stall.parent / DUMP_ASKED)
         return self.rests
 
-    def _write_standing(self, stacks: str) -> None:
-        """Replace standing.json by what the rank knows of its stall."""
-        if self._standing is None:
+    def _write_stall(self, stacks: str) -> None:
+        """Replace stall.json by what the rank knows of its stall."""
+        if self._stall is None:
             return
         now = time.monotonic()
         self._written = now
@@ -243,5 +243,5 @@ class Heartbeat:
             "keys": self.recorder.stores.latest_keys() if self.recorder is not None else [],
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business
-            write_atomically(self._standing, json.dumps(found))
-            dump_flight_recorder(self._standing.with_name("flight_recorder.json"))
+            write_atomically(self._stall, json.dumps(found))
+            dump_flight_recorder(self._stall.with_name("flight_recorder.json"))

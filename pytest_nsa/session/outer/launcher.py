@@ -21,7 +21,7 @@ import pytest
 from pytest_nsa.diagnosis.verdict import Verdict
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.monitor.supervise import RanksRun
-from pytest_nsa.session.outer_store import MEET_S, OuterStore
+from pytest_nsa.session.outer.store import MEET_S, OuterStore
 from pytest_nsa.settings import OuterLauncher
 from pytest_nsa.wire.files import append_line, read_lines, write_atomically
 from pytest_nsa.wire.messages import GroupSpec, Job
@@ -217,8 +217,8 @@ class LeaderLauncher:
             if look["board"]:
                 write_atomically(self.job.rank_folder(rank) / "board.bin", base64.b64decode(look["board"]))
             return False
-        patience = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
-        return time.monotonic() - since > patience
+        limit = SILENT_S if count is not None else START_S  # it may have to import torch, or to make a host fixture
+        return time.monotonic() - since > limit
 
     def signal(self, rank: int, number: int) -> None:
         if rank == self.job.only:

@@ -9,10 +9,10 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from nsa.trace.counters import counters_at
 from nsa.trace.events import record
 from nsa.trace.frames import describe, is_user_file, user_frames
-from nsa.trace.network import unusable_network
+from nsa.trace.stall.counters import counters_at
+from nsa.trace.stall.network import unusable_network
 
 MAX_TEXT = 200_000
 MAX_CHAIN = 10

@@ -16,7 +16,7 @@ from pytest_nsa.system.procfs import began
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import write_json
 
-_PROGRAM = Path(__file__).parents[1] / "cli" / "announce.py"
+_PROGRAM = Path(__file__).parents[2] / "cli" / "announce.py"
 
 
 class JobAnnouncer:

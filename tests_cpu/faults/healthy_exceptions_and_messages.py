@@ -1,4 +1,4 @@
-"""Healthy programs whose exceptions, event loops and hand-made reductions look like the faults of `planted_beside`."""
+"""Healthy programs with exceptions, event loops, messages and reductions by hand that look like planted faults."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ from pytest_nsa.wire.files import read_lines, write_atomically, write_json
 from pytest_nsa.wire.messages import Job
 
 KEPT = "evidence"  # of the last look at the launch, as the folder of a test
-_FILES = ("board.bin", "standing.json", "counters.json")
+_FILES = ("board.bin", "stall.json", "counters.json")
 _OF_A_TEST = ("exception", "skipped", "xfailed")
 
 
 class Session(Protocol):
-    """What a report needs of a session's log, which the clock reads (`outer_clock.Session`)."""
+    """What a report needs of a session's log, which the clock reads (`clock.Session`)."""
 
     nodeid: str  # of the test that runs
     began: float

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import importance, lists, select, selected, selected_backward, union
+from nsa.kernels.triton import importance, lists, pick_blocks, selection_backward, selection_forward, union
 from nsa.kernels.triton.branches import Pair, Places, Rows, sequence_arguments
 from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, head_dims, launch, meta, of_keys_alone, rows_for
 from nsa.kernels.triton.sequences import Range, Sequences
@@ -110,7 +110,7 @@ def select_blocks(
     """Write the picks int32 [T, G, n_sel] of the queries of ``at``, whose importance is [queries, G, blocks]."""
     pad = max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
     launch(
-        select.select_blocks, (at.tokens * picks.shape[1],), picks, importance, picks,
+        pick_blocks.select_blocks, (at.tokens * picks.shape[1],), picks, importance, picks,
         picks if sequences.positions is None else sequences.positions, sequences.longest, picks.shape[1], at.first,
         selection.n_blocks, n_sel=selection.n_sel, L_SEL=selection.l_sel, LOCAL=blocks.NUM_LOCAL, PAD=pad,
         PACKED=sequences.is_packed, num_warps=1 if pad <= 512 else 2,
@@ -291,7 +291,7 @@ def selected_forward(
     parts = q.new_empty(at.tokens * H * selection.parts, v.shape[-1])
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
     launch(
-        selected.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
+        selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
         items.items if unions is None else unions.choice, parts, lse,
         q if at.table is None else at.table, sequences.longest, H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G,
         BM=t.bm, BN=selection.sub_block, STAGES=t.stages, UNITED=unions is not None, WIDE=_is_wide(q, v, sequences),
@@ -310,7 +310,7 @@ def merge_parts(
     heads = triton.next_power_of_2(h)
     o_cmp, o_win, gates, total = (out, out, out, out) if gated is None else gated
     launch(
-        selected.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total,
+        selection_forward.merge_parts, (at.tokens * groups,), out, *parts, out, lse, o_cmp, o_win, gates, total,
         picks, out if sequences.owners is None else sequences.owners,
         out if unions is None else unions.choice, sequences.longest, H, groups, at.first, at.before,
         n_sel=selection.n_sel, SUB=selection.sub_blocks, h=h, DV=d_v, E0=part.d0, E1=part.d1, HP=heads,
@@ -337,7 +337,7 @@ def selected_gradients(
     part_k = q.new_empty(keys_of_items, d_k, dtype=torch.float32)
     part_v = q.new_empty(keys_of_items, d_v, dtype=torch.float32)
     launch(
-        selected_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
+        selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
         entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
         **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages,
         TRANSPOSED=capability(q.device).startswith("sm_9"), WIDE=_is_wide(q, v, sequences), PACKED=at.table is not None,
@@ -345,7 +345,7 @@ def selected_gradients(
     )  # fmt: skip
     keys = min(16, selection.sub_block)
     launch(
-        selected_backward.sum_items, (at.count * G * selection.n_blocks, triton.cdiv(selection.l_sel, keys)), q, part_k, part_v,
+        selection_backward.sum_items, (at.count * G * selection.n_blocks, triton.cdiv(selection.l_sel, keys)), q, part_k, part_v,
         items.starts, *d_keys, table, sequences.longest, G, selection.n_blocks, L_SEL=selection.l_sel, SUB=selection.sub_blocks,
         BN=selection.sub_block, DK=d_k, PK=widths(d_k).whole, DV=d_v, PV=widths(d_v).whole, BR=keys, ADD=add_keys,
         PACKED=at.table is not None, num_warps=4,
@@ -353,7 +353,7 @@ def selected_gradients(
     width = h * d_k
     block = min(1024, triton.next_power_of_2(width))
     launch(
-        selected_backward.merge_dq, (at.tokens * G, triton.cdiv(width, block)), q, part_dq, dq, picks, G, at.first,
+        selection_backward.merge_dq, (at.tokens * G, triton.cdiv(width, block)), q, part_dq, dq, picks, G, at.first,
         n_sel=selection.n_sel, SUB=selection.sub_blocks, NS=triton.next_power_of_2(selection.n_sel), WIDTH=width, BLOCK=block,
         ADD=add_dq, num_warps=4,
     )  # fmt: skip

@@ -24,8 +24,8 @@ from pytest_nsa.rank.launched import LaunchedRank
 from pytest_nsa.report import junit
 from pytest_nsa.report.plain import visible
 from pytest_nsa.session.items import Ranked, runner_key
-from pytest_nsa.session.launched import open_log
 from pytest_nsa.session.needs import needs_of
+from pytest_nsa.session.outer.launched import open_log
 from pytest_nsa.settings import OuterLauncher, Settings
 from pytest_nsa.system.room import private_folder
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from nsa.trace.assignments import Function, functions_of
+from nsa.trace.divergence.assignments import Function, functions_of
 from nsa.trace.frames import user_frames
 
 DEPTH = 3  # functions that call each other, down to the change

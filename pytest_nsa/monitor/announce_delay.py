@@ -64,7 +64,7 @@ def _place(line: str) -> str:
     return f"{file} {rest.partition(' in ')[2]}"
 
 
-class Patience:
+class AnnounceDelay:
     """Decides whether a suspicion has lasted long enough to be announced. Fed with each assessment of a stall."""
 
     def __init__(self) -> None:

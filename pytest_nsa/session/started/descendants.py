@@ -33,10 +33,10 @@ from pytest_nsa.report.terminal import headline, short_path
 from pytest_nsa.session import before_timeout
 from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.items import Ranked
-from pytest_nsa.session.job_announcer import JobAnnouncer
-from pytest_nsa.session.process_starts import on_start
 from pytest_nsa.session.runner import RankRunner
-from pytest_nsa.session.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
+from pytest_nsa.session.started.job_announcer import JobAnnouncer
+from pytest_nsa.session.started.process_starts import on_start
+from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.descendants import TICKS, Process, Started, end, now_in_ticks
 

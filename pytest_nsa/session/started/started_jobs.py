@@ -115,7 +115,7 @@ def _record(job: ObservedJob, processes: Sequence[Process], occasion: Occasion) 
     write_json(job.folder / "job.json", described, indent=1)
     reason = occasion.reason
     if reason == "deadline":
-        is_late = len(job.watch.boards) < described["world_size"] and job.watch.stood_still >= COME_S
+        is_late = len(job.watch.boards) < described["world_size"] and job.watch.stalled_s >= COME_S
         reason = "start" if is_late else reason
     began = float(described.get("created", occasion.began))
     if reason:

@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives as functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa.trace.board import Board
-from nsa.trace.calls import (
+from nsa.trace.calls.arguments import (
     global_rank,
     group_of,
     is_done_after_wait,
@@ -34,11 +34,11 @@ from nsa.trace.calls import (
     told_counts,
     was_refused,
 )
-from nsa.trace.compiled import outside_graphs
+from nsa.trace.calls.compiled import outside_graphs
+from nsa.trace.calls.limits import limit_of_call, limit_of_group
+from nsa.trace.calls.pending import Pending
+from nsa.trace.calls.stores import Limit, StoreRecorder
 from nsa.trace.frames import call_path
-from nsa.trace.limits import limit_of_call, limit_of_group
-from nsa.trace.pending import Pending
-from nsa.trace.stores import Limit, StoreRecorder
 
 _METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base",

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from nsa.trace.board import Board
-from nsa.trace.calls import keys_of_call
+from nsa.trace.calls.arguments import keys_of_call
+from nsa.trace.calls.limits import limit_of_call, limit_of_group
 from nsa.trace.frames import call_site
-from nsa.trace.limits import limit_of_call, limit_of_group
 
 LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
 _WAITS = ("wait", "get", "queue_pop")

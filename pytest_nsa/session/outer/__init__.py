@@ -1,0 +1,1 @@
+"""Under an outer launcher (torchrun, SLURM): each pytest process hosts one rank."""

@@ -1,0 +1,1 @@
+"""What other pytest plugins need from a session with ranks."""

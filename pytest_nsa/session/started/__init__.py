@@ -1,0 +1,1 @@
+"""Processes and jobs that tests start by themselves."""
