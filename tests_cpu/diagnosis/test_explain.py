@@ -6,6 +6,7 @@ import json
 import lzma
 import random
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pytest_nsa.diagnosis.explain.edits import Edit, candidates
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.rhythm import surprise
 from pytest_nsa.diagnosis.rules.calls import first_apart
+from pytest_nsa.diagnosis.rules.messages import held_in_messages
 from pytest_nsa.evidence.load import load
 from tests_cpu.faults.recorded import GENERATED, unpack
 
@@ -60,6 +62,44 @@ def test_a_side_s_facts_are_the_other_s_turned_round(recorded: dict[str, Path]) 
     sides = {name.replace("they: ", "others: "): value for name, value in one.items() if name.startswith("they: ")}
     assert sides == {name: value for name, value in other.items() if name.startswith("others: ")}
     assert ("ahead, counted" in one) == ("behind, counted" in other)
+
+
+def test_a_term_of_a_message_is_about_the_rank_that_waits_or_the_one_that_is_waited_for(tmp_path: Path) -> None:
+    """Rank 0 of two pairs receives from rank 2 in place of rank 1, which waits in its send."""
+    folder = _unpacked("exchanges_661", tmp_path) / "test_023"
+    evidence = load(folder)
+    entered = held_in_messages(evidence)
+    assert entered is not None
+    found = candidates(evidence, entered)
+    wrong = next(c for c in found if c.edit is Edit.MISDIRECTED and c.ranks == (0,))
+    assert wrong.values["waiter: wanted"] == wrong.values["waiter: new peer"] == 1
+    assert (wrong.about("waiter: wanted"), wrong.about("peer: ended")) == ((0,), (2,))
+    lacks = next(c for c in found if c.edit is Edit.UNANSWERED and c.ranks == (2,))
+    assert (lacks.about("waiter: wanted"), lacks.about("others: selected")) == ((0,), (0,))
+    verdict = diagnose(evidence)
+    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (0,))
+    assert any(text.startswith("rank 0 ") for text in verdict.terms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("archive", sorted(path.name.partition(".")[0] for path in GENERATED.glob("*.tar.xz")))
+def test_the_table_explains_what_it_was_fitted_to(archive: str, tmp_path: Path) -> None:
+    folder = _unpacked(archive, tmp_path)
+    labels = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
+    verdicts = {name: diagnose(load(folder / name)) for name in labels}
+    wrong = [
+        verdict
+        for name, verdict in verdicts.items()
+        if verdict.cause not in labels[name]["causes"] or sorted(verdict.ranks) != sorted(labels[name]["ranks"])
+    ]
+    assert len(wrong) <= 0.12 * len(labels)
+    assert sum(verdict.certain for verdict in wrong) <= 0.02 * len(labels)
+
+
+def _unpacked(archive: str, folder: Path) -> Path:
+    with tarfile.open(GENERATED / f"{archive}.tar.xz") as packed:
+        packed.extractall(folder, filter="data")
+    return folder
 
 
 def test_each_weight_is_of_a_term_that_there_is() -> None:

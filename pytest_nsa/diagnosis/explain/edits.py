@@ -166,7 +166,7 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     others wait for, and of those together that do the same.
     """
     messages = Messages(evidence, {rank: c for rank, c in entered.items() if c.op != END})
-    pairs = list(messages.pairs())
+    pairs = [owed for owed in messages.pairs() if owed.peer in entered]
     if not pairs:
         return []
     sides = len({(c.place, c.shape, c.peer) for c in entered.values()})
