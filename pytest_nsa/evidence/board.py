@@ -165,7 +165,7 @@ class BoardSnapshot:
         """The collective that the rank waits in: the one that blocks its main thread, else the oldest it is inside."""
         return self.blocked or (self.inside[0] if self.inside else None)
 
-    @property
+    @cached_property
     def inside(self) -> tuple[Collective, ...]:
         """Collectives entered and not left, oldest first."""
         return tuple(c for c in self.collectives if c.is_inside)
