@@ -37,7 +37,7 @@ MAX_WORLD_SIZE = max(64, min(4096, 16 * (os.cpu_count() or 1), _MEMORY // _OF_A_
 
 
 class LayerRange(str):
-    """Layers start <= i < end, as text ('0:6') with the numbers beside it. Raises ValueError with the right form."""
+    """Layers start <= i < end, as text ('0:6') and numbers. Raises ValueError with the right form."""
 
     start: int
     end: int
@@ -345,7 +345,7 @@ def not_for_ranks(item: pytest.Item) -> Iterator[str]:
 
 
 def of_another_plugin(item: pytest.Item) -> Iterator[str]:
-    """A sentence for a test that requests ranks, and that another plugin runs in this process alone: on no ranks, it would pass."""
+    """Yield a warning for a test that requests ranks but that another plugin runs in this process: without ranks it would pass."""
     if is_ranked(item) and isinstance(item, pytest.Function):
         path, line, _ = item.reportinfo()
         yield (

@@ -341,7 +341,7 @@ def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
 
 
 def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
-    """By the hook; where an implementation of it raises, by the verdicts alone, and the run reports that."""
+    """Decide by the hook; where it raises, fall back to the verdicts, and report the error."""
     try:
         found: Decision = config.hook.pytest_nsa_decide(verdicts=verdicts)
     except Exception as error:  # a conftest's error: the reports must be written all the same
@@ -370,6 +370,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _is_child(config: pytest.Config) -> bool:
-    """Return whether this pytest is a zygote or a cold rank of ours."""
+    """Return whether this pytest is a zygote or a cold rank that the plugin started."""
     resolved = config.stash[settings_key]
     return resolved.zygote_fd is not None or resolved.cold_job is not None

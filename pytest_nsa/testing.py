@@ -61,7 +61,7 @@ def run_in(folder: Path, *arguments: str, timeout: float = 170) -> ExampleResult
 
 
 def start_pytest(folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
-    """Run pytest in ``folder`` in a process of its own. Raises subprocess.TimeoutExpired."""
+    """Run pytest in ``folder`` in a separate process. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=folder,

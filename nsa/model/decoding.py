@@ -227,7 +227,7 @@ def attend(
 def _importance(p: torch.Tensor, n_blocks: int, a: int, r: int) -> torch.Tensor:
     """Block scores [..., Ns] of probabilities [..., Nc] (Eq. 9), where a compressed block has a strides and a selection block r.
 
-    As `blocks.overlap` weighs them, in a time that grows as Nc: the mass of each stride, then of each block's strides.
+    As `blocks.overlap` weighs them, in O(Nc) time: the mass of each stride, then of each block's strides.
     """
     n_cmp, strides = p.shape[-1], n_blocks * r
     mass = p.new_zeros(*p.shape[:-1], strides)

@@ -121,7 +121,7 @@ class Observer:
         self.forget()
 
     def forget(self) -> None:
-        """Another test or training begins in this process: its models are not those seen so far."""
+        """Clear what is kept per model before the next test or training in this process."""
         self.on_change = self.on_model = self.on_names = self.on_anomaly = self.on_ddp = _ignore
         self.checksums = None
         self._known.clear()

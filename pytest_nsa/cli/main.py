@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run anew, as after a SIGKILL")
     command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
     command.add_argument("--sources", action="store_true", help=_SOURCES)
-    command = commands.add_parser("compare", help="two runs beside each other; exits with 1 where the second is worse")
+    command = commands.add_parser("compare", help="two runs next to each other; exits with 1 where the second is worse")
     command.add_argument("base", metavar="RUN_A", type=Path, help="the run before, as artifacts/run_...")
     command.add_argument("new", metavar="RUN_B", type=Path, help="the run now, as artifacts/latest")
     command.add_argument(

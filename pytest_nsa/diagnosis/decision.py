@@ -81,7 +81,7 @@ def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def without_ranks(verdicts: Mapping[str, Verdict]) -> Decision | None:
-    """Return the decision where each failure is that no ranks could be started, which tells nothing of the tests; else None."""
+    """Return the decision where each failure is that no ranks could be started, which is no information on the tests; else None."""
     failed = [v for v in verdicts.values() if v.failed]
     if not failed or any(v.rule != REFUSED for v in failed):
         return None
@@ -108,7 +108,7 @@ def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: M
             decision, sentence=f"{decision.sentence} {count(len(others), 'more failure')} {no_verdict}", path=path
         )
     rest = f" Of {count(len(verdicts), _noun(verdicts))} on ranks, none failed." if verdicts else ""
-    # Whether what was tested is ready cannot be said by the verdicts alone.
+    # Whether what was tested is ready cannot be decided by the verdicts alone.
     return replace(
         decision,
         sentence=f"{count(len(others), 'failure')} {no_verdict}.{rest}",

@@ -209,7 +209,7 @@ def last_seen(rank: RankEvidence) -> str:
     board = rank.board
     if board is None:
         return ""
-    # In a phase of the model the line that began it: a recomputed forward inside backward has a line of its own.
+    # In a phase of the model the line that began it: a recomputed forward inside backward has another line.
     if board.phase in ("forward", "backward", "optimizer") and board.phase_line:
         return board.phase_line
     last = board.collectives[-1] if board.collectives else None

@@ -149,7 +149,7 @@ def _read_rank(
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
-    frames, dump = _frames_told(folder), _text(folder / "stacks.txt")
+    frames, dump = _reported_frames(folder), _text(folder / "stacks.txt")
     start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})
     machine = str(start.get("machine", ""))
     return RankEvidence(
@@ -199,7 +199,7 @@ def _read_rank(
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_keys_set(events, own.get("keys", ())),
-        handles=Handled(told["says"], told["at"], told["in"]) if (told := own.get("handles")) else None,
+        handles=Handled(held["says"], held["at"], held["in"]) if (held := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
         thread_errors=_thread_errors(events),
         snapshots=tuple(read_snapshots(folder / FILE)),
@@ -220,11 +220,11 @@ def _keys_set(events: Sequence[Mapping[str, Any]], latest: Sequence[Sequence[str
     return tuple(dict.fromkeys([*found, *((pair[0], pair[1]) for pair in latest if len(pair) == 2)]))
 
 
-def _loop(told: Mapping[str, Any] | None) -> EventLoop | None:
-    if not told:
+def _loop(loop: Mapping[str, Any] | None) -> EventLoop | None:
+    if not loop:
         return None
-    failed = tuple((e["says"], e["at"]) for e in told.get("failed", ()))
-    return EventLoop(tuple(told["tasks"]), told["timers"], told["files"], failed)
+    failed = tuple((e["says"], e["at"]) for e in loop.get("failed", ()))
+    return EventLoop(tuple(loop["tasks"]), loop["timers"], loop["files"], failed)
 
 
 def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedException, ...]:
@@ -294,10 +294,10 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     return own if own["time"] >= until - stalled_s - 1.0 else {}
 
 
-def _frames_told(folder: Path) -> list[Mapping[str, Any]]:
+def _reported_frames(folder: Path) -> list[Mapping[str, Any]]:
     """Return the functions that a rank was in when its test was ended, with their loops' counters; [] where it did not answer."""
-    told = parse(_text(folder / "counters.json"))
-    frames = told.get("frames") if isinstance(told, dict) else None
+    counters = parse(_text(folder / "counters.json"))
+    frames = counters.get("frames") if isinstance(counters, dict) else None
     return frames if isinstance(frames, list) and all(map(is_counted, frames)) else []
 
 

@@ -46,7 +46,7 @@ def ask_for_counters(folders: Iterable[Path]) -> None:
 
 
 def ask_for_rest(folders: Iterable[Path]) -> None:
-    """Ask the heartbeats of ranks to rest while their stacks are dumped, and wait as long as a beat takes."""
+    """Pause the heartbeats of ranks while their stacks are dumped; wait as long as a beat takes."""
     _leave_files(folders, DUMP_ASKED)
     time.sleep(BEAT_S)
 

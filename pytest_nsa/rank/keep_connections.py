@@ -1,7 +1,8 @@
-"""A rank that is done first keeps its connections while the others may still need them.
+"""Keep the connections of a rank that is done first while other ranks may still need them.
 
-Else a timeout that a test expects would be a lost connection: where another rank is inside a call with its own limit, this
-one stays until that limit, and 2 s. A rank that waits without a limit is left at once: the lost connection ends its wait.
+Without this, a timeout that a test expects would become a connection error. Where another rank is inside a call with its own
+limit, this one stays until that limit, and 2 s. It does not stay for a rank that waits without a limit: the lost connection ends
+that wait.
 """
 
 from __future__ import annotations

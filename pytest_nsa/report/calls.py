@@ -16,7 +16,7 @@ Column = dict[int, Collective]  # by rank
 
 
 def columns_of(evidence: Evidence) -> dict[str, dict[int, Column]]:
-    """Return collectives by group, number and rank; sends and receives, which pair otherwise, are not in it."""
+    """Return collectives by group, number and rank; sends and receives are excluded, as they pair by peer and tag."""
     found: dict[str, dict[int, Column]] = {}
     for rank in evidence.ranks:
         for c in rank.collectives:

@@ -84,7 +84,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Path], Series]], ...] = (
 
 
 def _of_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, of a step that was done twice the later one."""
+    """Yield the lines of a file; if a step occurs twice, the later line."""
     if path.is_file():
         yield from {line["step"]: line for line in read_lines(path)}.values()
 

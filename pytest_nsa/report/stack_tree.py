@@ -70,7 +70,7 @@ def _items(node: Node, culprits: frozenset[int]) -> Iterator[Markup]:
 
 
 def _chain(node: Node, culprits: frozenset[int], *, parts: bool) -> Iterator[Markup]:
-    """Yield a frame and those that follow it alone; then a list, where they part."""
+    """Yield the frames up to the first branch; then the list of branches."""
     is_culprits = bool(culprits & set(node.ranks))
     if parts:
         who = tag("span", number_ranks(node.ranks), class_="who culprit" if is_culprits else "who")

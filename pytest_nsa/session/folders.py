@@ -89,7 +89,7 @@ class RunFolder:
             except OSError as error:
                 self.move(error)
             if limit < SMALL_LIMIT:
-                self.tell(f"ulimit -f limits files to {limit >> 10} KiB: what ranks write beyond that is left out")
+                self.tell(f"ulimit -f limits files to {limit >> 10} KiB: what ranks write beyond that is dropped")
         assert self._path is not None
         return self._path
 

@@ -278,12 +278,12 @@ def exponentials(scores: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -
 
 def run_forward(
     z: Forward, tiles: Sequence[Tile], rooms: Rooms,
-    told: Callable[[slice, Tile, torch.Tensor, torch.Tensor], None] = lambda *_: None,
+    report: Callable[[slice, Tile, torch.Tensor, torch.Tensor], None] = lambda *_: None,
 ) -> None:  # fmt: skip
-    """Every tile for every group; after each, ``told`` of which groups, the tile and what its forward returned."""
+    """Every tile for every group; after each, ``report`` gets the groups, the tile and what its forward returned."""
     for part, groups in some_groups(z, _groups_at_once(z, tiles)):
         for tile in tiles:
-            told(groups, tile, *tile.forward(part, rooms))
+            report(groups, tile, *tile.forward(part, rooms))
 
 
 def run_backward(z: Backward, tiles: Sequence[Tile], rooms: Rooms) -> None:

@@ -95,7 +95,7 @@ class Checksums:
             )
 
     def reduced(self, group: Any, tensors: Any) -> None:
-        """An all-reduce is about to be made: of gradients, it may be, that DDP has no part in."""
+        """Check an all-reduce before it starts: it may reduce gradients without DDP."""
         self._met.update(n for n, seen in self._unchecked.items() if _may_average(tensors, seen.tensors))
         roots = [r for r in _alive([*self._trained, *self._called]) if not ddp_models_in(r) and _wrapper_of(r) is None]
         if roots and isinstance(tensors, list | tuple):

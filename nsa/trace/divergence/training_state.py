@@ -1,4 +1,4 @@
-"""What an update is made from besides gradients: the optimizer's settings and who set them, and the states that were loaded.
+"""What an update depends on, except gradients: the optimizer's settings and who set them, and the states that were loaded.
 
 Where ranks diverge, what they loaded or set otherwise is why. Kept while a rank writes checksums, and only then.
 """
