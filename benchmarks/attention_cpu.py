@@ -3,9 +3,10 @@
     python benchmarks/attention_cpu.py --json benchmarks/results/attention_cpu.json
 
 A contender's round is a process of its own, with one thread; contenders take turns. A time is the best of a round's steps, and
-the median of the rounds; it is CPU time, which other programs change less than time by the clock. Memory is the process's peak above what it had with the module and its input. Contenders: nsa, our
-module; dense, causal scaled_dot_product_attention with the same heads; masked, NSA by the equations over dense masks;
-lucidrains, the package native-sparse-attention-pytorch where it is installed, up to 2048 tokens.
+the median of the rounds; it is CPU time, which other programs change less than time by the clock. Memory is the process's peak
+above what it had with the module and its input. Contenders: nsa, our module; dense, causal scaled_dot_product_attention with the
+same heads; masked, NSA by the equations over dense masks; lucidrains, the package native-sparse-attention-pytorch where it is
+installed, up to 2048 tokens.
 
 `counted` has the same ratios by the multiplications of matrix products alone: no code that multiplies these matrices does better.
 """
