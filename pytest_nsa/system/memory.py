@@ -16,7 +16,7 @@ class AddedMemory:
 
     def __init__(self) -> None:
         try:
-            fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+            fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.write(fd, _RESET_PEAK)
             finally:
