@@ -1,5 +1,5 @@
-"""Makes docs/images: the terminal, wide and of 80 columns, and report.html of examples/downstream as it is; the report on a phone, in the dark, of 64 ranks;
-the plan's decision tree; two runs compared.
+"""Makes docs/images: the terminal, wide and of 80 columns, and report.html of examples/downstream as it is; the report on a phone,
+in the dark, of 64 ranks; the plan's decision tree; two runs compared.
 
 `python docs/pictures.py` needs the extra `docs`, and Debian's chromium for all but the terminal (else those stay as they are).
 """
