@@ -1,7 +1,7 @@
-"""Makes docs/images: the terminal and report.html of examples/downstream as it is; the report on a phone, in the dark, of 64 ranks;
-the plan's decision tree; two runs compared.
+"""Makes docs/images: the terminal, wide and of 80 columns, and report.html of examples/downstream as it is; the report on a phone,
+in the dark, of 64 ranks; the plan's decision tree; two runs compared.
 
-`python docs/pictures.py` needs the extra `docs`, and Debian's chromium for all but the first picture (else those stay as they are).
+`python docs/pictures.py` needs the extra `docs`, and Debian's chromium for all but the terminal (else those stay as they are).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = Path(__file__).with_name("images")
-WIDTH = 132
+WIDTH, NARROW = 132, 80
 CHROMIUM = "/usr/bin/chromium"
 DARK = "--blink-settings=preferredColorScheme=0"
 MANY = """
@@ -68,7 +68,7 @@ def train(ddp, seconds):
 """
 
 
-def run_example(folder: Path) -> str:
+def run_example(folder: Path, width: int = WIDTH) -> str:
     """Run the example's tests in a copy; return what the terminal shows, with its colours."""
     shutil.copytree(ROOT / "examples" / "downstream", folder, ignore=shutil.ignore_patterns("artifacts", "*cache*"))
     plugins = [
@@ -78,15 +78,15 @@ def run_example(folder: Path) -> str:
     ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--color=yes", "-p", "no:cacheprovider", *plugins, "-q", "--no-header"],
-        cwd=folder, text=True, capture_output=True, check=False, env={**os.environ, "COLUMNS": str(WIDTH)},
+        cwd=folder, text=True, capture_output=True, check=False, env={**os.environ, "COLUMNS": str(width)},
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout.replace(str(Path(sys.prefix)), ".venv")
 
 
-def draw_terminal(text: str) -> str:
+def draw_terminal(text: str, width: int = WIDTH) -> str:
     """Return an SVG of what a terminal shows."""
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi("$ pytest\n" + text))
     return console.export_svg(title="pytest")
 
@@ -118,7 +118,7 @@ def photograph_more(folder: Path, report: Path) -> None:
         (folder / name).mkdir()
         (folder / name / f"test_{name}.py").write_text(source, encoding="utf-8")
     many = run_tests(folder / "many", "-o", "ranks_hang_after=3")
-    photograph(many / "report.html", IMAGES / "report_64_ranks.png", "1200,1500")
+    photograph(many / "report.html", IMAGES / "report_64_ranks.png", "1200,940")
     before = run_tests(folder / "steps")
     after = run_tests(folder / "steps", CHANGED="1")
     page = folder / "compare.html"
@@ -148,11 +148,12 @@ def main() -> int:
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "downstream"
-        shown = run_example(folder).replace(str(Path(sys.prefix)), ".venv")
-        (IMAGES / "terminal.svg").write_text(draw_terminal(shown), encoding="utf-8")
+        (IMAGES / "terminal.svg").write_text(draw_terminal(run_example(folder)), encoding="utf-8")
+        narrow = run_example(Path(temporary) / "narrow", NARROW)
+        (IMAGES / "terminal_80.svg").write_text(draw_terminal(narrow, NARROW), encoding="utf-8")
         if Path(CHROMIUM).exists():
             report = folder / "artifacts" / "latest" / "report.html"
-            photograph(report, IMAGES / "report.png")
+            photograph(report, IMAGES / "report.png", "1100,720")
             photograph_more(Path(temporary), report)
     return 0
 

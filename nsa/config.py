@@ -221,7 +221,9 @@ def _merge_overrides(values: dict[str, dict[str, Any]], overrides: Mapping[str, 
         section, _, key = name.rpartition(".")
         section = section or owners.get(key, "")
         if section not in SECTIONS or key not in field_names(SECTIONS[section]):
-            raise ConfigError(f"override: unknown key {name!r}{did_you_mean(key, owners)}")
+            known = [f"{owner}.{field}" for field, owner in owners.items()] if "." in name else owners
+            hint = did_you_mean(f"{owners[key]}.{key}" if "." in name and key in owners else name, known)
+            raise ConfigError(f"override: unknown key {name!r}{hint}")
         values[section][key] = convert(SECTIONS[section], key, value, f"override {name}={shown(value)}")
 
 

@@ -135,13 +135,14 @@ def test_each_module_of_faults_has_its_subject_and_its_rows() -> None:
         path.stem for kind in ("planted_*", "healthy*") for path in (ROOT / "tests_cpu" / "faults").glob(f"{kind}.py")
     }
     assert sorted(named) == sorted(there)
-    command = [sys.executable, "-m", "tests_cpu.faults", "--list"]
-    every, chosen = (
-        subprocess.run(
-            [*command, *words], cwd=ROOT, text=True, capture_output=True, timeout=60, check=True
-        ).stdout.splitlines()
-        for words in ([], ["planted_crashes_and_exits", "rank_died"])
+    both = (
+        "from tests_cpu.faults.__main__ import main; main(['--list']); print('WORDS'); "
+        "main(['--list', 'planted_crashes_and_exits', 'rank_died'])"
     )
+    done = subprocess.run(
+        [sys.executable, "-c", both], cwd=ROOT, text=True, capture_output=True, timeout=60, check=True
+    )
+    every, chosen = (part.strip().splitlines() for part in done.stdout.split("WORDS\n"))
     assert {line.split()[0] for line in every if line.startswith(("planted_", "healthy"))} == there
     rows = [line.split() for line in chosen if line.startswith("planted_crashes_and_exits ")]
     assert len(rows) == int(chosen[0].split()[0]) > 0

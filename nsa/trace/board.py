@@ -23,6 +23,7 @@ RING_SIZE = 256
 MAX_PARAMETERS = 8192
 MAX_PATH = 2048  # calls of modules in a forward
 UNKNOWN = 0xFFFF  # a module outside the model
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a fork writes into its own copy
 PHASES = ("start", "body", "data", "forward", "backward", "optimizer", "done")
 
 _NUMBERS = {
@@ -98,6 +99,11 @@ def _layout(slots: int = RING_SIZE) -> tuple[dict[str, Any], bytes, int]:
     return layout, header, -(-(offset + slots * _RECORD_STRUCT.size) // 8) * 8
 
 
+def header() -> bytes:
+    """Return the first page of a board of the usual size, as a file has it."""
+    return _layout()[1].ljust(HEADER, b"\0")
+
+
 def _mapped(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Map a file of zeros. The monitor may have made it, with its space on the disk: that is kept."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -139,7 +145,7 @@ class Board:
             if limit != resource.RLIM_INFINITY:
                 self._slots = max(1, min(RING_SIZE, (limit - self._ring) // _RECORD_STRUCT.size - 1))
         _, header, size = _layout(self._slots)
-        self._map = mmap.mmap(-1, size) if path is None else _mapped(path, size)
+        self._map = mmap.mmap(-1, size, flags=_PRIVATE) if path is None else _mapped(path, size)
         self._map[: len(header)] = header
         view = memoryview(self._map)
         self._counters, self._calls = view.cast("q"), view[self._path : self._path + 2 * MAX_PATH].cast("H")

@@ -38,6 +38,7 @@ class TraceSession:
 
     def __init__(self) -> None:
         self.board = Board()
+        self._has_begun = False
         self.recorder = CollectiveRecorder(self.board)
         self.observer = Observer(self.board)
         self.recorder.install()
@@ -50,6 +51,8 @@ class TraceSession:
 
     def _in_child(self) -> None:
         """A fork, such as a data loader's worker, writes on no board; a rank begins on its own."""
+        if not self._has_begun:  # the zygote's: private memory is the child's own, and nothing is to be forgotten
+            return
         self.recorder.stores.forget()
         self.observer.forget()
         forget_thread_errors()
@@ -71,6 +74,7 @@ class TraceSession:
         """
         if checksums and self.is_light:
             raise ValueError(f"check_divergence needs what {LEVEL}=light leaves out: unset it")
+        self._has_begun = True
         self.recorder.forget()
         self.recorder.on_group = lambda name, ranks: record(
             Path(folder), event="group", name=name, ranks=in_runs(ranks)

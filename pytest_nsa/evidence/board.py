@@ -215,6 +215,11 @@ class BoardReader:
             self._used = entered
 
 
+def learn(header: bytes) -> None:
+    """Keep the layout of a board's first page, so that forks of this process need not read it."""
+    _layout_of(header)
+
+
 def read_numbers(path: Path) -> dict[str, float]:
     """Return the number fields of a board, without the rest of it; {} where there is none."""
     try:

@@ -20,6 +20,7 @@ from nsa.trace.board import PHASES
 from nsa.trace.calls.debug_level import VARIABLE, lower_detail
 from nsa.trace.events import local_rank, machine, record, where_there_is_room
 from nsa.trace.stall.exceptions import record_exception
+from pytest_nsa.evidence.board import learn
 from pytest_nsa.rank import coverage, replay
 from pytest_nsa.rank.context import RankContext, become
 from pytest_nsa.rank.keep_connections import wait_for_others
@@ -27,7 +28,7 @@ from pytest_nsa.rank.regroup import change_after_each, leave_group, meeting_stor
 from pytest_nsa.system.children import end_leftovers
 from pytest_nsa.system.leases import hold_while_alive
 from pytest_nsa.system.memory import AddedMemory
-from pytest_nsa.system.prctl import become_subreaper, write_lines_at_once
+from pytest_nsa.system.prctl import become_subreaper, set_handler, write_lines_at_once
 from pytest_nsa.wire.files import append, open_to_append
 from pytest_nsa.wire.masking import mask_with
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, FIXED_VARIABLES, Channel, GroupSpec, Job
@@ -55,13 +56,16 @@ def _peaks(memory: AddedMemory, device: str) -> dict[str, float]:
 
 def rehearse() -> None:
     """Do once, before ranks are forked, what would cost each of them: fill caches, install what stays."""
+    from nsa.trace import board
     from nsa.trace.memory import limit_mib
-    from nsa.trace.stall.handlers import install
+    from nsa.trace.stall import handlers, thread_errors
 
-    install()
+    handlers.install()
+    thread_errors.install()
+    learn(board.header())
+    write_lines_at_once()
     limit_mib()
     machine()
-    os.environ.update()  # its first call looks through the classes of all mappings
 
 
 def _late_modules() -> set[str]:
@@ -96,7 +100,7 @@ class RankProcess:
 
     def run(self, job: Job | None) -> int:
         """Until there is nothing more to do; returns the exit code of the last job."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
+        set_handler(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's to handle
         mask_with(None, None)  # the host masks what a rank has left, once it has read the values of snapshots
         become_subreaper()
         self._set_environment()
@@ -203,10 +207,12 @@ class RankProcess:
     def _set_environment(self) -> None:
         """The launcher's variables, before anything reads them; and change, and report, what would take a rank down."""
         n, number = str(self.spec.world_size), str(self.number)
-        os.environ.update(RANK=number, WORLD_SIZE=n, OMP_NUM_THREADS="1")
+        variables = {"RANK": number, "WORLD_SIZE": n, "OMP_NUM_THREADS": "1"}
         if self.spec.only < 0:  # else the outer launcher has set them
-            os.environ.update(LOCAL_RANK=number, LOCAL_WORLD_SIZE=n, GROUP_RANK="0", GROUP_WORLD_SIZE="1")
+            variables |= {"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": n, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
             set_first(self.ports[:-1])
+        for name, value in variables.items():  # not by `update`, which looks through the classes of all mappings
+            os.environ[name] = value
         if self.spec.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
         if self.spec.cores:
@@ -214,7 +220,8 @@ class RankProcess:
         mark_as_traced()  # its tracers are its test's; a job that the test starts is its own launch
         self.notes = []
         self._add_environment()
-        os.environ.update(self.spec.environment)
+        for name, value in self.spec.environment.items():
+            os.environ[name] = value
         lowered = lower_detail(self.spec.backend)
         if lowered:
             self.notes.append(f"{lowered}; the ranks use INFO instead")
@@ -224,7 +231,7 @@ class RankProcess:
     def _add_environment(self) -> None:
         """A repository's own variables, by its hook; what is wrong with them is raised once the rank has a place for it."""
         config = self._config
-        if config is None:
+        if config is None or not config.hook.pytest_nsa_environment.get_hookimpls():
             return
         try:
             given = config.hook.pytest_nsa_environment(config=config, rank=self.number, world_size=self.spec.world_size)
@@ -318,7 +325,6 @@ def _redirect_output(folder: Path) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    write_lines_at_once()
     os.close(null)
     os.close(log)
 

@@ -189,6 +189,7 @@ class RankRecorder:
         self.config = config
         self.ctx: RankContext
         self._is_begun = False
+        _suite_properties(config)  # makes what keeps them, before ranks are forked
 
     def begin(self, ctx: RankContext) -> None:
         """Another test."""

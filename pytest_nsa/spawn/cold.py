@@ -23,12 +23,14 @@ class ColdSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         from pytest_nsa.rank.process import EXIT_FAILED, RankProcess
+        from pytest_nsa.system.prctl import write_lines_at_once
 
         data = json.loads(self.spec.read_text(encoding="utf-8"))
         job = Job.from_json(data["job"])
         code = EXIT_FAILED
         try:
             _seed_alike(job.seed)
+            write_lines_at_once()
             rank = RankProcess(
                 data["rank"], job.group_spec, Path(job.folder) / "store", by_nodeid(session.items), ports=data["ports"]
             )

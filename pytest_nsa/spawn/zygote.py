@@ -30,7 +30,7 @@ from pytest_nsa.rank.replay import make_ranks_config, prepare
 from pytest_nsa.spawn.worker_group import Member, WorkerGroup
 from pytest_nsa.system import unix_sockets
 from pytest_nsa.system.children import children, end_orphans
-from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group
+from pytest_nsa.system.prctl import become_subreaper, die_with, kill_group, set_handler
 from pytest_nsa.system.procfs import restless_threads
 from pytest_nsa.system.tcp import hold_ports, numbers_of
 from pytest_nsa.wire.messages import Channel, GroupSpec, Job, plain_nodeid
@@ -262,13 +262,18 @@ class Zygote:
         parent = os.getpid()
         host.groups.append(group)
         try:
-            group.fork(lambda rank, control: self._become_rank(parent, rank, group, control, job), job)
+            # Made here: what a rank makes after the fork, it makes in pages that it has to copy first.
+            ports = numbers_of(group.held)
+            ranks = {rank: RankProcess(rank, spec, group.store, self.items, ports=ports) for rank in spec.local_ranks}
+            group.fork(lambda rank, control: self._become_rank(parent, ranks[rank], group, control, job), job)
         except OSError:
             group.kill()
             raise
         return group
 
-    def _become_rank(self, parent: int, rank: int, group: WorkerGroup, control: Channel, job: Job | None) -> None:
+    def _become_rank(
+        self, parent: int, rank: RankProcess, group: WorkerGroup, control: Channel, job: Job | None
+    ) -> None:
         """Never returns: whatever happens, the child must not go on as a zygote."""
         code = 70
         try:
@@ -276,8 +281,8 @@ class Zygote:
             os.setpgid(0, 0)
             random.setstate(self._random)  # Python reseeds it in a fork; ranks begin alike, as torch's and numpy's do
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            set_handler(signal.SIGCHLD, signal.SIG_DFL)
+            set_handler(signal.SIGTERM, signal.SIG_DFL)
             for host in self.hosts:
                 host.channel.socket.close()
                 for other in host.groups:
@@ -287,7 +292,8 @@ class Zygote:
                         member.control.socket.close()
             if self.listener is not None:
                 self.listener.close()
-            code = RankProcess(rank, group.spec, group.store, self.items, control, numbers_of(group.held)).run(job)
+            rank.control = control
+            code = rank.run(job)
         except BaseException:
             traceback.print_exc()
         finally:

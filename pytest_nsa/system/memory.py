@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
+_STATUS = 1 << 14  # bytes; the file has a tenth of it
 _RESET_PEAK = b"5"  # proc(5): clear_refs
 
 
@@ -15,7 +16,11 @@ class AddedMemory:
 
     def __init__(self) -> None:
         try:
-            Path("/proc/self/clear_refs").write_bytes(_RESET_PEAK)
+            fd = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.write(fd, _RESET_PEAK)
+            finally:
+                os.close(fd)
         except OSError:  # a kernel without it, or a sandbox: the peak since the start is all that is known
             self._began: float | None = None
         else:
@@ -35,8 +40,13 @@ class AddedMemory:
 
 def _mib(field: bytes) -> float | None:
     try:
-        lines = Path("/proc/self/status").read_bytes().splitlines()
+        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    found = next((line.split()[1] for line in lines if line.startswith(field)), None)
-    return None if found is None else round(int(found) / 1024, 1)
+    try:
+        _, found, rest = os.read(fd, _STATUS).partition(field)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return round(int(rest.split(None, 1)[0]) / 1024, 1) if found else None

@@ -201,7 +201,8 @@ def test_what_is_no_yaml_is_refused_in_a_line() -> None:
     ("words", "says"),
     [
         (("--set", "train.lr"), "--set train.lr: must be SECTION.KEY=VALUE"),
-        (("--set", "train.stepz=3"), "unknown key 'train.stepz'; did you mean 'steps'?"),
+        (("--set", "train.stepz=3"), "unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        (("--set", "train.stats_every=3"), "unknown key 'train.stats_every'; did you mean 'trace.stats_every'?"),
         (
             ("--steps", "3", "--set", "train.steps=4"),
             "another option, or another --set, sets train.steps too; give one",

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests_cpu.sockets import free_port
 
 LIFETIMES = """
@@ -146,8 +148,8 @@ def run(tmp_path: Path, source: str, *, level: str = "") -> list[Any]:
     return [json.loads((where / f"found{rank}").read_text()) for rank in range(2)]
 
 
-def test_a_traced_program_sees_what_an_untraced_one_sees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["full", pytest.param("light", marks=pytest.mark.slow)])
+def test_a_traced_program_sees_what_an_untraced_one_sees(tmp_path: Path, level: str) -> None:
     plain = run(tmp_path, LIFETIMES)
     print(plain)
-    assert run(tmp_path, LIFETIMES, level="full") == plain
-    assert run(tmp_path, LIFETIMES, level="light") == plain
+    assert run(tmp_path, LIFETIMES, level=level) == plain

@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 def tell_thread_errors(on_raised: Raised, on_asked: Asked) -> None:
     """Call these from now on. The first call in a process installs the hooks."""
     global _on_raised, _on_asked, _numbers
-    _install()
+    install()
     _on_raised, _on_asked, _numbers = on_raised, on_asked, itertools.count(1)
 
 
@@ -55,7 +55,8 @@ def _note_asked(future: Future[Any]) -> None:
 
 
 @functools.cache
-def _install() -> None:
+def install() -> None:
+    """Replace the hooks, once a process and its forks."""
     hook, keep, handle = threading.excepthook, Future.set_exception, asyncio.BaseEventLoop.call_exception_handler
     ask, look = Future.result, Future.exception
 
