@@ -11,7 +11,9 @@ BRANCHES: tuple[Branch, ...] = ("cmp", "sel", "win")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the transformer. Sizes are in elements; l, d, l_sel and w are in tokens (paper: l, d, l', w)."""
+    """Shape of the transformer. Sizes are in elements; l, d, l_sel and w are in tokens (paper: l, d, l', w). ``rope_theta`` is the
+    base of the rotary frequencies, rope_theta^(-2i/d_k); ``norm_eps`` is added to the mean square in every norm.
+    """
 
     vocab_size: int = 256
     dim: int = 768

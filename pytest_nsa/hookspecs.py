@@ -42,10 +42,10 @@ def pytest_nsa_causes(config: pytest.Config) -> Iterable[CauseAndRule] | None:
 
 
 def pytest_nsa_collect_evidence(folder: Path, pids: Mapping[int, int]) -> Iterable[Fact] | None:
-    """Add facts of your own source (a scheduler, a switch, a sidecar) to a test whose ranks are about to be stopped.
+    """Add facts from another source (a scheduler, a switch, a sidecar) to a test before its ranks are stopped.
 
     Called on the host while the ranks still stall. ``folder`` is the test's, for files; ``pids`` are the processes by rank. Facts
-    appear in `Evidence.told` for rules, and with the verdict. After 5 s the run goes on without them.
+    appear in `Evidence.external` for rules, and with the verdict. After 5 s the run goes on without them.
     """
 
 

@@ -21,22 +21,22 @@ MADE = {ROOT / "docs" / "api.md"}  # from docstrings, which are counted where th
 
 # A word: its forms, and how often it may be used at most. A limit only falls.
 LIMITS: dict[str, tuple[str, int]] = {
-    "stand": (r"stands?|standing|stood", 7),
-    "tell": (r"tells?|telling|told", 27),
-    "say": (r"says?|saying|said", 21),
-    "apart": (r"apart", 14),
-    "beside": (r"besides?", 21),
-    "anew": (r"anew", 3),
-    "left out": (r"(leaves?|leaving|left) out", 30),
-    "of its own": (r"of (its|their|his|your|our) own", 13),
-    "whose": (r"whose", 95),
+    "stand": (r"stands?|standing|stood", 5),
+    "tell": (r"tells?|telling|told", 24),
+    "say": (r"says?|saying|said", 19),
+    "apart": (r"apart", 12),
+    "beside": (r"besides?", 12),
+    "anew": (r"anew", 1),
+    "left out": (r"(leaves?|leaving|left) out", 23),
+    "of its own": (r"of (its|their|his|your|our) own", 7),
+    "whose": (r"whose", 89),
     "is none": (r"(is|are|was|were) none", 28),
     "what it is": (r"what (it|they) (is|are|was|were)", 38),
     "has not come": (r"(has|have|had) not come", 7),
-    "but for": (r"but for", 6),
+    "but for": (r"but for", 5),
     "meanwhile": (r"meanwhile", 1),
     "nobody": (r"nobody|somebody|whoever|no one|someone", 0),
-    "heed": (r"heed(s|ed|ing)?", 1),
+    "heed": (r"heed(s|ed|ing)?", 0),
 }
 
 

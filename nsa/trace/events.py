@@ -14,7 +14,7 @@ from typing import Any
 from nsa.trace.files import open_to_append
 from nsa.trace.strict_json import to_json
 
-SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines beside them
+SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines next to them
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 

@@ -40,7 +40,7 @@ def on_gpu_mib() -> tuple[float, float] | None:
 
 @functools.cache  # a fork inherits it
 def limit_mib() -> float:
-    """Return how much this process and those beside it may hold, in MiB: the machine's memory, or its container's."""
+    """Return how much this process and the other ranks here may hold, in MiB: the machine's memory, or its container's."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     limit = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:")) / 1024
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups, version 2 and 1

@@ -30,7 +30,8 @@ from nsa.trace import logger
 from nsa.trace.board import UNKNOWN, Board
 from nsa.trace.calls.compiled import outside_graphs
 from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_way_to_user_hooks, note_kept_gradients
-from nsa.trace.divergence.checksums import Checksums, remember_wrappers
+from nsa.trace.divergence.checksums import Checksums
+from nsa.trace.divergence.sampling import remember_wrappers
 from nsa.trace.divergence.training_state import watch_loads
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number

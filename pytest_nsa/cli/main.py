@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print verdict.json objects, one a line")
     command.add_argument(
-        "--html", action="store_true", help="write DIR/report.html anew: of a training with its curves"
+        "--html", action="store_true", help="write DIR/report.html again: of a training with its curves"
     )
     command.add_argument("--sources", action="store_true", help=_SOURCES)
     command = commands.add_parser(
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="run a shell command once per verdict, with the verdict as JSON on its standard input",
     )
     command.add_argument("--metrics", metavar="FILE", type=Path, help="keep a textfile for Prometheus's node exporter")
-    command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run anew, as after a SIGKILL")
+    command = commands.add_parser("report", help="write SUMMARY.md and report.html of a run again, as after a SIGKILL")
     command.add_argument("folders", metavar="RUN", type=Path, nargs="+", help="as in artifacts/latest")
     command.add_argument("--sources", action="store_true", help=_SOURCES)
     command = commands.add_parser("compare", help="two runs next to each other; exits with 1 where the second is worse")
@@ -150,7 +150,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
         name_of_test = visible(verdict.scenario or verdict.nodeid)
         if is_live(evidence):
             print(
-                f"{name_of_test}: it runs still; what follows is how it stands now",
+                f"{name_of_test}: it is still running; this is its state now",
                 file=sys.stderr,
             )
         failed = failed or verdict.failed

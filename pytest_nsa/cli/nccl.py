@@ -1,7 +1,7 @@
 """What NCCL reports of a job's communicators by its own service (RAS, NCCL 2.28 and newer): counts of calls per rank, lost ranks.
 
-`ncclras -f json` asks one rank and answers for the whole job, other nodes too. It knows no lines of the program: beside the boards
-it shows which rank of which communicator is behind, and which rank does not answer.
+`ncclras -f json` asks one rank and answers for the whole job, other nodes too. It knows no lines of the program: in addition to
+the boards it shows which rank of which communicator is behind, and which rank does not answer.
 """
 
 from __future__ import annotations

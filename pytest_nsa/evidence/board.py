@@ -34,10 +34,10 @@ class Collective:
     """One entry of the board's ring. ``left`` is 0 while the rank is inside; times in seconds since the epoch.
 
     ``dropped`` is when the program dropped the Work of a send or receive without a wait, 0 where it did not.
-    ``peer`` is -1 except for sends and receives, ``root`` but for what one rank gives or gets; ``size`` is the number of ranks in
-    the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2: 0,1'), a tag
-    ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` the user's lines that led to ``site``, innermost first
-    ('train.py:30 in step < main.py:12 in main').
+    ``peer`` is -1 except for sends and receives, ``root`` except for what one rank gives or gets; ``size`` is the number of
+    ranks in the group; ``reduction`` is sum, max, ... where there is one; ``note`` has a new group's name and ranks ('2:
+    0,1'), a tag ('tag 3'), or split sizes ('gives 1,2 takes 2,1'); ``callers`` the user's lines that led to ``site``,
+    innermost first ('train.py:30 in step < main.py:12 in main').
     """
 
     index: int

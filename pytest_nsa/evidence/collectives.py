@@ -34,7 +34,7 @@ def first_departure(rings: Rings) -> dict[int, Collective] | None:
     """Return what each rank entered at the first sequence number of a group where their calls differ; None where none does.
 
     Compared are operation and, for operations that demand it, dtype and element count. Point-to-point calls pair by tag
-    and are left out; so is what only one rank's ring still holds.
+    and are excluded; so is what only one rank's ring still holds.
     """
     found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in rings.items()})
     for place in sorted(found, key=lambda place: (place[1], place[0])):

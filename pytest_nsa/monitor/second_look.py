@@ -28,7 +28,7 @@ MAX_CHILDREN = 4
 
 
 def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int, dict[str, Any]]) -> None:
-    """Two looks at each rank (rank -> pid), ``SAMPLE_S`` apart; appended to ``evidence`` as one line a rank, with ``more``."""
+    """Look twice at each rank (rank -> pid), ``SAMPLE_S`` between; append a line per rank to ``evidence``, with ``more``."""
     first = {rank: look_at(pid) for rank, pid in pids.items()}
     started = time.monotonic()
     time.sleep(SAMPLE_S)

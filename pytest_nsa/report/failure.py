@@ -44,7 +44,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
         curves(run / entry.folder),
-        _section("Beside the last green run", beside(green, v)) if green is not None else None,
+        _section("Next to the last green run", beside(green, v)) if green is not None else None,
         tag("details", tag("summary", "Evidence"), *_evidence(entry)),
         tag("details", tag("summary", "Output of the ranks"), *_outputs(evidence, v)),
         tag(

@@ -32,8 +32,8 @@ def markup(child: Child) -> Markup:
 
 
 def tag(element: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """Return an element. ``class_`` and ``for_`` lose their last letter, other underscores become hyphens; False and None are left
-    out, True has no value.
+    """Return an element. ``class_`` and ``for_`` lose their last letter, other underscores become hyphens; False and None are
+    omitted, True has no value.
     """
     shown = []
     for key, value in attributes.items():

@@ -95,7 +95,7 @@ def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
     """Find the smallest set of variables with which the test passes, by halving (delta debugging: Zeller and Hildebrandt, 2002)."""
     names = tuple(name for name in variables if _is_heeded(name, needs))
     if not names:
-        return f"bisect: none of {', '.join(variables)} is heeded on {needs.backend} and {needs.device}"
+        return f"bisect: none of {', '.join(variables)} has an effect on {needs.backend} and {needs.device}"
     tries = _Tries(variables, run)
     comes_and_goes = "bisect: it passes when it is run again as it is: the failure comes and goes" + (
         ", or needs what an earlier test left in its ranks" if needs.reuse else ", so no variable can be blamed"

@@ -27,8 +27,8 @@ class AddedMemory:
             self._began = _mib(b"VmRSS:")
 
     def peaks(self) -> dict[str, float]:
-        """Return ``peak_mib``, the most that was held, and ``added_mib``, how much more that is than at the beginning; what is not
-        known is left out.
+        """Return ``peak_mib``, the most that was held, and ``added_mib``, how much more that is than at the beginning; unknown
+        values are omitted.
         """
         peak = _mib(b"VmHWM:")
         if peak is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1  # of a test's folder: job.json names it for all files beside it that have no number of their own
+SCHEMA = 1  # of a test's folder: job.json names it for all files next to it that have no number
 MOST_RANKS = 1 << 17
 # What the plugin sets in each rank: no mark, option or hook can.
 FIXED_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"})

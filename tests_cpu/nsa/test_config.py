@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
+from nsa import build_model
 from nsa.config import ConfigError, load_config, value_of
+from nsa.model.attention import Rotary
+from nsa.model.transformer import RMSNorm
+from nsa.sections import CheckpointConfig, DataConfig, ModelConfig, ParallelConfig, TraceConfig, TrainConfig
 from nsa.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,3 +230,26 @@ def test_a_range_of_layers_is_no_number_to_the_base_60(tmp_path: Path) -> None:
     train = load_config(path).train
     assert (train.gc_range, train.lr, train.steps) == ((6, 12), 1.5e-3, 16)
     assert value_of("1:30", "there") == "1:30"
+
+
+def test_the_base_of_rotary_frequencies_and_the_norms_eps_reach_every_layer() -> None:
+    config = load_config(TINY, **{"model.rope_theta": 100.0, "model.norm_eps": 0.25})
+    model = build_model(config)
+    norms = [m.eps for m in model.modules() if isinstance(m, RMSNorm)]
+    assert norms == [0.25] * (2 * config.model.n_layers + 1)
+    x = torch.full((1, config.model.dim), 3.0)
+    torch.testing.assert_close(model.norm(x), x / math.sqrt(9.25))
+    rotaries = [m for m in model.modules() if isinstance(m, Rotary)]
+    assert len(rotaries) >= config.model.n_layers
+    for rotary in rotaries:
+        both, _ = rotary.table(torch.tensor([1]), torch.float64)
+        angles = 100.0 ** (-torch.arange(0, rotary.d, 2, dtype=torch.float64) / rotary.d)
+        torch.testing.assert_close(both.flatten()[: rotary.d // 2], angles.cos(), rtol=1e-6, atol=1e-6)
+
+
+def test_every_option_is_named_in_a_configuration_a_test_or_a_page() -> None:
+    folders = [*(ROOT / "configs").glob("*.yaml"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests_cpu").rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in folders)
+    sections = (ModelConfig, TrainConfig, DataConfig, ParallelConfig, TraceConfig, CheckpointConfig)
+    names = [field.name for section in sections for field in dataclasses.fields(section)]
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []

@@ -1,1 +1,1 @@
-"""What a rank knows of its own stall and end: heartbeat, stacks, loop counters, exceptions, exits."""
+"""What a rank records of its stall and end: heartbeat, stacks, loop counters, exceptions, exits."""

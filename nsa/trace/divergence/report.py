@@ -1,0 +1,55 @@
+"""The file of a rank's checksums, ``checksums.jsonl``: a line of JSON per record, the names of a model's tensors once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from nsa.trace.divergence.sampling import Seen, norms_of
+from nsa.trace.events import where_there_is_room
+from nsa.trace.files import open_to_append
+from nsa.trace.strict_json import to_json
+
+MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
+
+
+class Report:
+    """Writes records. What is written of a model is repeated only where it has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open_to_append(folder / "checksums.jsonl")
+        self._size = 0
+        self._named: set[int] = set()  # of the models, those whose names are written
+        self._written: dict[int, dict[str, object]] = {}  # by model, what was last written of it
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more is written."""
+        return self._size > MAX_BYTES
+
+    def changes(self, model: int, now: Mapping[str, object]) -> dict[str, object]:
+        """Return what is not as it was last written of a model, and take it as written."""
+        written = self._written.setdefault(model, {})
+        news = {name: value for name, value in now.items() if written.get(name) != value}
+        written.update(news)
+        return news
+
+    def append(self, kind: str, seen: Seen, joins: int = 0, news: Mapping[str, object] = MappingProxyType({})) -> None:
+        """Write the norms of what is compared. Reads the numbers, on a GPU with a synchronisation."""
+        found = iter(norms_of([t for t in seen.tensors if t is not None and not t.is_sparse]))
+        values = [next(found) if t is not None and not t.is_sparse else None for t in seen.tensors]
+        record: dict[str, object] = {
+            "kind": kind, "step": seen.step, "model": seen.model, "ranks": seen.ranks, "norms": values, "site": seen.site,
+            **({"joins": joins} if joins else {}), **news,
+        }  # fmt: skip
+        if seen.model not in self._named:
+            self._named.add(seen.model)
+            record["names"] = seen.names
+        with where_there_is_room():
+            self._size += os.write(self._file, to_json(record, as_text=True).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)

@@ -1,0 +1,143 @@
+"""What is compared of a model: which of its tensors, under which number, among which ranks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from nsa.trace.divergence.training_state import made_equal
+from nsa.trace.names import plain_name
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What of a model is to be compared: in which step, at which line of the user's code, among which ranks."""
+
+    step: int
+    site: str
+    model: int
+    names: list[str]
+    tensors: list[torch.Tensor | None]
+    ranks: list[int]
+
+
+class Numbers:
+    """The numbers of models. One that is called past its wrapper has its wrapper's, and after a `Join` each model has another one,
+    as ranks have made as many steps in it as each had data.
+    """
+
+    def __init__(self) -> None:
+        self.joins, self._joins_before = 0, _joins_made
+        self._count = 0  # of the models so far, also of those that are gone
+        self._numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def has_joined(self) -> bool:
+        """Return whether a `Join` has ended since the last call: the numbers until then are not used again."""
+        joins = _joins_made - self._joins_before
+        if self.joins == joins:
+            return False
+        self.joins = joins
+        self._numbers.clear()
+        return True
+
+    def of(self, root: torch.nn.Module) -> int:
+        """Return the number of a model."""
+        root = wrapper_of(root) or root
+        if root not in self._numbers:
+            self._count += 1
+            self._numbers[root] = self._count
+        return self._numbers[root]
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[float]:
+    """Return the L2 norms of tensors."""
+    return torch.stack([n.float() for n in torch._foreach_norm(tensors)]).cpu().tolist() if tensors else []
+
+
+def norms_at_start(model: torch.nn.Module) -> list[float]:
+    """Return the norms of a model's parameters. Detached: the forward that has begun must save nothing more than it would."""
+    plain = (p for p in model.parameters() if type(p) is torch.nn.Parameter and not p.is_meta and not p.is_sparse)
+    return norms_of([p.detach() for p in plain])
+
+
+def add(references: list[weakref.ref[torch.nn.Module]], reference: weakref.ref[torch.nn.Module]) -> None:
+    if reference not in references:
+        references.append(reference)
+
+
+def alive(references: list[weakref.ref[torch.nn.Module]]) -> list[torch.nn.Module]:
+    return [module for reference in references if (module := reference()) is not None]
+
+
+def compared(
+    module: torch.nn.Module, ignored: Collection[str], *, with_frozen: bool
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of a model that ranks are compared by, and their names: those that are trained, then, as a name has one
+    place among gradients and among parameters, those that are not. Of these no whole numbers, which have no norm.
+    """
+    named = [(plain_name(n), p) for n, p in module.named_parameters() if n not in ignored]
+    frozen = [(n, p) for n, p in named if with_frozen and not p.requires_grad and p.is_floating_point()]
+    return [(n, p) for n, p in named if p.requires_grad] + frozen
+
+
+def attributes_of(root: torch.nn.Module) -> frozenset[str]:
+    """Return the names under which modules have a model's parameters."""
+    return frozenset(name.rpartition(".")[2] for name, _ in root.named_parameters())
+
+
+def keeps_equal(ddp: DistributedDataParallel) -> bool:
+    """Not under no_sync, nor under torch's hook for local SGD, which reduces in subgroups."""
+    reduces = getattr(ddp, "require_forward_param_sync", ddp.require_backward_grad_sync)  # as its last forward found it
+    return reduces and not averages_in_subgroups(ddp)
+
+
+def averages_in_subgroups(ddp: DistributedDataParallel) -> bool:
+    hook = getattr(getattr(ddp, "_nsa_bucket_hook", None), "user_hook", None)
+    return getattr(hook, "__name__", "") == "post_localSGD_hook"
+
+
+def may_average(tensors: Any, parameters: list[torch.Tensor | None]) -> bool:
+    """Return whether an all-reduce has a tensor as large as the largest parameter: one of them, or many in one."""
+    largest = max((p.numel() for p in parameters if p is not None), default=0)
+    reduced = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return any(isinstance(t, torch.Tensor) and t.numel() >= largest for t in reduced)
+
+
+_wrappers: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
+_joins_made = 0  # in this process
+
+
+def remember_wrappers() -> None:
+    """From now on it is known which modules DDP wraps, also of those that are never called through it, and which joins are over."""
+    init = DistributedDataParallel.__init__
+
+    @functools.wraps(init)
+    def remembering(ddp: DistributedDataParallel, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(ddp, module, *args, **kwargs)
+        _wrappers[module] = weakref.ref(ddp)
+        made_equal(module)
+
+    DistributedDataParallel.__init__ = remembering
+    leave = Join.__exit__
+
+    @functools.wraps(leave)
+    def leaving(join: Join, *error: Any) -> None:
+        global _joins_made
+        leave(join, *error)
+        _joins_made += 1
+
+    Join.__exit__ = leaving
+
+
+def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
+    found = _wrappers.get(module)
+    return found() if found is not None else None
