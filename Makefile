@@ -4,6 +4,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 EXTRAS ?= test
 FAULT  ?=
+FAULT_RANK ?=
 PHASES ?= 1-5
 ARGS   ?=
 WORKERS ?= 3
@@ -24,7 +25,7 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/installed-* && touch $@
 
 plan: $(STAMP)
-	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(ARGS)
+	$(BIN)/python -m pytest tests_cpu/plan/test_plan.py --phases $(PHASES) -m 'slow or not slow' -v $(if $(FAULT),--fault $(FAULT)) $(if $(FAULT_RANK),--fault-rank $(FAULT_RANK)) $(ARGS)
 
 # The plan under two versions of torch, and what differs; it fails where the second is worse. Below 2.6 (2.4, 2.5) torch is not supported.
 TORCH_A ?= torch==2.6.0

@@ -42,6 +42,12 @@ def _phases(text: str) -> range:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault", choices=FAULTS, help="Plant a fault in every scenario of the plan that it can affect")
     parser.addoption(
+        "--fault-rank", type=int, default=1, help="The rank that gets the fault, where one does (default: 1)"
+    )
+    parser.addoption(
+        "--plan-ranks", type=int, default=2, help="Run the plan's scenarios of several ranks on so many (default: 2)"
+    )
+    parser.addoption(
         "--phases",
         type=_phases,
         help="Run scenarios of the plan alone, of these phases: 3, 1-5 or all (default: all, and other tests)",
@@ -60,7 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the plugin's ``--ranks-bisect-env`` try the variables of the plan's mitigations."""
+    """Check the options of the plan; have the plugin's ``--ranks-bisect-env`` try the variables of its mitigations."""
+    ranks, culprit = config.getoption("--plan-ranks"), config.getoption("--fault-rank")
+    if ranks < 2:
+        raise pytest.UsageError(f"--plan-ranks {ranks}: scenarios of several ranks need 2 or more")
+    if not 0 <= culprit < ranks:
+        raise pytest.UsageError(f"--fault-rank {culprit}: the plan has ranks 0 to {ranks - 1} (--plan-ranks {ranks})")
     if config.getoption("--bisect-mitigations"):
         config.option.bisect_env = ",".join(f"{name}=1" for name in BY_VARIABLE)
 

@@ -49,8 +49,8 @@ class Fault:
     wrong: tuple[str, ...] = ()
     because: str = ""
 
-    def ranks(self, row: Scenario) -> list[int]:
-        return list(range(row.num_ranks)) if self.everywhere else [1]
+    def ranks(self, row: Scenario, culprit: int = 1) -> list[int]:
+        return list(range(row.num_ranks)) if self.everywhere else [culprit]
 
 
 LOCK = ("with never_released:",)
@@ -124,9 +124,9 @@ def source_line(where: str) -> str:
     return (ROOT / file).read_text().splitlines()[int(rest.split()[0]) - 1].strip()
 
 
-def is_right(verdict: dict[str, Any], fault: Fault, row: Scenario) -> bool:
+def is_right(verdict: dict[str, Any], fault: Fault, row: Scenario, culprit: int = 1) -> bool:
     found = verdict["cause"], verdict["outcome"], verdict["ranks"]
-    if found != (fault.cause, fault.outcome, fault.ranks(row)):
+    if found != (fault.cause, fault.outcome, fault.ranks(row, culprit)):
         return False
     return not fault.statements or source_line(verdict["where"]) in fault.statements
 
@@ -190,6 +190,25 @@ def test_a_fault_has_one_verdict_on_each_row_and_one_decision(
     assert wrong == set(fault.wrong), {row: (verdicts[row]["cause"], verdicts[row]["where"]) for row in wrong}
     if wrong:  # strict: a row that is named right by now, or another one that is not, fails above
         pytest.xfail(f"{len(wrong)} rows: {fault.because}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (4, 0), (4, 3)])
+@pytest.mark.parametrize("name", ["sel_backward_deadlock", "rank1_skips_allreduce", "rank1_killed"])
+def test_a_fault_is_named_on_whichever_rank_it_is(name: str, ranks: int, culprit: int, tmp_path: Path) -> None:
+    more = ("--phases", "1-5", "--plan-ranks", str(ranks), "--fault-rank", str(culprit), "-o", "ranks_hang_after=6")
+    _, verdicts = run_plan(name, tmp_path, *more, timeout=580)
+    assert failing(verdicts)
+    for row in failing(verdicts):
+        assert is_right(verdicts[row], EXPECTED[name], ROWS[row], culprit), (row, verdicts[row]["reason"])
+
+
+def test_a_fault_s_rank_is_one_that_the_plan_has(tmp_path: Path) -> None:
+    command = ["tests_cpu/plan/test_plan.py", "--collect-only", "-q", "--plan-ranks", "3", "--fault-rank", "3"]
+    done = testing.run_pytest(ROOT, [*command, "-p", "no:cacheprovider"], 120)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*--fault-rank 3: the plan has ranks 0 to 2 (--plan-ranks 3)*"])
 
 
 @pytest.mark.slow

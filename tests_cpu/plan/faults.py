@@ -14,7 +14,6 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from nsa.training.trainer import Trainer
 
-CULPRIT = 1
 never_released = threading.Lock()
 
 
@@ -30,12 +29,12 @@ def settings(fault: str | None, parallel: str, *, static_graph: bool) -> dict[st
     }
 
 
-def plant(fault: str | None, trainer: Trainer) -> None:
-    """Plant the fault in this process: in every one, or where there are several ranks in the culprit."""
+def plant(fault: str | None, trainer: Trainer, culprit: int) -> None:
+    """Plant the fault in this process: in every one, or where there are several ranks in the rank ``culprit``."""
     ranks = trainer.ranks
     if fault in EVERYWHERE:
         EVERYWHERE[fault](trainer)
-    elif fault in ON_ONE_RANK and ranks.world_size > 1 and ranks.rank == CULPRIT:
+    elif fault in ON_ONE_RANK and ranks.world_size > 1 and ranks.rank == culprit:
         ON_ONE_RANK[fault](trainer)
 
 

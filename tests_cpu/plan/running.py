@@ -54,7 +54,7 @@ def forget_exported() -> None:
         os.environ.pop(name, "")
 
 
-def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None) -> None:
+def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None, culprit: int = 1) -> None:
     """Train ``row.steps`` steps as the row defines; assert that every gradient arrived, the row's check, and that ranks agree.
 
     The check "resume" is all of its row: processes of its own train.
@@ -92,7 +92,7 @@ def run(row: Scenario, size: Size, group: Group, folder: Path, fault: str | None
     if row.uses > 1:
         use_again(model, row.uses)
     trainer = Trainer(config, ranks, folder, model)
-    faults.plant(fault, trainer)
+    faults.plant(fault, trainer, culprit)
     asked = time.monotonic()
     data = batches(open_source(config), Position(), config.train.batch_size, group.rank, group.world_size)
     check = health.CHECKS[row.check](trainer, group.rank, row.uses)

@@ -51,7 +51,7 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks: 2, and 1 for the scenarios in one process."""
+        """The number of ranks where a size has no other: 2, and 1 for the scenarios in one process."""
         return 1 if self.parallel == "none" else 2
 
 
@@ -67,6 +67,7 @@ class Size:
     is_real: bool = False
     on_gpu: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    num_ranks: int = 2
 
     def name_of(self, row: Scenario) -> str:
         """Return the scenario's name: of what is run at this size."""
@@ -327,7 +328,7 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     if not size.is_real and (row.steps >= 100 or row.check == "resume"):
         limit *= 3  # on a machine that is busy otherwise, too
     marks = [
-        scenario(size.name_of(row), reads_as=row.reads_as), world_size(row.num_ranks), pytest.mark.timeout(limit),
+        scenario(size.name_of(row), reads_as=row.reads_as), world_size(size.num_ranks if row.num_ranks > 1 else 1), pytest.mark.timeout(limit),
     ]  # fmt: skip
     if row.parallel == "ddp":
         marks.append(check_divergence)

@@ -1,10 +1,11 @@
 """The plan on a CPU: a test per row of `scenarios.TABLE`.
 
-``--phases 1-5`` runs only these phases, ``--real-sizes`` all at production's size.
+``--phases 1-5`` runs only these phases, ``--real-sizes`` all at production's size, ``--plan-ranks 4`` on four ranks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from tests_cpu.plan.scenarios import CPU, REAL_ON_CPU, Scenario, Size, rows
 
 def size_of(config: pytest.Config) -> Size:
     """Return the small model's size, or with ``--real-sizes`` production's."""
-    return REAL_ON_CPU if config.getoption("--real-sizes") else CPU
+    size = REAL_ON_CPU if config.getoption("--real-sizes") else CPU
+    return replace(size, num_ranks=config.getoption("--plan-ranks"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,4 +26,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_scenario(row: Scenario, group: Group, artifacts: Path, fault: str | None, pytestconfig: pytest.Config) -> None:
-    run(row, size_of(pytestconfig), group, artifacts, fault)
+    run(row, size_of(pytestconfig), group, artifacts, fault, pytestconfig.getoption("--fault-rank"))
