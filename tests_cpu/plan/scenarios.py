@@ -328,7 +328,8 @@ def _marks(row: Scenario, size: Size) -> list[pytest.MarkDecorator]:
     if not size.is_real and (row.steps >= 100 or row.check == "resume"):
         limit *= 3  # on a machine that is busy otherwise, too
     marks = [
-        scenario(size.name_of(row), reads_as=row.reads_as), world_size(size.num_ranks if row.num_ranks > 1 else 1), pytest.mark.timeout(limit),
+        scenario(size.name_of(row), reads_as=row.reads_as), pytest.mark.timeout(limit),
+        world_size(size.num_ranks if row.num_ranks > 1 else 1),
     ]  # fmt: skip
     if row.parallel == "ddp":
         marks.append(check_divergence)
