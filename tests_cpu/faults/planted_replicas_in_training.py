@@ -186,29 +186,6 @@ def test_ddp_reduces_nothing_at_all(group):
 
 @planted(
     "silent_divergence",
-    [1],
-    n=3,
-    marked=True,
-    reason="the optimizer's lr differs",
-    family="numbers",
-    origin="unseen 2026-11-26",
-)
-@check_divergence
-def test_a_rate_that_one_rank_cuts(group):
-    torch.manual_seed(1)
-    model = DDP(nn.Linear(6, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(8):
-        optimizer.zero_grad()
-        model(torch.randn(4, 6)).square().mean().backward()
-        if (group.rank, step) == (1, 4):
-            for parameters in optimizer.param_groups:
-                parameters["lr"] *= 0.1  # HERE
-        optimizer.step()
-
-
-@planted(
-    "silent_divergence",
     [0, 1],
     marked=True,
     reason="the optimizer's lr differs",

@@ -1,4 +1,4 @@
-"""Replicas that differ because of averages, statistics and clipping that each rank does by itself."""
+"""Replicas that differ because of averages, statistics, clipping and rates that each rank sets by itself."""
 
 from __future__ import annotations
 
@@ -86,6 +86,29 @@ def test_the_average_stays_in_place(group):
         average.follow()
         if step == AT and group.rank == 0:  # HERE
             picture(average, batch(0, step)[0])  # HERE
+
+
+@planted(
+    "silent_divergence",
+    [1],
+    n=3,
+    marked=True,
+    reason="the optimizer's lr differs",
+    family="numbers",
+    origin="unseen 2026-11-26",
+)
+@check_divergence
+def test_a_rate_that_one_rank_cuts(group):
+    torch.manual_seed(1)
+    model = DDP(nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        if (group.rank, step) == (1, 4):
+            for parameters in optimizer.param_groups:
+                parameters["lr"] *= 0.1  # HERE
+        optimizer.step()
 
 
 def small_model(width: int = 16) -> nn.Sequential:

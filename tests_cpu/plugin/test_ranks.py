@@ -182,7 +182,7 @@ def test_the_verdict_has_the_fixed_form(pytester: pytest.Pytester) -> None:
         "certain", "reason", "confidence", "advice", "duration_s", "stalled_s", "time_to_verdict_s", "world_size",
         "backend", "parallel",
     }  # fmt: skip
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert data["nodeid"] == "test_example.py::test_a"
     assert data["where"] == "test_example.py:6 in test_a"
     assert data["ranks"] == [0]
