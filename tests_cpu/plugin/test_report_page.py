@@ -214,8 +214,8 @@ def test_a_failure_stands_beside_the_last_run_that_passed(tmp_path: Path, monkey
     for sick in (first, again):  # the one before the latest is sick, too
         assert sick is not None
         text = (sick / "report.html").read_text(encoding="utf-8")
-        assert text.count("Beside the last green run") == 1
-        table = text.partition("Beside the last green run")[2].partition("</table>")[0]
+        assert text.count("Next to the last green run") == 1
+        table = text.partition("Next to the last green run")[2].partition("</table>")[0]
         assert f'<th scope="col">{green.name}</th>' in table
         assert '<th scope="row">result</th><td>PASS</td><td>FAIL (rank_exception)</td>' in table
         assert '<th scope="row">NCCL_ALGO</th><td>-</td><td>Ring</td>' in table

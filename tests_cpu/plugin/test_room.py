@@ -91,7 +91,7 @@ def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "says"),
     [
-        (100, "ulimit -f limits files to 100 KiB: what ranks write beyond that is left out"),
+        (100, "ulimit -f limits files to 100 KiB: what ranks write beyond that is dropped"),
         (20, "ERROR: ulimit -f limits files to 20 KiB, and a rank's evidence needs 48: raise it"),
     ],
 )
