@@ -100,5 +100,19 @@ def test_what_leads_to_a_call(test: str, ranks: tuple[int, ...], path: Path) -> 
     assert path_to(sources(text), [frame], ranks, 4) is path
 
 
+@pytest.mark.parametrize(
+    ("test", "leaves", "path"),
+    [
+        ("rank == 1", "return", Path.EXCLUDES),
+        ("rank != 0", "return", Path.SELECTS),
+        ("loss > limit", "return", Path.NOT_DATA),
+        ("rank == 1", "pass", Path.PLAIN),
+    ],
+)
+def test_a_condition_that_leaves_the_function_before_a_call_leads_to_it(test: str, leaves: str, path: Path) -> None:
+    text = f"def save(rank, loss):\n    if {test}:\n        {leaves}\n    barrier()\n"
+    assert path_to(sources(text), [Frame("/tests/a.py:4 in save", {})], (0,), 2) is path
+
+
 def test_no_condition() -> None:
     assert path_to(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})], (0,), 2) is Path.PLAIN

@@ -265,7 +265,6 @@ class MetricTrainer:
     [0],
     n=4,
     marked=True,
-    miss="a count of the rounds",
     family="extra",
     origin="bug reports 2026-11-23",
 )

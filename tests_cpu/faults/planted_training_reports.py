@@ -129,9 +129,7 @@ class Counted:
             dist.all_reduce(self.counts.clone())  # HERE
 
 
-@planted(
-    "extra_collective", [1], n=3, marked=True, miss="a step that was left", family="extra", origin="unseen 2026-11-26"
-)
+@planted("extra_collective", [1], n=3, marked=True, family="extra", origin="unseen 2026-11-26")
 def test_counts_are_due_by_a_rank_s_own_samples(group):
     """gloo ends the others over the sizes; what tells is that this rank has made the step's reduction, and they the next one's."""
     model = DDP(nn.Linear(5, 20))
@@ -178,7 +176,7 @@ def mean_of(value):
     [3],
     n=4,
     marked=True,
-    reason="selected by a condition",
+    reason="under a condition that is true on one rank",
     family="extra",
     origin="unseen 2026-11-26",
 )
@@ -395,9 +393,7 @@ def test_metrics_in_the_order_of_their_values(group):
             metrics[name].sync()  # HERE
 
 
-@planted(
-    "collective_mismatch", [1], n=3, marked=True, miss="an order by values", family="swap", origin="unseen 2026-11-25"
-)
+@planted("collective_mismatch", [1], n=3, marked=True, family="swap", origin="unseen 2026-11-25")
 def test_metrics_in_the_order_of_their_first_batch(group):
     book: dict[str, Mean | All] = {}
     for kind in (All, Mean) if group.rank == 1 else (Mean, All):

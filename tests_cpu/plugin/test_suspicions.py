@@ -140,7 +140,9 @@ def test_both_receive(group):
 """
     result = run_example(pytester, source)
     verdict = result.verdicts["test_both_receive"]
-    assert (verdict.cause, verdict.certain) == ("p2p_unmatched", True)
+    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (0, 1))
+    stops = [e for e in read_lines(result.folder("test_both_receive") / "host.jsonl") if e["event"] == "stop"]
+    assert [e["reason"] for e in stops] == ["certain"]
     assert verdict.duration_s < 20
 
 
@@ -233,7 +235,7 @@ def test_expected(group): assert False
     result = run_example(pytester, source, "--bisect-env", "NCCL_P2P_DISABLE=1,CUDA_LAUNCH_BLOCKING=1")
     assert result.outcomes == {"failed": 1, "xfailed": 1}
     assert result.verdicts["test_fails"].reason.endswith(
-        "bisect: none of NCCL_P2P_DISABLE, CUDA_LAUNCH_BLOCKING is heeded on gloo and cpu"
+        "bisect: none of NCCL_P2P_DISABLE, CUDA_LAUNCH_BLOCKING has an effect on gloo and cpu"
     )
     assert "bisect" not in result.verdicts["test_expected"].reason
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import enum
+import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from pytest_nsa.diagnosis.explain.branches import names_the_rank
@@ -21,6 +22,9 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv, ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
 }  # fmt: skip
+
+
+_LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
 
 
 class Path(enum.Enum):
@@ -41,24 +45,33 @@ def path_to(sources: Sources, frames: Sequence[Frame], ranks: Collection[int], w
     """Return what leads ``ranks`` to their call through ``frames``, the outermost first."""
     found = Path.PLAIN
     for frame in frames:
-        for statement in sources.around(frame.place):
-            if not isinstance(statement, ast.If):
-                continue
-            inside = [s for s in (statement.body, statement.orelse) if any(_has(n, frame.line) for n in s)]
-            if not inside:
-                continue
-            is_else = inside[0] is statement.orelse
-            lets = _lets(statement.test, world_size)
+        for test, is_else in _conditions(sources.around(frame.place), frame.line):
+            lets = _lets(test, world_size)
             if lets is not None and is_else:
                 lets = set(range(world_size)) - lets
             if lets == set(range(world_size)):
                 continue  # as of `if world_size > 1`
-            if not names_the_rank(statement.test):
-                found = Path.NOT_DATA if _is_negative(statement.test) != is_else else Path.DATA
+            if not names_the_rank(test):
+                found = Path.NOT_DATA if _is_negative(test) != is_else else Path.DATA
                 continue
             if lets is None or lets >= set(ranks):
-                return Path.EXCLUDES if _is_negative(statement.test) != is_else else Path.SELECTS
+                return Path.EXCLUDES if _is_negative(test) != is_else else Path.SELECTS
     return found
+
+
+def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield the condition of each ``if`` around a line, and of each one before it that leaves the block, as `if rank == 1: return`
+    does; with whether the line is reached where it does not hold. ``statements`` enclose the line, outermost first.
+    """
+    for outer, inner in itertools.zip_longest(statements, statements[1:]):
+        if isinstance(outer, ast.If):
+            for block in (outer.body, outer.orelse):
+                if any(_has(statement, line) for statement in block):
+                    yield outer.test, block is outer.orelse
+        block = next((b for b in (getattr(outer, "body", []), getattr(outer, "orelse", [])) if inner in b), [])
+        for before in block[: block.index(inner)] if inner is not None and block else ():
+            if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], _LEAVES):
+                yield before.test, True
 
 
 def _has(node: ast.stmt, line: int) -> bool:

@@ -192,15 +192,17 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     for owed in pairs[:MOST_PAIRS]:
         lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)
         add(Edit.UNASKED, (owed.waiter,), owed)
-        add(Edit.UNANSWERED, (owed.peer,), owed)
+        if not owed.is_recomputed:  # a second time: the peer owes nothing
+            add(Edit.UNANSWERED, (owed.peer,), owed)
         if owed.is_wanted or owed.is_offered:
             add(Edit.MISDIRECTED, (owed.waiter,), owed)
         if owed.is_mutual:
             add(Edit.UNASKED, (owed.waiter, owed.peer), owed, is_for_all=True)
     for alike in [*lines.values(), pairs]:
         add(Edit.UNASKED, {owed.waiter for owed in alike}, alike[0])
-        add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
-    outside = {owed.peer for owed in pairs} - messages.halves.keys()
+        if not any(owed.is_recomputed for owed in alike):
+            add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
+    outside = {owed.peer for owed in pairs if not owed.is_recomputed} - messages.halves.keys()
     add(Edit.UNANSWERED, outside, next((o for o in pairs if o.peer in outside), pairs[0]))
     add(Edit.UNASKED, messages.halves, pairs[0], is_for_all=True)
     circle = messages.ends & messages.halves.keys()

@@ -131,6 +131,12 @@ MESSAGE: tuple[Term, ...] = (
         False,
         lambda o: o.is_mutual and _has_peers_call(o, lambda c: c.is_send != o.call.is_send and c.note != o.call.note),
     ),
+    Term(
+        "all alike",
+        "waits in the same half at the same line, as every rank does",
+        False,
+        lambda o: o.messages.are_all_alike,
+    ),
     Term("never answered", "never made the other half for this rank", False, lambda o: not o.answers),
     Term("never met", "exchanged messages with other ranks alone", False, lambda o: o.has_exchanged and not o.has_met),
     Term("no messages", "exchanged no message before", False, lambda o: not o.has_exchanged),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.rhythm import surprise
 from pytest_nsa.diagnosis.facts import calls_before
 from pytest_nsa.evidence.board import ANY, Collective
@@ -76,6 +77,12 @@ class Messages:
                 if c.peer != -1:
                     found[c.is_send, c.site][rank.rank] = c
         return found
+
+    @cached_property
+    def are_all_alike(self) -> bool:
+        """Whether every rank waits in a send at one line, or every one in a receive: none offers what another one waits for."""
+        kinds = {(c.is_send, c.site) for c in self.halves.values()}
+        return len(self.halves) == len(self.evidence.ranks) and len(kinds) == 1
 
     @cached_property
     def has_forgotten(self) -> bool:
@@ -189,6 +196,11 @@ class Owed:
     def bits_of_call(self) -> float:
         """Return the surprise of the waiter's call."""
         return surprise(self.before, half_of(self.call))
+
+    @cached_property
+    def is_recomputed(self) -> bool:
+        """Whether the waiter is in its call a second time, as it recomputes a checkpointed forward."""
+        return recomputes(self.messages.evidence.ranks[self.waiter])
 
     @property
     def is_wanted(self) -> bool:

@@ -131,8 +131,6 @@ _OF_A_CHOICE = ("skipped_collective", "extra_collective", "collective_mismatch",
 
 def weakened(evidence: Evidence, finding: Finding) -> Finding:
     """Return the finding, not certain where it rests on a tie."""
-    if not finding.certain:
-        return finding
     if finding.cause == "group_order_deadlock":
         rests = not _has_had_both(evidence)
     else:

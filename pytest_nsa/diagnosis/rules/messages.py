@@ -8,7 +8,7 @@ from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
-from pytest_nsa.diagnosis.rules.alone import of_a_shift
+from pytest_nsa.diagnosis.rules.alone import of_a_shift, weakened
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -70,11 +70,12 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     elif ranks[0] in halves:
         call = halves[ranks[0]]
         where = last_seen(evidence.ranks[ranks[0]]) or call.site
-    return Finding(
+    finding = Finding(
         cause="p2p_unmatched", ranks=ranks, where=where, called_from=next(iter(call.way[1:]), ""),
         reason=reason + because(found, n), certain=found.is_certain, is_permanent=True,
         confidence=round(found.probability, 2), facts=all_facts(evidence.ranks), terms=terms_of(found, n),
     )  # fmt: skip
+    return weakened(evidence, finding)
 
 
 def _in_words(evidence: Evidence, calls: Calls) -> str:
