@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from generated import HERE, Program, measure
 
@@ -54,7 +54,7 @@ class Step:
     inner: str = ""
 
     def is_of(self, rank: int, n: int) -> bool:
-        return bool(eval(self.where, {"rank": rank, "n": n, "is_even": rank % 2 == 0}))  # of this file's own texts
+        return bool(eval(self.where, {"rank": rank, "n": n}))  # of this file's own texts
 
     def peers(self, rank: int, n: int) -> list[int]:
         names = {"rank": rank, "n": n}
@@ -154,15 +154,11 @@ def program(number: int, draw: random.Random) -> Program:
         *(textwrap.indent(t, "    ") for t in [*setup, *loop, *end]),
         "",
     ]
-    is_collective = what == "collective"
-    causes: tuple[str, ...] = ("p2p_unmatched",)
-    if what == "round":
-        causes = (
-            "p2p_unmatched",
-            "extra_collective" if is_more else "skipped_collective",
-        )  # what of the round is in the way
-    elif is_collective:
-        causes = ("skipped_collective",) if edit == "drop" else ("extra_collective",)
+    of_a_collective = "skipped_collective" if edit in ("drop", "fewer rounds") else "extra_collective"
+    # Of a round, either may be what the ranks wait in.
+    causes = {"collective": (of_a_collective,), "round": ("p2p_unmatched", of_a_collective)}.get(
+        what, ("p2p_unmatched",)
+    )
     kind = f"{pattern}, {edit} {what}, {'two ranks' if n == 2 else 'more'}"
     return Program(name=name, text="\n".join(text), kind=kind, causes=causes, ranks=[k])
 
@@ -204,13 +200,6 @@ def _edited(
         "peer": lambda call: call.replace(step.peer, f"({step.peer} + int({which})) % n") + f"  {HERE}",
         "tag": lambda call: call.replace("{tag}", f", tag=step + 7 * int({which})") + f"  {HERE}",
     }
-    what = (
-        "collective"
-        if not step.peer and "recv" not in step.call
-        else "send"
-        if "send" in step.call or "give" in step.call
-        else "receive"
-    )
     if edit == "swap":
         one, other = lines[at], lines[at + 1]
         both = "\n".join(textwrap.indent(t, "    ") for t in (other, one))
@@ -219,8 +208,15 @@ def _edited(
         return "calls", lines
     if "\n" in step.call:
         return None
-    lines[at] = replace(step, call=step.call).text(changes[edit])
-    return what, lines
+    lines[at] = step.text(changes[edit])
+    return _kind_of(step), lines
+
+
+def _kind_of(step: Step) -> str:
+    """Return 'send', 'receive' or 'collective'."""
+    if "send" in step.call or "give" in step.call:
+        return "send"
+    return "receive" if step.peer or "recv" in step.call else "collective"
 
 
 def _circle(name: str, n: int, draw: random.Random) -> Program:

@@ -57,13 +57,13 @@ def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> boo
     """
     found = sources.around(place)
     for i, (outer, inner) in enumerate(itertools.pairwise(found)):
-        block = _block_of(outer, inner)
+        block = block_of(outer, inner)
         before = block[: block.index(inner)] if block else []
         returns = [s for s in before if isinstance(s, ast.If) and isinstance(s.body[-1], ast.Return)]
         if any(_is_of_one_rank(s.test, is_not=True) and not (alone and _calls(s.body)) for s in returns):
             return True
         if isinstance(outer, ast.If) and inner in outer.body and _is_of_one_rank(outer.test):
-            beside = _block_of(found[i - 1], outer) if i else []
+            beside = block_of(found[i - 1], outer) if i else []
             others = [
                 s for s in beside if isinstance(s, ast.If) and s is not outer and _RANK.search(ast.unparse(s.test))
             ]
@@ -71,7 +71,7 @@ def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> boo
     return False
 
 
-def _block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
+def block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
     """Return the block of a statement that has another one."""
     return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
 

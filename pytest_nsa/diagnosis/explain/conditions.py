@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from pytest_nsa.diagnosis.explain.branches import names_the_rank
+from pytest_nsa.diagnosis.explain.branches import block_of, names_the_rank
 from pytest_nsa.diagnosis.explain.program import Frame
 from pytest_nsa.evidence.source import Sources
 
@@ -68,8 +68,8 @@ def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast
             for block in (outer.body, outer.orelse):
                 if any(_has(statement, line) for statement in block):
                     yield outer.test, block is outer.orelse
-        block = next((b for b in (getattr(outer, "body", []), getattr(outer, "orelse", [])) if inner in b), [])
-        for before in block[: block.index(inner)] if inner is not None and block else ():
+        block = block_of(outer, inner) if inner is not None else []
+        for before in block[: block.index(inner)] if block else ():
             if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], _LEAVES):
                 yield before.test, True
 

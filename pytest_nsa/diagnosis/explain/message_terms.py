@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pytest_nsa.diagnosis.explain.messages import Owed
+from pytest_nsa.diagnosis.explain.messages import Owed, line_of
+from pytest_nsa.diagnosis.explain.rhythm import share
 from pytest_nsa.evidence.board import ANY, Collective
-
-MOST_BITS = 10.0  # of a surprise
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +18,6 @@ class Term:
     words: str
     is_of_waiter: bool
     value: Callable[[Owed], float]
-
-
-def _share(bits: float) -> float:
-    return min(bits, MOST_BITS) / MOST_BITS
 
 
 def _has_peers_call(o: Owed, kind: Callable[[Collective], bool]) -> bool:
@@ -47,13 +42,13 @@ MESSAGE: tuple[Term, ...] = (
         "all new half",
         "exchanges a message at a line at which no rank did before",
         True,
-        lambda o: o.messages.at_line[o.call.is_send, o.call.site].total() == 1,
+        lambda o: sum(map(len, o.messages.at_line[line_of(o.call)].values())) == 1,
     ),
     Term(
         "surprise of half",
         "waits for a message that its rounds do not lead to",
         True,
-        lambda o: _share(o.bits_of_call()),
+        lambda o: share(o.bits_of_call()),
     ),
     Term(
         "new peer",
@@ -78,7 +73,7 @@ MESSAGE: tuple[Term, ...] = (
         "same half",
         "is at a line at which other ranks wait, too",
         True,
-        lambda o: sum((c.is_send, c.site) == (o.call.is_send, o.call.site) for c in o.messages.halves.values()) > 1,
+        lambda o: sum(line_of(c) == line_of(o.call) for c in o.messages.halves.values()) > 1,
     ),
     Term(
         "once more",
@@ -144,20 +139,20 @@ MESSAGE: tuple[Term, ...] = (
         "surprise of answer",
         "has no rounds that lead to the other half here",
         False,
-        lambda o: _share(o.bits_of_answer()),
+        lambda o: share(o.bits_of_answer()),
     ),
     Term(
         "surprise after answer",
         "has no rounds in which its call follows the other half",
         False,
-        lambda o: _share(o.bits_after_answer()),
+        lambda o: share(o.bits_after_answer()),
     ),
-    Term("surprise of peer's", "waits in what its rounds do not lead to", False, lambda o: _share(o.bits_of_peer())),
+    Term("surprise of peer's", "waits in what its rounds do not lead to", False, lambda o: share(o.bits_of_peer())),
     Term(
         "answer passed over",
         "makes what follows the other half in its rounds, which lead to the other half",
         False,
-        lambda o: (1 - _share(o.bits_of_answer())) * (1 - _share(o.bits_after_answer())),
+        lambda o: (1 - share(o.bits_of_answer())) * (1 - share(o.bits_after_answer())),
     ),
     Term(
         "made its half",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.locations import recomputes
-from pytest_nsa.diagnosis.explain.rhythm import surprise
+from pytest_nsa.diagnosis.explain.rhythm import MOST_BITS, surprise
 from pytest_nsa.diagnosis.facts import calls_before
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -17,6 +17,7 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 FEW_BITS = 3.0  # of a call that is expected
 END = "end"  # in place of the call of a rank that ended its test
 Half = tuple[str, tuple[str, ...], int]  # operation, the lines that led to the call, and its peer
+Line = tuple[bool, str]  # whether it sends, and its line
 
 
 def half_of(call: Collective) -> Half:
@@ -24,9 +25,9 @@ def half_of(call: Collective) -> Half:
     return call.op, call.way, call.peer
 
 
-def completed(rank: RankEvidence) -> list[Collective]:
-    """Return what a rank has called and completed."""
-    return [c for c in rank.collectives if not c.is_inside and not c.dropped]
+def line_of(call: Collective) -> Line:
+    """Return the direction and the line of a send or receive."""
+    return call.is_send, call.site
 
 
 def has_forgotten(rank: RankEvidence) -> bool:
@@ -56,32 +57,27 @@ class Messages:
     @cached_property
     def completed(self) -> dict[int, list[Collective]]:
         """The calls that each rank completed."""
-        return {r.rank: completed(r) for r in self.evidence.ranks}
+        return {r.rank: [c for c in r.collectives if not c.is_inside and not c.dropped] for r in self.evidence.ranks}
 
     @cached_property
-    def at_line(self) -> dict[tuple[bool, str], Counter[int]]:
-        """By direction and line, how many sends or receives each rank entered there."""
-        found: dict[tuple[bool, str], Counter[int]] = defaultdict(Counter)
+    def at_line(self) -> dict[Line, dict[int, list[Collective]]]:
+        """By direction and line, the sends or receives that each rank entered there, in their order."""
+        found: dict[Line, dict[int, list[Collective]]] = {}
         for rank in self.evidence.ranks:
             for c in rank.collectives:
                 if c.peer != -1:
-                    found[c.is_send, c.site][rank.rank] += 1
+                    found.setdefault(line_of(c), {}).setdefault(rank.rank, []).append(c)
         return found
 
-    @cached_property
-    def latest_at_line(self) -> dict[tuple[bool, str], dict[int, Collective]]:
-        """By direction and line, the latest send or receive of each rank there."""
-        found: dict[tuple[bool, str], dict[int, Collective]] = defaultdict(dict)
-        for rank in self.evidence.ranks:
-            for c in rank.collectives:
-                if c.peer != -1:
-                    found[c.is_send, c.site][rank.rank] = c
-        return found
+    def counts(self, call: Collective, rank: int) -> tuple[int, list[int]]:
+        """Return how often a rank entered the line of a call, and how often each other rank did that came there."""
+        made = {r: len(calls) for r, calls in self.at_line.get(line_of(call), {}).items()}
+        return made.pop(rank, 0), list(made.values())
 
     @cached_property
     def are_all_alike(self) -> bool:
         """Whether every rank waits in a send at one line, or every one in a receive: none offers what another one waits for."""
-        kinds = {(c.is_send, c.site) for c in self.halves.values()}
+        kinds = set(map(line_of, self.halves.values()))
         return len(self.halves) == len(self.evidence.ranks) and len(kinds) == 1
 
     @cached_property
@@ -142,8 +138,8 @@ class Owed:
     @cached_property
     def own(self) -> list[Collective]:
         """The sends and receives that the waiter completed at the line of its call."""
-        key = self.call.is_send, self.call.site
-        return [c for c in self.messages.completed[self.waiter] if c.peer != -1 and (c.is_send, c.site) == key]
+        line = line_of(self.call)
+        return [c for c in self.messages.completed[self.waiter] if c.peer != -1 and line_of(c) == line]
 
     @cached_property
     def before(self) -> list[Half]:
@@ -161,6 +157,10 @@ class Owed:
         return calls_before(self.messages.evidence, self.peer, mine) if mine is not None else list(rank.collectives)
 
     @cached_property
+    def peers_history(self) -> list[Half]:
+        return [half_of(c) for c in self.peers_calls]
+
+    @cached_property
     def answers(self) -> list[Collective]:
         """The other halves that the peer made for the waiter before."""
         return [
@@ -171,9 +171,7 @@ class Owed:
 
     def bits_of_answer(self) -> float:
         """Return the surprise of the peer's next answer, where it made it in place of what it waits in."""
-        if not self.answers:
-            return 10.0
-        return surprise([half_of(c) for c in self.peers_calls], half_of(self.answers[-1]))
+        return surprise(self.peers_history, half_of(self.answers[-1])) if self.answers else MOST_BITS
 
     @property
     def is_passed_over(self) -> bool:
@@ -185,13 +183,12 @@ class Owed:
     def bits_after_answer(self) -> float:
         """Return the surprise of what the peer waits in, after its answer."""
         if not self.answers or self.theirs is None:
-            return 10.0
-        history = [half_of(c) for c in self.peers_calls]
-        return surprise([*history, half_of(self.answers[-1])], half_of(self.theirs))
+            return MOST_BITS
+        return surprise([*self.peers_history, half_of(self.answers[-1])], half_of(self.theirs))
 
     def bits_of_peer(self) -> float:
         """Return the surprise of what the peer waits in."""
-        return 10.0 if self.theirs is None else surprise([half_of(c) for c in self.peers_calls], half_of(self.theirs))
+        return MOST_BITS if self.theirs is None else surprise(self.peers_history, half_of(self.theirs))
 
     def bits_of_call(self) -> float:
         """Return the surprise of the waiter's call."""
@@ -215,6 +212,7 @@ class Owed:
 
     @property
     def is_mutual(self) -> bool:
+        """Whether the peer waits for the waiter, too."""
         return self.theirs is not None and self.theirs.peer == self.waiter
 
     @property
@@ -224,47 +222,38 @@ class Owed:
 
     @property
     def has_exchanged(self) -> bool:
+        """Whether the peer sent or received anything before."""
         return any(c.peer != -1 for c in self.peers_calls)
 
     @property
     def counts_at_line(self) -> tuple[int, list[int]]:
         """How often the waiter entered the line of its call, and how often each other rank did that came there."""
-        made = self.messages.at_line[self.call.is_send, self.call.site]
-        return made[self.waiter], [n for rank, n in made.items() if rank != self.waiter]
+        return self.messages.counts(self.call, self.waiter)
 
     @property
     def counts_of_answers(self) -> tuple[int, list[int]]:
         """How often the peer entered the line of its answers, and how often each other rank did that came there."""
-        if not self.answers:
-            return 0, []
-        last = self.answers[-1]
-        made = self.messages.at_line[last.is_send, last.site]
-        return made[self.peer], [n for rank, n in made.items() if rank != self.peer]
+        return self.messages.counts(self.answers[-1], self.peer) if self.answers else (0, [])
 
     @property
     def made_its_half(self) -> bool:
         """Whether the peer entered the two lines of the exchange as often as the waiter has: with other ranks."""
-        mine, theirs = (
-            Counter((c.is_send, c.site) for c in self.messages.evidence.ranks[r].collectives if c.peer != -1)
-            for r in (self.waiter, self.peer)
-        )
-        tried = mine[self.call.is_send, self.call.site]
-        others = sum(theirs[key] for key in mine if key[0] != self.call.is_send)
-        return theirs[self.call.is_send, self.call.site] >= tried and others >= tried
+        counts = [
+            (line, len(made[self.waiter]), len(made.get(self.peer, ())))
+            for line, made in self.messages.at_line.items()
+            if self.waiter in made
+        ]
+        tried, theirs = next((mine, others) for line, mine, others in counts if line == line_of(self.call))
+        answers = sum(others for (sends, _), _, others in counts if sends != self.call.is_send)
+        return theirs >= tried and answers >= tried
 
     @property
     def has_odd_tag(self) -> bool:
         """Whether the other ranks that came to the line as often had one tag there, another than the waiter's."""
         if self.messages.has_forgotten:
             return False
-        place = len(self.own)
-        key = self.call.is_send, self.call.site
-        at_line = [
-            [c for c in r.collectives if c.peer != -1 and (c.is_send, c.site) == key]
-            for r in self.messages.evidence.ranks
-            if r.rank != self.waiter
-        ]
-        tags = {calls[place].note for calls in at_line if len(calls) > place}
+        place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]
+        tags = {calls[place].note for rank, calls in at_line.items() if rank != self.waiter and len(calls) > place}
         return len(tags) == 1 and self.call.note not in tags
 
     @property
@@ -272,9 +261,9 @@ class Owed:
         """Whether two others or more at the line address one rank, or the one as far from each, and the waiter another."""
         world_size = len(self.messages.evidence.ranks)
         at_line = [
-            (rank, c.peer)
-            for rank, c in self.messages.latest_at_line[self.call.is_send, self.call.site].items()
-            if rank != self.waiter and c.peer >= 0
+            (rank, calls[-1].peer)
+            for rank, calls in self.messages.at_line[line_of(self.call)].items()
+            if rank != self.waiter and calls[-1].peer >= 0
         ]
         for of in (lambda rank, peer: peer, lambda rank, peer: (peer - rank) % world_size):
             others = {of(*pair) for pair in at_line}

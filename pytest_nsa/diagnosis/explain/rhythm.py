@@ -15,6 +15,7 @@ from pytest_nsa.evidence.board import Collective
 LATEST = 96  # calls that are looked at
 LONGEST = 24  # calls of a run
 MOST_RUNS = 3  # lengths of runs that are tried
+MOST_BITS = 10.0  # of a surprise: what is above counts as much
 NEW = 3.0  # bits more for a call that the rank has never made
 
 Token = tuple[str, tuple[str, ...]]  # operation, and the lines that led to the call
@@ -47,6 +48,11 @@ def surprise(history: Sequence[Hashable], following: Hashable) -> float:
     if made:
         return bits + math.log2((n + len(set(history)) + 1) / made)
     return bits + math.log2(n + 2) + NEW
+
+
+def share(bits: float) -> float:
+    """Return a surprise between 0, of what is expected, and 1."""
+    return min(bits, MOST_BITS) / MOST_BITS
 
 
 def is_same_line(a: Collective, b: Collective) -> bool:

@@ -16,9 +16,7 @@ from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import Order
-from pytest_nsa.diagnosis.explain.rhythm import token
-
-MOST_BITS = 10.0  # of a surprise
+from pytest_nsa.diagnosis.explain.rhythm import share, token
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ def _bits(*calls: str) -> Callable[[Contrast], float]:
 
     def value(c: Contrast) -> float:
         made = [c.call if name == "own" else c.other_call for name in calls]
-        return min(c.costs(*made), MOST_BITS) / MOST_BITS
+        return share(c.costs(*made))
 
     return value
 
