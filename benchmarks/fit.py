@@ -29,7 +29,7 @@ from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
 from pytest_nsa.diagnosis.rules.absence import left_behind  # noqa: E402
-from pytest_nsa.diagnosis.rules.calls import first_apart, held_apart  # noqa: E402
+from pytest_nsa.diagnosis.rules.calls import first_mismatch, held_in_different_calls  # noqa: E402
 from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
@@ -52,8 +52,8 @@ CAUSES = {
 }
 # By rule, what ranks are in that it explains.
 ENTERED = {
-    "calls.departed": first_apart, "calls.waiting_apart": held_apart, "messages.unpaired": held_in_messages,
-    "absence.left_alone": left_behind,
+    "calls.departed": first_mismatch, "calls.waiting_in_different_calls": held_in_different_calls,
+    "messages.unpaired": held_in_messages, "absence.left_alone": left_behind,
 }  # fmt: skip
 Weights = dict[str, dict[str, float]]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 FILE = Path(__file__).with_name("verdict.schema.json")
@@ -22,7 +24,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 def schema() -> dict[str, Any]:
     """The whole schema. Unknown fields are allowed: a later version may add some."""
     from pytest_nsa.diagnosis.causes import CAUSES
-    from pytest_nsa.diagnosis.verdict import SCHEMA, Fact, Outcome, Verdict
+    from pytest_nsa.diagnosis.verdict import FACT_IN_FILE, SCHEMA, Fact, Outcome, Verdict
 
     kinds = {**_KINDS, "Outcome": {"enum": list(get_args(Outcome))}}
     verdict = _object(Verdict, kinds)
@@ -37,15 +39,20 @@ def schema() -> dict[str, Any]:
     verdict["properties"]["retry"] = {"enum": ["", "never", "once", "elsewhere"]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "verdict.json of pytest-nsa",
-        "description": " ".join((inspect.getdoc(Verdict) or "").split()), **verdict, "$defs": {"fact": _object(Fact, kinds)},
+        "description": " ".join((inspect.getdoc(Verdict) or "").split()), **verdict,
+        "$defs": {"fact": _object(Fact, kinds, FACT_IN_FILE)},
     }  # fmt: skip
 
 
-def _object(of: Any, kinds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _object(
+    of: Any, kinds: dict[str, dict[str, Any]], names: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {f.name: dict(kinds[str(f.type)]) for f in fields(of)},
-        "required": [f.name for f in fields(of) if f.default is MISSING and f.default_factory is MISSING],
+        "properties": {names.get(f.name, f.name): dict(kinds[str(f.type)]) for f in fields(of)},
+        "required": [
+            names.get(f.name, f.name) for f in fields(of) if f.default is MISSING and f.default_factory is MISSING
+        ],
     }
 
 

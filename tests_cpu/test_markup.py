@@ -94,7 +94,7 @@ def test_summary_has_the_same_structure_whatever_the_texts_are(text: str) -> Non
         verdict = Verdict(
             nodeid=text, outcome="FAIL", cause=text, where=text, module=text, reason=text, advice=text, called_from=text,
             parameters_missing=(text,), machines=(text,), reads_as=text, backend=text, ranks=(0,),
-            evidence=(Fact(rank=0, kind=text, file=text, says=text), Fact(rank=NO_RANK, kind=text, file=text, says=text)),
+            evidence=(Fact(rank=0, kind=text, file=text, text=text), Fact(rank=NO_RANK, kind=text, file=text, text=text)),
         )  # fmt: skip
         decision = Decision(
             sentence=text, action=text, path=(text,), hypotheses=((text, text),), readiness=text, tree=((text, text),), taken=text

@@ -73,7 +73,7 @@ def test_the_schema_of_verdicts_is_made_from_the_code() -> None:
 def test_verdicts_follow_it() -> None:
     checker: Any = jsonschema.Draft202012Validator(schema.schema())
     checker.check_schema(schema.schema())
-    fact = Fact(rank=1, kind="board", file="rank1/board.bin", says="waits")
+    fact = Fact(rank=1, kind="board", file="rank1/board.bin", text="waits")
     verdict = Verdict(nodeid="a", outcome="HANG", cause="sleeping", ranks=(1,), evidence=(fact,), retry="never")
     data = json.loads(json.dumps(verdict.to_json()))
     checker.validate(data)

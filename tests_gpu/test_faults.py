@@ -93,7 +93,7 @@ def test_writes(group):
     assert "illegal memory access" in verdict.reason
     assert "CUDA_LAUNCH_BLOCKING=1" in verdict.reason
     pytest.importorskip("pynvml")
-    assert [fact.says for fact in verdict.evidence if fact.kind == "xid"][:1] == [
+    assert [fact.text for fact in verdict.evidence if fact.kind == "xid"][:1] == [
         "GPU 0: Xid 31, a kernel's access to an address that is not mapped"
     ]
 

@@ -52,7 +52,7 @@ def tell_history(root: Path) -> int:
     print(f"{len(runs)} runs, from {first} to {last}; a letter per run, the newest last")
     width = max((len(past.test) for past in found), default=0)
     for past in found:
-        print(visible(f"{past.test:<{width}}  {past.letters}  {past.says}"))
+        print(visible(f"{past.test:<{width}}  {past.letters}  {past.text}"))
     if not found:
         print("no test is flaky, slower, or fails since one of them")
     return 0

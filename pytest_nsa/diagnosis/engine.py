@@ -13,13 +13,13 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, memory_fact, parameters_missing, signal_text
 from pytest_nsa.diagnosis.rules import (
     absence,
-    alone,
     autograd,
     calls,
     exits,
     groups,
     messages,
     numbers,
+    one_sided,
     payloads,
     speed,
     stalls,
@@ -43,13 +43,13 @@ def refused(evidence: Evidence) -> Finding | None:
 def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
     """Conclude that no rule fits: report each rank's location, and all the evidence."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
-    why = (
+    note = (
         "no rule fits" if evidence.was_stalled else "the process that ran the ranks was killed while they made progress"
     )
     return Finding(
         cause="unknown",
         ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
-        reason=f"{why}; {where or 'all the evidence is in the folder'}",
+        reason=f"{note}; {where or 'all the evidence is in the folder'}",
         confidence=0.0,
         facts=(*all_facts(evidence.ranks), *failures),
         rule="engine.unknown",
@@ -64,20 +64,20 @@ RULES: tuple[Rule, ...] = (
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
     autograd.never_arrived,  # DDP's reductions of such a step go wrong in many ways: what follows is its consequence
-    groups.numbered_apart,
+    groups.numbers_differ,
     calls.departed,
-    groups.groups_apart,
+    groups.groups_differ,
     messages.unpaired,
     payloads.splits_differ,
-    calls.waiting_apart,
+    calls.waiting_in_different_calls,
     messages.lost_messages,
     exits.unusable,
     exits.init_timeout,
     numbers.nan_loss,
     numbers.diverged_before,
-    alone.met_another_call,
+    one_sided.met_another_call,
     exits.rank_raised,
-    payloads.aborted_apart,
+    payloads.aborted_in_different_calls,
     payloads.aborted,
     exits.rank_died,
     exits.rank_gone,
@@ -96,11 +96,11 @@ RULES: tuple[Rule, ...] = (
 # Of ranks that stall, or are waited for, while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
     exits.rank_gone,
-    groups.numbered_apart,
+    groups.numbers_differ,
     calls.departed,
-    groups.groups_apart,
+    groups.groups_differ,
     messages.unpaired,
-    calls.waiting_apart,
+    calls.waiting_in_different_calls,
     messages.lost_messages,
     absence.left_alone,
     speed.graph_explosion,
@@ -126,7 +126,7 @@ _OF_STALLS = ("calls", "groups", "messages", "absence", "stalls")
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
     """Return the first rule's finding, and a fact per rule that failed before it. What a rank's own exception explains is that
-    exception's (`unwinding`, `unwinding.raised_beside`).
+    exception's (`unwinding`, `unwinding.raised_in_a_thread`).
 
     A diagnosis must never be the failure: a rule that raises, or names a cause that is not in the registry, is passed over.
     """
@@ -137,9 +137,9 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
             if finding is not None and not finding.terms:
-                finding = alone.weakened(evidence, finding)
+                finding = one_sided.weakened(evidence, finding)
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
-                finding = unwinding.raised_beside(evidence, unwinding.in_cleanup(evidence, finding))
+                finding = unwinding.raised_in_a_thread(evidence, unwinding.in_cleanup(evidence, finding))
         except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact
             failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
             continue
@@ -163,7 +163,7 @@ def _failure(rule: str, error: str, traceback: TracebackType | None = None) -> F
     at = ""
     if traceback is not None:
         at = f" ({Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno})"
-    return Fact(rank=NO_RANK, kind=RULE_FAILED, file="", says=f"rule {rule} failed: {error}{at}")
+    return Fact(rank=NO_RANK, kind=RULE_FAILED, file="", text=f"rule {rule} failed: {error}{at}")
 
 
 def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
@@ -184,15 +184,15 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
         return replace(_of_the_passed(evidence, common), evidence=failures)
     found, failures = first_finding((refused, *more, *RULES), evidence)
     finding = found or unknown(evidence, failures)
-    told = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, says=t.says) for t in evidence.external)
-    finding = replace(finding, facts=(*finding.facts, *told))
+    external = tuple(Fact(rank=t.rank, kind=t.kind, file=t.file, text=t.text) for t in evidence.external)
+    finding = replace(finding, facts=(*finding.facts, *external))
     if evidence.lost:
-        stood = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
-        finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{stood}")
+        until_then = "" if finding.cause == "unknown" else f"; until then {finding.reason}"
+        finding = replace(finding, reason=f"the ranks were lost: {evidence.lost}{until_then}")
     fallen = [r for r in ranks if r.signal and not r.by_us and r.rank not in finding.ranks]
     if fallen:
-        said = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
-        finding = replace(finding, reason=f"{finding.reason} (a consequence: {said})")
+        ended = ", ".join(f"{signal_text(r.signal)} ended rank {r.rank}" for r in fallen)
+        finding = replace(finding, reason=f"{finding.reason} (a consequence: {ended})")
     culprits = [r for r in ranks if r.rank in finding.ranks]
     machines = tuple(f"rank {r.rank} = {r.machine}" for r in culprits if r.machine)
     common["parameters_missing"] = parameters_missing(evidence, finding.ranks)
@@ -250,7 +250,7 @@ def _relative(finding: Finding, root: str) -> Finding:
     if not root:
         return finding
     prefix = root.rstrip("/") + "/"
-    facts = tuple(replace(fact, says=fact.says.replace(prefix, "")) for fact in finding.facts)
+    facts = tuple(replace(fact, text=fact.text.replace(prefix, "")) for fact in finding.facts)
     return replace(
         finding,
         where=finding.where.replace(prefix, ""),
@@ -282,7 +282,7 @@ def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
     if len(skipped) == len(ranks):
         return Verdict(outcome="SKIP", reason=reason, **common)
     return Verdict(
-        outcome="FAIL", cause="data_dependent_branch", rule="engine.skipped_apart", ranks=skipped, certain=True, confidence=0.95,
+        outcome="FAIL", cause="data_dependent_branch", rule="engine.skipped_by_some", ranks=skipped, certain=True, confidence=0.95,
         reason=f"skipped on some ranks only ({', '.join(map(str, skipped))}): {reason}",
         advice="decide the skip from what all ranks know, so that all skip or none", **common,
     )  # fmt: skip

@@ -25,12 +25,12 @@ def signal_text(number: int) -> str:
 def exit_fact(rank: RankEvidence) -> Fact:
     """Return how the rank ended."""
     if rank.signal:
-        says = f"ended by {signal_text(rank.signal)}" + (" (sent by us)" if rank.by_us else "")
+        text = f"ended by {signal_text(rank.signal)}" + (" (sent by us)" if rank.by_us else "")
     elif rank.exit_code is not None:
-        says = f"exited with code {rank.exit_code}" + ("" if rank.finished else " before its test was done")
+        text = f"exited with code {rank.exit_code}" + ("" if rank.finished else " before its test was done")
     else:
-        says = "no exit was seen"
-    return Fact(rank=rank.rank, kind="exit", file="host.jsonl", says=says)
+        text = "no exit was seen"
+    return Fact(rank=rank.rank, kind="exit", file="host.jsonl", text=text)
 
 
 def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
@@ -39,7 +39,7 @@ def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
         rank=rank.rank,
         kind="exception",
         file=f"rank{rank.rank}/events.jsonl",
-        says=f"{error.type}: {error.headline[:300]} at {error.where}",
+        text=f"{error.type}: {error.headline[:300]} at {error.where}",
     )
 
 
@@ -48,14 +48,14 @@ def stack_fact(rank: RankEvidence) -> Fact | None:
     stack = rank.stack
     if stack is None:
         return None
-    says = " <- ".join([frame.describe() for frame in stack.frames if not frame.is_ours][:4])
-    return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/stacks.txt", says=says)
+    text = " <- ".join([frame.describe() for frame in stack.frames if not frame.is_ours][:4])
+    return Fact(rank=rank.rank, kind="python_stack", file=f"rank{rank.rank}/stacks.txt", text=text)
 
 
 def counters_fact(rank: RankEvidence) -> Fact | None:
     """Return the counters of the loops that the rank was in."""
-    says = "; ".join(f"{words} at {place}" for place, words in rank.rounds.items())
-    return Fact(rank=rank.rank, kind="counters", file=f"rank{rank.rank}/counters.json", says=says) if says else None
+    text = "; ".join(f"{words} at {place}" for place, words in rank.rounds.items())
+    return Fact(rank=rank.rank, kind="counters", file=f"rank{rank.rank}/counters.json", text=text) if text else None
 
 
 def board_fact(rank: RankEvidence) -> Fact | None:
@@ -75,7 +75,7 @@ def board_fact(rank: RankEvidence) -> Fact | None:
         parts.append(f"{n['nodes']:,.0f} autograd nodes")
     if board.inside:
         parts.append(f"inside {board.inside[-1].describe()}")
-    return Fact(rank=rank.rank, kind="board", file=f"rank{rank.rank}/board.bin", says=", ".join(parts))
+    return Fact(rank=rank.rank, kind="board", file=f"rank{rank.rank}/board.bin", text=", ".join(parts))
 
 
 def process_fact(rank: RankEvidence) -> Fact | None:
@@ -83,20 +83,20 @@ def process_fact(rank: RankEvidence) -> Fact | None:
     if not rank.process:
         return None
     p = rank.process
-    says = f"state {p['state']}, {100 * p['cpu_share']:.0f}% CPU" + (
+    text = f"state {p['state']}, {100 * p['cpu_share']:.0f}% CPU" + (
         f", waits in {p['wchan']}" if p["wchan"] not in ("", "0") else ""
     )
     if p.get("unread_bytes") or p.get("unsent_bytes"):
-        says += f", {p['unread_bytes']} bytes unread and {p['unsent_bytes']} unsent in {p['sockets']} sockets"
-    return Fact(rank=rank.rank, kind="process", file="host.jsonl", says=says)
+        text += f", {p['unread_bytes']} bytes unread and {p['unsent_bytes']} unsent in {p['sockets']} sockets"
+    return Fact(rank=rank.rank, kind="process", file="host.jsonl", text=text)
 
 
 def native_fact(rank: RankEvidence) -> Fact | None:
     """Return the innermost native frame, or why it could not be read."""
     if not rank.native_symbol and not rank.native_absent:
         return None
-    says = rank.native_symbol or f"no native frames: {rank.native_absent}"
-    return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", says=says)
+    text = rank.native_symbol or f"no native frames: {rank.native_absent}"
+    return Fact(rank=rank.rank, kind="native_stack", file=f"rank{rank.rank}/native.txt", text=text)
 
 
 def ddp_fact(rank: RankEvidence) -> Fact | None:
@@ -108,11 +108,11 @@ def ddp_fact(rank: RankEvidence) -> Fact | None:
     compute, reduce, hidden = (
         n.get(f"backward_{what}_time", 0) / 1e6 for what in ("compute", "comm", "compute_comm_overlap")
     )
-    says = (
+    text = (
         f"DDP before step {n['step']}: {len(n['bucket_sizes'])} buckets ({sizes} MB); a backward took {compute:.1f} ms, "
         f"its reductions {reduce:.1f} ms, {hidden:.1f} of them beside it"
     )
-    return Fact(rank=rank.rank, kind="ddp", file=f"rank{rank.rank}/events.jsonl", says=says)
+    return Fact(rank=rank.rank, kind="ddp", file=f"rank{rank.rank}/events.jsonl", text=text)
 
 
 def in_backward(evidence: Evidence, ranks: Sequence[int]) -> RankEvidence | None:
@@ -137,8 +137,8 @@ def missing_fact(rank: RankEvidence) -> Fact | None:
     if not rank.gradients_missing:
         return None
     first = rank.gradients_missing[0]
-    says = f"after the backward of step {first.step} no gradient had arrived for {few(first.names)}"
-    return Fact(rank=rank.rank, kind="gradients_missing", file=f"rank{rank.rank}/events.jsonl", says=says)
+    text = f"after the backward of step {first.step} no gradient had arrived for {few(first.names)}"
+    return Fact(rank=rank.rank, kind="gradients_missing", file=f"rank{rank.rank}/events.jsonl", text=text)
 
 
 ENOUGH = 0.8  # of the memory that there is: what holds less does not stall for want of it
@@ -149,14 +149,14 @@ def memory_fact(evidence: Evidence) -> Fact | None:
     ranks = [rank for rank in evidence.ranks if "rss_mib" in rank.process]
     if not ranks:
         return None
-    says = by_ranks({rank.rank: f"held {_held(rank)}" for rank in ranks}, evidence.job.world_size)
+    text = by_ranks({rank.rank: f"held {_held(rank)}" for rank in ranks}, evidence.job.world_size)
     limit = min((rank.memory_mib for rank in ranks if rank.memory_mib), default=0.0)
     shares = [_share_of_gpu(rank) for rank in ranks]
     if limit and len(ranks) == len(evidence.ranks) and None not in shares:
         host = sum(rank.process["rss_mib"] for rank in ranks) / limit
         most = max(host, *(share or 0.0 for share in shares))
-        says += f", of {limit:,.0f} MiB here: {'not memory' if most < ENOUGH else 'memory may be short'}"
-    return Fact(rank=NO_RANK, kind="memory", file="host.jsonl", says=says)
+        text += f", of {limit:,.0f} MiB here: {'not memory' if most < ENOUGH else 'memory may be short'}"
+    return Fact(rank=NO_RANK, kind="memory", file="host.jsonl", text=text)
 
 
 def _held(rank: RankEvidence) -> str:

@@ -12,6 +12,7 @@ from pytest_nsa.wire.messages import check_kinds
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
 SCHEMA = 2  # 2: stalled_s, which was stood_still_s
 NO_RANK = -1  # of a fact that is not of one rank
+FACT_IN_FILE = {"text": "says"}  # fields of a fact that have another name in verdict.json
 RULE_FAILED = "rule_failed"  # the kind of the fact that a rule of ours raised
 
 
@@ -22,7 +23,12 @@ class Fact:
     rank: int
     kind: str
     file: str
-    says: str
+    text: str
+
+    @property
+    def says(self) -> str:
+        """The name that ``text`` had until 0.2, and has in verdict.json: hooks of other repositories read it."""
+        return self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +100,10 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that verdict.json holds."""
-        return {"schema": SCHEMA, **asdict(self)}
+        evidence = tuple(
+            {FACT_IN_FILE.get(name, name): v for name, v in asdict(fact).items()} for fact in self.evidence
+        )
+        return {"schema": SCHEMA, **asdict(self), "evidence": evidence}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Verdict:
@@ -106,12 +115,7 @@ class Verdict:
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         for key in ("figures", "terms"):
             values[key] = {name: n for name, n in data.get(key, {}).items() if is_number(n)}
-        known = set(Fact.__dataclass_fields__)
-        for fact in values.get("evidence", ()):
-            check_kinds(Fact, fact)
-        values["evidence"] = tuple(
-            Fact(**{k: v for k, v in fact.items() if k in known}) for fact in values.get("evidence", ())
-        )
+        values["evidence"] = tuple(map(_fact, values.get("evidence", ())))
         return cls(**values)
 
     @property
@@ -129,6 +133,15 @@ class Verdict:
         return describe_ranks(self.ranks, self.world_size)
 
 
+def _fact(data: object) -> Fact:
+    """Return a fact as verdict.json has it. Raises ValueError or TypeError for others."""
+    if not isinstance(data, dict):
+        raise ValueError("a fact is no JSON object")
+    values = {name: data[key] for name in Fact.__dataclass_fields__ if (key := FACT_IN_FILE.get(name, name)) in data}
+    check_kinds(Fact, values)
+    return Fact(**values)
+
+
 def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
     """Ranks in words: 'ranks 0-6 and 8'; more than three in a row are given as the first and the last."""
     if not ranks:
@@ -137,14 +150,14 @@ def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
         return f"rank {ranks[0]}"
     if len(ranks) == world_size and world_size > 2:
         return f"all {world_size} ranks"
-    said = [part for run in runs_of(ranks) for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
-    return "ranks " + (", ".join(said[:-1]) + f" and {said[-1]}" if len(said) > 1 else said[0])
+    parts = [part for run in runs_of(ranks) for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
+    return "ranks " + (", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else parts[0])
 
 
-def by_ranks(said: Mapping[int, str], world_size: int) -> str:
-    """Return what is said of each rank, once for all of whom it is the same: 'rank 0 in barrier #1; ranks 1-3 in send (...)'."""
+def by_ranks(texts: Mapping[int, str], world_size: int) -> str:
+    """Return the text of each rank, once for ranks of the same text: 'rank 0 in barrier #1; ranks 1-3 in send (...)'."""
     ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(said.items()):
+    for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
     return "; ".join(f"{describe_ranks(tuple(of), world_size)} {text}" for text, of in ranks.items())
 

@@ -96,7 +96,7 @@ def lacking(
     }
 
 
-def waits_apart(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:
+def waits_in_different_calls(blocked: Mapping[int, Collective | None], rings: Rings) -> dict[int, Collective] | None:
     """Return what each rank waits in, when all wait, not all in the same place, and nothing of it can complete.
 
     No rank can help another then. None when any rank is free, or waits for a send or receive.

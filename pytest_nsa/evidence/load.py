@@ -84,7 +84,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         sources=sources,
         unread=tuple(unread),
         external=tuple(
-            ExternalFact(rank=e["of"], kind=e["kind"], file=e["file"], says=e["says"])
+            ExternalFact(rank=e["of"], kind=e["kind"], file=e["file"], text=e["says"])
             for e in of_all
             if e["event"] == "told"
         ),
@@ -237,7 +237,7 @@ def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedE
             chain=tuple((*entry, "", "")[:3] for entry in e.get("chain", ())),  # earlier versions left no type
             in_loader=e.get("in_loader", False),
             network=e.get("network", ""),
-            beside=tuple(e.get("beside", ())),
+            side_threads=tuple(e.get("beside", ())),
             frames=tuple(
                 Frame(file, line, name, is_own=file == body) for file, line, name in reversed(e.get("stack", ()))
             ),

@@ -29,8 +29,8 @@ class RaisedException:
 
     ``raised_in`` is the file of the innermost frame of all; ``chain`` has (message, raised_in, type) of its causes. ``in_loader``:
     while it took a batch from a data loader's worker. ``network``: what of the network cannot be used, as the rank found.
-    ``beside``: the user's lines that the rank's other threads were in. ``frames``: its stack, innermost first; ``counters``: of the
-    loops in it, as `RankEvidence.counters`.
+    ``side_threads``: the user's lines that the rank's other threads were in. ``frames``: its stack, innermost first; ``counters``:
+    of the loops in it, as `RankEvidence.counters`.
     """
 
     time: float
@@ -45,7 +45,7 @@ class RaisedException:
     chain: tuple[tuple[str, str, str], ...]
     in_loader: bool = False
     network: str = ""
-    beside: tuple[str, ...] = ()
+    side_threads: tuple[str, ...] = ()
     frames: tuple[Frame, ...] = ()
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
 
@@ -67,7 +67,7 @@ class ThreadError:
     """
 
     time: float
-    whose: str
+    owner: str
     type: str
     message: str
     where: str
@@ -83,17 +83,17 @@ class ThreadError:
 class Handled:
     """An exception that a stalled rank was handling: in an ``except``, a ``finally``, an ``__exit__``.
 
-    ``says`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line of the frame that handles
+    ``text`` is its type and first argument, ``at`` the user's line that raised it, ``inside`` the line of the frame that handles
     it.
     """
 
-    says: str
+    text: str
     at: str
     inside: str
 
     @property
     def type(self) -> str:
-        return self.says.partition(":")[0]
+        return self.text.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,8 @@ class RankEvidence:
     @property
     def rounds(self) -> dict[str, str]:
         """The counters of the loops in words, 'step = 3, attempt = 1', by location; of locations that have any."""
-        said = {place: ", ".join(f"{name} = {n}" for name, n in counts.items()) for place, counts in self.counters}
-        return {place: words for place, words in said.items() if words}
+        texts = {place: ", ".join(f"{name} = {n}" for name, n in counts.items()) for place, counts in self.counters}
+        return {place: words for place, words in texts.items() if words}
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -267,7 +267,12 @@ class ExternalFact:
     rank: int
     kind: str
     file: str
-    says: str
+    text: str
+
+    @property
+    def says(self) -> str:
+        """The name that ``text`` had until 0.2: hooks of other repositories read it."""
+        return self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

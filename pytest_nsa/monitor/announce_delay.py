@@ -124,7 +124,7 @@ def _is_at_a_lock(rank: RankEvidence, frame: Frame) -> bool:
     """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does. Of a ``with``
     that has called no Python, it is a lock that is entered.
     """
-    from pytest_nsa.diagnosis.rules.whys import is_at_a_lock  # not before a stall
+    from pytest_nsa.diagnosis.rules.activity import is_at_a_lock  # not before a stall
 
     line = rank.sources.line(frame.file, frame.line) if frame.is_user else ""
     return frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.board import AFTER_LIMIT_S, BoardReader, BoardSnapshot
-from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_apart
+from pytest_nsa.evidence.collectives import Rings, any_can_complete, first_departure, waits_in_different_calls
 from pytest_nsa.monitor.announce_delay import Past
 
 QUIET_S = 0.2
@@ -133,7 +133,7 @@ class ProgressWatch:
 
     def _disagree(self) -> bool:
         blocked = {rank: board.blocked for rank, board in self.boards.items()}
-        return first_departure(self.rings) is not None or waits_apart(blocked, self.rings) is not None
+        return first_departure(self.rings) is not None or waits_in_different_calls(blocked, self.rings) is not None
 
     def ends_by_itself(self, within: float) -> bool:
         """Return whether a rank waits in a call with its own limit that comes within ``within`` seconds, or has just come."""

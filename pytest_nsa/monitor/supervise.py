@@ -221,7 +221,7 @@ class RanksRun:
             self._note("native", rank=rank, absent=absent)
         dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
         for fact in self.more(self.folder, alive) if self.more is not None else ():
-            self._note("told", of=fact["rank"], kind=fact["kind"], file=fact["file"], says=fact["says"])
+            self._note("told", of=fact["rank"], kind=fact["kind"], file=fact["file"], says=fact["text"])
 
     def _kill(self) -> None:
         self._ended_by = self._ended_by or "cleanup"

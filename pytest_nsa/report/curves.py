@@ -108,9 +108,9 @@ def _picture(title: str, unit: str, series: Series) -> str:
         lines.append(f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="1.5"/>')
         key.append(f'<tspan fill="var({colour})">{escape(name)}</tspan>')
     name = f"{title}{f', {unit}' if unit else ''}"
-    says = f"{name}, steps {low_x:.0f} to {high_x:.0f}: from {low:.4g} to {high:.4g}"
+    text = f"{name}, steps {low_x:.0f} to {high_x:.0f}: from {low:.4g} to {high:.4g}"
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(says)}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(text)}">'
         f'<text x="{MARGIN}" y="14">{escape(name)} {" ".join(key) if len(series) > 1 else ""}</text>'
         f'<text x="{MARGIN - 4}" y="36" text-anchor="end">{high:.3g}</text>'
         f'<text x="{MARGIN - 4}" y="{HEIGHT - 22}" text-anchor="end">{low:.3g}</text>'

@@ -112,7 +112,7 @@ def source(evidence: Evidence, where: str) -> Markup | None:
 def _facts(v: Verdict) -> Iterator[Markup]:
     pairs: list[tuple[str, object]] = [
         ("do", v.advice),
-        ("how we know", "; ".join(f"{says} ({weight:+.1f})" for says, weight in v.terms.items())),
+        ("how we know", "; ".join(f"{text} ({weight:+.1f})" for text, weight in v.terms.items())),
         ("run again", RETRY.get(v.retry)),
         ("called from", short_place(v.called_from)),
         ("module", v.module),
@@ -165,7 +165,7 @@ def _evidence(entry: Entry) -> Iterator[Markup]:
                 "li",
                 tag("strong", f"{who} {fact.kind.replace('_', ' ')}".strip()),
                 " ",
-                short_place(fact.says),
+                short_place(fact.text),
                 " ",
                 link,
             )

@@ -19,7 +19,7 @@ class Past:
 
     test: str
     letters: str
-    says: str
+    text: str
 
 
 def history(runs: Sequence[tuple[str, Run]]) -> list[Past]:
@@ -31,14 +31,14 @@ def history(runs: Sequence[tuple[str, Run]]) -> list[Past]:
             " " if v is None else v.outcome[0] if v.failed else "s" if v.outcome == "SKIP" else "." for v in verdicts
         )
         ran = [(name, v) for (name, _), v in zip(runs, verdicts, strict=True) if v is not None]
-        says = [
+        remarks = [
             _flaky(letters),
             _sick(letters, [name for name, _ in ran]),
             _slower([v.figures for _, v in ran], [v.duration_s for _, v in ran]),
         ]
-        text = "; ".join(part for part in says if part)
+        text = "; ".join(part for part in remarks if part)
         if text:
-            found.append(Past(test=test, letters=letters, says=text))
+            found.append(Past(test=test, letters=letters, text=text))
     return found
 
 

@@ -211,11 +211,11 @@ def _verdict(entry: Entry) -> list[str]:
     if v.reads_as:
         out.append(f"- the plan reads it as: {markdown(v.reads_as)}")
     out += [
-        f"- {inline(f'evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.says)} ({entry.folder}/{fact.file})')}"
+        f"- {inline(f'evidence, rank {fact.rank}, {fact.kind}: {short_place(fact.text)} ({entry.folder}/{fact.file})')}"
         for fact in [fact for fact in v.evidence if fact.rank != NO_RANK][:8]
     ]
     out += [
-        "- " + markdown(f"{fact.kind.replace('_', ' ')}: {fact.says}") for fact in v.evidence if fact.rank == NO_RANK
+        "- " + markdown(f"{fact.kind.replace('_', ' ')}: {fact.text}") for fact in v.evidence if fact.rank == NO_RANK
     ]
     return out
 

@@ -74,7 +74,7 @@ def lines(verdict: Verdict, evidence: Evidence) -> list[str]:
         out += [f"  {'stack    ' if i == 0 else '         '}{short_place(f.describe())}" for i, f in enumerate(frames)]
     if verdict.stalled_s:
         until = "when it was last looked at" if evidence.stop == "host_died" else "before it was stopped"
-        held = "".join(f"; memory: {fact.says}" for fact in verdict.evidence if fact.kind == "memory")
+        held = "".join(f"; memory: {fact.text}" for fact in verdict.evidence if fact.kind == "memory")
         out.append(f"  stalled  for {verdict.stalled_s:.1f} s {until}{held}")
     if verdict.advice:
         out.append(f"  do       {verdict.advice}")

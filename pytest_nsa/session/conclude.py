@@ -117,7 +117,7 @@ class Recorder:
         self._list(folder, verdict)
         for fact in verdict.evidence:
             if fact.kind == RULE_FAILED:
-                self.run.tell(f"{fact.says} ({folder.name}); the verdict is by the other rules")
+                self.run.tell(f"{fact.text} ({folder.name}); the verdict is by the other rules")
         where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
         self.run.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
 

@@ -55,10 +55,10 @@ def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
     assert asked <= named
     assert named - asked == {
         "engine.unknown",
-        "engine.skipped_apart",
+        "engine.skipped_by_some",
         "items.foreseen",
         "unwinding.in_cleanup",
-        "unwinding.raised_beside",
+        "unwinding.raised_in_a_thread",
     }
 
 
@@ -88,13 +88,13 @@ def test_a_rule_that_raises_is_a_fact_and_the_next_one_is_applied(
     monkeypatch.setattr(engine, "RULES", (broken, inventive, sound))
     verdict = engine.diagnose(evidence)
     assert (verdict.cause, verdict.outcome, verdict.rule) == ("oom", "FAIL", "test_causes.sound")
-    told = [fact.says for fact in verdict.evidence if fact.rank == NO_RANK]
+    told = [fact.text for fact in verdict.evidence if fact.rank == NO_RANK]
     assert told[0].startswith("rule test_causes.broken failed: KeyError: 'beat_age_s' (test_causes.py:")
     assert told[1] == "rule test_causes.inventive failed: 'gremlins' is not a cause of the registry"
     monkeypatch.setattr(engine, "RULES", (broken,))
     verdict = engine.diagnose(evidence)
     assert verdict.cause == "unknown"
-    assert any("rule test_causes.broken failed" in fact.says for fact in verdict.evidence)
+    assert any("rule test_causes.broken failed" in fact.text for fact in verdict.evidence)
 
 
 def test_a_rule_that_raises_fails_no_test_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_rule_that_raises_fails_no_test_that_passed(tmp_path: Path, monkeypatc
     passed = replace(evidence, ranks=tuple(replace(r, finished=True, passed=True) for r in evidence.ranks))
     verdict = engine.diagnose(passed)
     assert verdict.outcome == "PASS"
-    assert "rule test_causes.broken failed: ZeroDivisionError" in verdict.evidence[0].says
+    assert "rule test_causes.broken failed: ZeroDivisionError" in verdict.evidence[0].text
 
 
 def test_a_broken_rule_neither_ends_nor_hides_a_test(pytester: pytest.Pytester) -> None:

@@ -16,7 +16,7 @@ from pytest_nsa.diagnosis.explain import choose, terms
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.rhythm import surprise
-from pytest_nsa.diagnosis.rules.calls import first_apart
+from pytest_nsa.diagnosis.rules.calls import first_mismatch
 from pytest_nsa.diagnosis.rules.messages import held_in_messages
 from pytest_nsa.evidence.load import load
 from tests_cpu.faults.recorded import GENERATED, unpack
@@ -56,7 +56,7 @@ def test_the_explanation_is_in_the_verdict(recorded: dict[str, Path]) -> None:
 
 def test_a_side_s_facts_are_the_other_s_turned_round(recorded: dict[str, Path]) -> None:
     evidence = load(recorded["test_one_batch_less_in_an_epoch"])
-    entered = first_apart(evidence)
+    entered = first_mismatch(evidence)
     assert entered is not None
     one, other = (c.values for c in candidates(evidence, entered) if c.edit is Edit.SKIP)
     sides = {name.replace("they: ", "others: "): value for name, value in one.items() if name.startswith("they: ")}

@@ -138,7 +138,7 @@ def test_a_dump_is_read_as_faulthandler_writes_it(
     Verdict, nodeid=TEXT, outcome=st.sampled_from(["PASS", "FAIL", "HANG", "CRASH", "SLOW", "SKIP"]), cause=TEXT,
     ranks=st.lists(st.integers(0, 4096), max_size=3).map(tuple), where=TEXT, reason=TEXT, certain=st.booleans(),
     confidence=st.floats(0, 1), duration_s=st.floats(0, 1e6), parameters_missing=st.lists(TEXT, max_size=3).map(tuple),
-    evidence=st.lists(st.builds(Fact, rank=st.integers(-1, 9), kind=TEXT, file=TEXT, says=TEXT), max_size=3).map(tuple),
+    evidence=st.lists(st.builds(Fact, rank=st.integers(-1, 9), kind=TEXT, file=TEXT, text=TEXT), max_size=3).map(tuple),
 ), OBJECT)  # fmt: skip
 def test_a_verdict_of_a_later_schema_is_read(verdict: Verdict, more: dict[str, Any]) -> None:
     written = json.loads(json.dumps(verdict.to_json()))

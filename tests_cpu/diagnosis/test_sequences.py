@@ -10,7 +10,7 @@ import pytest
 from nsa.trace.board import Board
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.board import Collective
-from pytest_nsa.evidence.collectives import any_can_complete, first_departure, waits_apart
+from pytest_nsa.evidence.collectives import any_can_complete, first_departure, waits_in_different_calls
 from pytest_nsa.evidence.load import load
 from tests_cpu.diagnosis.test_evidence import make_folder
 
@@ -57,13 +57,13 @@ def test_a_collective_that_all_entered_can_complete() -> None:
 def test_two_subgroups_at_work_do_not_wait_apart() -> None:
     a, b = entered(group="a"), entered(group="b")
     rings = {0: (a,), 1: (a,), 2: (b,), 3: (b,)}
-    assert waits_apart({0: a, 1: a, 2: b, 3: b}, rings) is None
+    assert waits_in_different_calls({0: a, 1: a, 2: b, 3: b}, rings) is None
 
 
 def test_two_groups_in_opposite_order_wait_apart() -> None:
     a, b = entered(group="a"), entered(group="b")
-    assert waits_apart({0: a, 1: b}, {0: (a,), 1: (b,)}) == {0: a, 1: b}
-    assert waits_apart({0: a, 1: None}, {0: (a,), 1: ()}) is None
+    assert waits_in_different_calls({0: a, 1: b}, {0: (a,), 1: (b,)}) == {0: a, 1: b}
+    assert waits_in_different_calls({0: a, 1: None}, {0: (a,), 1: ()}) is None
 
 
 def looping(rank: int, skips: tuple[int, int]) -> list[Collective]:
@@ -111,4 +111,4 @@ def test_of_a_group_whose_ranks_were_cut_off_its_members_are_not_judged(
         board.number("blocked_in", index + 1)
     (folder / "host.jsonl").write_text('{"event": "stop", "time": 9, "reason": "hang_after", "stalled_s": 4.0}\n')
     verdict = diagnose(load(folder))
-    assert (verdict.rule == "groups.groups_apart") is is_judged, verdict.rule
+    assert (verdict.rule == "groups.groups_differ") is is_judged, verdict.rule

@@ -243,7 +243,7 @@ def test_history_names_flaky_sick_and_slower_tests(tmp_path: Path) -> None:
         )
         for n in range(7)
     ]
-    assert {past.test: (past.letters, past.says) for past in history(runs)} == {
+    assert {past.test: (past.letters, past.text) for past in history(runs)} == {
         "flaky": (".F.F.F.", "flaky: 3 of 7 failed, turning 6 times"),
         "sick": ("....FFF", "fails since run4"),
         "slower": (".......", "slower: a step takes 14.0 ms, 10.0 before"),

@@ -123,7 +123,7 @@ def test_every_hook_has_its_effect(hooked: ExampleResult) -> None:
     assert lost.rule == "conftest.licence_lost"
     assert lost.advice == "free a seat and run it again"
     assert lost.reads_as == "the licence server"
-    assert any(f.says == "the seat of rank 1 went to another job" and f.file == "licence1.txt" for f in lost.evidence)
+    assert any(f.text == "the seat of rank 1 went to another job" and f.file == "licence1.txt" for f in lost.evidence)
     assert "The licence server failed, so nothing is known of the model." in hooked.stdout
     assert "scenario('license'): the plan's table has licence, one_step, soak" in hooked.stdout
     assert hooked.run is not None

@@ -43,7 +43,7 @@ def test_a_suspicion_ends_a_test_where_it_may(pytester: pytest.Pytester) -> None
     verdict = result.verdicts["test_stands"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "sleeping", (1,))
     assert verdict.duration_s < 30
-    native = [fact.says for fact in verdict.evidence if fact.kind == "native_stack"]
+    native = [fact.text for fact in verdict.evidence if fact.kind == "native_stack"]
     assert len(native) == 2  # of each rank: what py-spy saw, or why there is nothing
     assert "sockets" in (result.folder("test_stands") / "host.jsonl").read_text()
     suspected = list(read_lines(result.folder("test_stands") / "suspicions.jsonl"))
@@ -105,7 +105,7 @@ def test_pauses(group):
     verdict = result.verdicts["test_hangs"]
     assert (verdict.outcome, verdict.cause, verdict.ranks) == ("HANG", "skipped_collective", (1,))
     assert re.search(r"> test_example.py:\d+ in test_hangs   step = 4, attempt = 1$", result.stdout, re.MULTILINE)
-    told = {fact.rank: fact.says for fact in verdict.evidence if fact.kind == "counters"}
+    told = {fact.rank: fact.text for fact in verdict.evidence if fact.kind == "counters"}
     assert "step = 4, attempt = 1 at test_example.py:" in told[0]
     assert "step = 4, attempt = 1 at test_example.py:" in told[1]
     assert result.verdicts["test_pauses"].outcome == "PASS"

@@ -23,7 +23,7 @@ def licence_lost(evidence):
     if not told:
         return None
     ranks = tuple(sorted({fact.rank for fact in told}))
-    return Finding(cause="licence_lost", ranks=ranks, reason=told[0].says, confidence=0.9)
+    return Finding(cause="licence_lost", ranks=ranks, reason=told[0].text, confidence=0.9)
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown, and no error, under -p no:nsa
@@ -37,7 +37,7 @@ def pytest_nsa_collect_evidence(folder, pids):
     for rank in pids:
         note = folder / f"licence{rank}.txt"
         if note.exists():
-            yield Fact(rank=rank, kind="licence", file=note.name, says=note.read_text().strip())
+            yield Fact(rank=rank, kind="licence", file=note.name, text=note.read_text().strip())
 
 
 @pytest.hookimpl(optionalhook=True)

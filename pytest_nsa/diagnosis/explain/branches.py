@@ -63,9 +63,9 @@ def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> boo
         if any(_is_of_one_rank(s.test, is_not=True) and not (alone and _calls(s.body)) for s in returns):
             return True
         if isinstance(outer, ast.If) and inner in outer.body and _is_of_one_rank(outer.test):
-            beside = block_of(found[i - 1], outer) if i else []
+            siblings = block_of(found[i - 1], outer) if i else []
             others = [
-                s for s in beside if isinstance(s, ast.If) and s is not outer and _RANK.search(ast.unparse(s.test))
+                s for s in siblings if isinstance(s, ast.If) and s is not outer and _RANK.search(ast.unparse(s.test))
             ]
             return not (alone and (_calls(outer.orelse) or others))
     return False
@@ -83,16 +83,16 @@ def _calls(block: list[ast.stmt]) -> bool:
 def _is_of_one_rank(test: ast.expr, *, is_not: bool = False) -> bool:
     """Return whether a condition needs that the rank is, or is not, one: ``rank == 1``, ``not rank``, ``is_main_process``."""
     tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not is_not else [test]
-    return any(_tells_one(t) == (not is_not) for t in tests)
+    return any(_holds_on_one(t) == (not is_not) for t in tests)
 
 
-def _tells_one(test: ast.expr) -> bool | None:
+def _holds_on_one(test: ast.expr) -> bool | None:
     """Return True of a condition that holds on one rank, False of one that holds on the others; None of what does not tell."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         if _ITS_RANK.fullmatch(_last_name(test.operand)):
             return True
-        said = _tells_one(test.operand)
-        return None if said is None else not said
+        of_operand = _holds_on_one(test.operand)
+        return None if of_operand is None else not of_operand
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and _RANK.search(ast.unparse(test)):
         return {ast.Eq: True, ast.NotEq: False}.get(type(test.ops[0]))
     return True if _MAIN.fullmatch(_last_name(test)) else None

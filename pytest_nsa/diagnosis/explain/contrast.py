@@ -203,7 +203,7 @@ class Contrast:
         return recomputes(self.rank)
 
     @cached_property
-    def is_beside(self) -> bool:
+    def is_of_a_side_thread(self) -> bool:
         """Whether a thread beside the main one makes its call, and the other rank has that thread in another call."""
         return raced(self.evidence, (self.number,), {self.number: self.call, self.other_number: self.other_call})
 

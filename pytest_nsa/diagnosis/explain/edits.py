@@ -176,8 +176,8 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
         named = tuple(sorted(ranks))
         if not named or (edit, named, is_for_all) in found:
             return
-        asks = edit is not Edit.UNANSWERED
-        one, other = (owed.waiter, owed.peer) if asks else (owed.peer, owed.waiter)
+        blames_waiter = edit is not Edit.UNANSWERED
+        one, other = (owed.waiter, owed.peer) if blames_waiter else (owed.peer, owed.waiter)
         values = message_values(owed)
         contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
         contrasts.setdefault((other, one), contrast.turned)
@@ -202,10 +202,10 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
         add(Edit.UNASKED, {owed.waiter for owed in alike}, alike[0])
         if not any(owed.is_recomputed for owed in alike):
             add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
-    outside = {owed.peer for owed in pairs if not owed.is_recomputed} - messages.halves.keys()
+    outside = {owed.peer for owed in pairs if not owed.is_recomputed} - messages.pending.keys()
     add(Edit.UNANSWERED, outside, next((o for o in pairs if o.peer in outside), pairs[0]))
-    add(Edit.UNASKED, messages.halves, pairs[0], is_for_all=True)
-    circle = messages.ends & messages.halves.keys()
+    add(Edit.UNASKED, messages.pending, pairs[0], is_for_all=True)
+    circle = messages.ends & messages.pending.keys()
     add(Edit.UNASKED, circle, next((o for o in pairs if o.waiter in circle), pairs[0]), is_for_all=True)
     return list(found.values())
 

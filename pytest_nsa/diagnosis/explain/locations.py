@@ -56,8 +56,8 @@ def line_of_its_loop(rank: RankEvidence) -> str:
 def main_thread_that_joins(rank: RankEvidence) -> ThreadStack | None:
     """Return the main thread of a rank, where it waits for the thread that shows what the rank does; else None."""
     main = next((t for t in rank.threads if t.is_main), None)
-    is_apart = main is not None and rank.last_stack is rank.stack is not main
-    return main if main is not None and is_apart and main.waits_for_a_thread else None
+    is_elsewhere = main is not None and rank.last_stack is rank.stack is not main
+    return main if main is not None and is_elsewhere and main.waits_for_a_thread else None
 
 
 def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[Frame]]:

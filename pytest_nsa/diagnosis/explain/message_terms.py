@@ -73,7 +73,7 @@ MESSAGE: tuple[Term, ...] = (
         "same half",
         "is at a line at which other ranks wait, too",
         True,
-        lambda o: sum(line_of(c) == line_of(o.call) for c in o.messages.halves.values()) > 1,
+        lambda o: sum(line_of(c) == line_of(o.call) for c in o.messages.pending.values()) > 1,
     ),
     Term(
         "once more",
@@ -158,7 +158,7 @@ MESSAGE: tuple[Term, ...] = (
         "made its half",
         "exchanged messages at these lines as often as the rank that waits for it, with others",
         False,
-        lambda o: o.made_its_half,
+        lambda o: o.entered_as_often,
     ),
     Term("several wait", "is waited for by several ranks", False, lambda o: len(o.messages.waiters[o.peer]) > 1),
     Term("end of chain", "is where the chain of waiting ranks ends", False, lambda o: o.peer in o.messages.ends),
@@ -166,7 +166,7 @@ MESSAGE: tuple[Term, ...] = (
         "in a circle",
         "is in a circle of ranks that wait for each other",
         False,
-        lambda o: o.peer in o.messages.ends and o.peer in o.messages.halves and o.messages.halves[o.peer].peer != ANY,
+        lambda o: o.peer in o.messages.ends and o.peer in o.messages.pending and o.messages.pending[o.peer].peer != ANY,
     ),
 )
 

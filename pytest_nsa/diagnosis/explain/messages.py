@@ -16,11 +16,11 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 FEW_BITS = 3.0  # of a call that is expected
 END = "end"  # in place of the call of a rank that ended its test
-Half = tuple[str, tuple[str, ...], int]  # operation, the lines that led to the call, and its peer
+Signature = tuple[str, tuple[str, ...], int]  # operation, the lines that led to the call, and its peer
 Line = tuple[bool, str]  # whether it sends, and its line
 
 
-def half_of(call: Collective) -> Half:
+def signature_of(call: Collective) -> Signature:
     """Return what is equal where a rank exchanges a message with the same peer again."""
     return call.op, call.way, call.peer
 
@@ -49,9 +49,9 @@ class Messages:
 
     def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
         self.evidence, self.waits = evidence, waits
-        self.halves = {rank: c for rank, c in waits.items() if c.peer != -1}
+        self.pending = {rank: c for rank, c in waits.items() if c.peer != -1}
         self.waiters: dict[int, list[int]] = defaultdict(list)
-        for rank, call in sorted(self.halves.items()):
+        for rank, call in sorted(self.pending.items()):
             self.waiters[call.peer].append(rank)
 
     @cached_property
@@ -77,8 +77,8 @@ class Messages:
     @cached_property
     def are_all_alike(self) -> bool:
         """Whether every rank waits in a send at one line, or every one in a receive: none offers what another one waits for."""
-        kinds = set(map(line_of, self.halves.values()))
-        return len(self.halves) == len(self.evidence.ranks) and len(kinds) == 1
+        kinds = set(map(line_of, self.pending.values()))
+        return len(self.pending) == len(self.evidence.ranks) and len(kinds) == 1
 
     @cached_property
     def has_forgotten(self) -> bool:
@@ -102,16 +102,16 @@ class Messages:
         """The ranks at which the chains of ranks that wait for each other end, and those of the circles that they run into."""
         found: set[int] = set()
         seen: set[int] = set()
-        for at in self.halves:
+        for at in self.pending:
             way: list[int] = []
-            while at in self.halves and at not in seen:
+            while at in self.pending and at not in seen:
                 seen.add(at)
                 way.append(at)
-                if not 0 <= self.halves[at].peer < len(self.evidence.ranks):  # from any rank
+                if not 0 <= self.pending[at].peer < len(self.evidence.ranks):  # from any rank
                     found.add(at)
                     break
-                at = self.halves[at].peer
-            if at not in self.halves:
+                at = self.pending[at].peer
+            if at not in self.pending:
                 found.add(at)
             elif at in way:
                 found |= set(way[way.index(at) :])
@@ -119,7 +119,7 @@ class Messages:
 
     def pairs(self) -> Iterator[Owed]:
         """Yield each rank that waits for a message, with the rank that it waits for: each other rank, of a receive from any."""
-        for rank, call in sorted(self.halves.items()):
+        for rank, call in sorted(self.pending.items()):
             peers = range(len(self.evidence.ranks)) if call.peer == ANY else (call.peer,)
             for peer in peers:
                 if peer != rank and 0 <= peer < len(self.evidence.ranks):
@@ -142,8 +142,8 @@ class Owed:
         return [c for c in self.messages.completed[self.waiter] if c.peer != -1 and line_of(c) == line]
 
     @cached_property
-    def before(self) -> list[Half]:
-        return [half_of(c) for c in calls_before(self.messages.evidence, self.waiter, self.call)]
+    def before(self) -> list[Signature]:
+        return [signature_of(c) for c in calls_before(self.messages.evidence, self.waiter, self.call)]
 
     @cached_property
     def theirs(self) -> Collective | None:
@@ -157,8 +157,8 @@ class Owed:
         return calls_before(self.messages.evidence, self.peer, mine) if mine is not None else list(rank.collectives)
 
     @cached_property
-    def peers_history(self) -> list[Half]:
-        return [half_of(c) for c in self.peers_calls]
+    def peers_history(self) -> list[Signature]:
+        return [signature_of(c) for c in self.peers_calls]
 
     @cached_property
     def answers(self) -> list[Collective]:
@@ -171,7 +171,7 @@ class Owed:
 
     def bits_of_answer(self) -> float:
         """Return the surprise of the peer's next answer, where it made it in place of what it waits in."""
-        return surprise(self.peers_history, half_of(self.answers[-1])) if self.answers else MOST_BITS
+        return surprise(self.peers_history, signature_of(self.answers[-1])) if self.answers else MOST_BITS
 
     @property
     def is_passed_over(self) -> bool:
@@ -184,15 +184,15 @@ class Owed:
         """Return the surprise of what the peer waits in, after its answer."""
         if not self.answers or self.theirs is None:
             return MOST_BITS
-        return surprise([*self.peers_history, half_of(self.answers[-1])], half_of(self.theirs))
+        return surprise([*self.peers_history, signature_of(self.answers[-1])], signature_of(self.theirs))
 
     def bits_of_peer(self) -> float:
         """Return the surprise of what the peer waits in."""
-        return MOST_BITS if self.theirs is None else surprise(self.peers_history, half_of(self.theirs))
+        return MOST_BITS if self.theirs is None else surprise(self.peers_history, signature_of(self.theirs))
 
     def bits_of_call(self) -> float:
         """Return the surprise of the waiter's call."""
-        return surprise(self.before, half_of(self.call))
+        return surprise(self.before, signature_of(self.call))
 
     @cached_property
     def is_recomputed(self) -> bool:
@@ -202,7 +202,7 @@ class Owed:
     @property
     def is_wanted(self) -> bool:
         """Whether another rank than the peer waits for the waiter in the other half."""
-        waits = self.messages.halves
+        waits = self.messages.pending
         return any(r != self.peer and waits[r].is_send != self.call.is_send for r in self.messages.waiters[self.waiter])
 
     @property
@@ -236,7 +236,7 @@ class Owed:
         return self.messages.counts(self.answers[-1], self.peer) if self.answers else (0, [])
 
     @property
-    def made_its_half(self) -> bool:
+    def entered_as_often(self) -> bool:
         """Whether the peer entered the two lines of the exchange as often as the waiter has: with other ranks."""
         counts = [
             (line, len(made[self.waiter]), len(made.get(self.peer, ())))

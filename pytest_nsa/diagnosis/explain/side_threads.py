@@ -31,11 +31,12 @@ def _come_later(
     """Return whether a thread beside the main one makes the call of each of ``ranks``, and the others have that thread as well
     and are in another call.
     """
-    if not all(_functions_of(calls[r.rank]) & _functions_beside(r) for r in ranks):
+    if not all(_functions_of(calls[r.rank]) & _functions_of_side_threads(r) for r in ranks):
         return False
     functions = _functions_of(calls[ranks[0].rank])
     return all(
-        (theirs := functions & _functions_beside(r)) and not theirs & _functions_of(calls[r.rank]) for r in others
+        (theirs := functions & _functions_of_side_threads(r)) and not theirs & _functions_of(calls[r.rank])
+        for r in others
     )
 
 
@@ -44,12 +45,15 @@ def _functions_of(calls: tuple[Collective, ...]) -> set[tuple[str, str]]:
     return {(file, function) for file, _, function in (parts_of(call.site) for call in calls)}
 
 
-def _functions_beside(rank: RankEvidence) -> set[tuple[str, str]]:
+def _functions_of_side_threads(rank: RankEvidence) -> set[tuple[str, str]]:
     """Return the user's functions, by file and name, that a rank's threads beside the main one are in, were in when the test
     raised, or raised in.
     """
     frames = [f for stack in (*rank.threads, *rank.fatal) if not stack.is_main for f in stack.frames if f.is_user]
-    told = [*(place for e in rank.exceptions for place in e.beside), *(e.where for e in rank.thread_errors if e.where)]
+    places = [
+        *(place for e in rank.exceptions for place in e.side_threads),
+        *(e.where for e in rank.thread_errors if e.where),
+    ]
     return {(f.file, f.function) for f in frames} | {
-        (file, function) for file, _, function in (parts_of(place) for place in told)
+        (file, function) for file, _, function in (parts_of(place) for place in places)
     }

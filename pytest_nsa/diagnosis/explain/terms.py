@@ -152,7 +152,7 @@ SHARED: tuple[Term, ...] = (
     Term("same line", "is at the others' line", lambda c: c.order is Order.SAME),
     Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE),
     Term("not comparable", "is in another function than the others", lambda c: c.order is Order.UNKNOWN),
-    Term("another thread", "makes its call in another thread than the others", lambda c: c.is_beside),
+    Term("another thread", "makes its call in another thread than the others", lambda c: c.is_of_a_side_thread),
     Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches),
     Term("later step", "is in a later step of the training", lambda c: c.call.step > c.other_call.step),
     Term("earlier step", "is in an earlier step of the training", lambda c: c.call.step < c.other_call.step),

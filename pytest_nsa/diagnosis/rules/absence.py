@@ -5,10 +5,10 @@ from __future__ import annotations
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, owning_module, rings
-from pytest_nsa.diagnosis.rules.alone import skipped
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
+from pytest_nsa.diagnosis.rules.one_sided import skipped
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
@@ -48,10 +48,10 @@ def left_alone(evidence: Evidence) -> Finding | None:
     n, members = evidence.job.world_size, members_of_new(missed, evidence.job.world_size)
     gone = tuple(rank for rank, c in entered.items() if c.op == END)
     culprits = tuple(rank for rank in gone if rank in members) or gone
-    told = "ended its test" if len(culprits) == 1 else "ended their tests"
+    end = "ended its test" if len(culprits) == 1 else "ended their tests"
     return Finding(
         cause="init_timeout", ranks=culprits, where=missed.site, certain=True, confidence=0.85, facts=all_facts(evidence.ranks),
-        reason=f"{describe_ranks(culprits, n)} {told} without the group that the others wait for",
+        reason=f"{describe_ranks(culprits, n)} {end} without the group that the others wait for",
     )  # fmt: skip
 
 

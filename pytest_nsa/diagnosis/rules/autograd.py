@@ -95,8 +95,8 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     without = [r for r in evidence.ranks if r.gradients_missing]
     asserted = [(r, error) for r in without if (error := _asserts_on_it(r)) is not None]
     waited_for = [r for r in without if r.needs_every_gradient]
-    apart = without if len(without) < len(evidence.ranks) and _reduce_by_hand(evidence) else []
-    blamed = waited_for or apart or [r for r, _ in asserted]
+    uneven = without if len(without) < len(evidence.ranks) and _reduce_by_hand(evidence) else []
+    blamed = waited_for or uneven or [r for r, _ in asserted]
     if not blamed:
         return None
     ranks, n = tuple(r.rank for r in blamed), evidence.job.world_size

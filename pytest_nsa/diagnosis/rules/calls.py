@@ -6,9 +6,9 @@ from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
-from pytest_nsa.diagnosis.rules.alone import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.groups import of_other_members
+from pytest_nsa.diagnosis.rules.one_sided import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import DEFAULT_GROUPS
@@ -20,21 +20,21 @@ _OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  
 
 def departed(evidence: Evidence) -> Finding | None:
     """Find that ranks entered different collectives at the same place of their group's sequence."""
-    entered = first_apart(evidence)
+    entered = first_mismatch(evidence)
     if entered is None or _raised_before(evidence, entered):
         return None
     return of_a_shift(evidence) or of_an_earlier_call(evidence, entered) or finding_of(evidence, entered)
 
 
-def waiting_apart(evidence: Evidence) -> Finding | None:
+def waiting_in_different_calls(evidence: Evidence) -> Finding | None:
     """Find that every rank waits, and not in the same collective: none of them can complete."""
     if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
         return None
-    found = held_apart(evidence)
+    found = held_in_different_calls(evidence)
     return None if found is None else finding_of(evidence, found)
 
 
-def held_apart(evidence: Evidence) -> Calls | None:
+def held_in_different_calls(evidence: Evidence) -> Calls | None:
     """Return what each rank waits in, where these calls are several collectives, and none of them can complete.
 
     A rank that does anything else is no part of it, where the others wait for each other alone; nor is one that no other rank
@@ -70,42 +70,42 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
     shown, values = _shown(evidence, entered), found.candidate.values
     if edit is Edit.ORDER:
-        why = f"the ranks wait in different collectives: {shown}"
+        reason = f"the ranks wait in different collectives: {shown}"
     elif found.candidate.is_for_all:
-        why = f"the ranks are in different collectives: {shown}"
+        reason = f"the ranks are in different collectives: {shown}"
     elif edit is Edit.SKIP and are_waiting:
-        told = "it made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
+        detail = "it made fewer steps" if mine.op == END and mine.step < other.step else "call skipped"
         went = ("ended its test" if len(ranks) == 1 else "ended their tests") if mine.op == END else "went on"
-        why = f"{who} {went} without {other.describe()}, in which the others wait ({told}): {shown}"
+        reason = f"{who} {went} without {other.describe()}, in which the others wait ({detail}): {shown}"
     elif edit is Edit.SKIP:
-        told = "it left the loop that the others are in" if values.get("left") else "call skipped"
-        why = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({told})"
+        detail = "it left the loop that the others are in" if values.get("left") else "call skipped"
+        reason = f"{who} went on without {other.describe()} and entered {mine.describe()}; the others wait in the former ({detail})"
     elif edit is Edit.EXTRA and are_waiting:
         went = "ended without" if other.op == END else "went on without"
-        why = f"{who} entered {mine.describe()}, which the others {went}: {shown}"
+        reason = f"{who} entered {mine.describe()}, which the others {went}: {shown}"
     else:
         round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
-        why = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
-    why += because(found, n)
-    culprits, cause, why = explained(evidence, ranks, edit.cause, why, entered)
+        reason = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
+    reason += because(found, n)
+    culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:
         # For a call that was skipped, the line to look at is the call that the others are in.
         left = origin_of(evidence, ranks, other)
-        why += left.since
-    why += ran_out(evidence, culprits, cause)
+        reason += left.since
+    reason += ran_out(evidence, culprits, cause)
     calls = () if are_waiting else tuple(
-        Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", says=f"entered {c.describe()} in step {c.step}")
+        Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", text=f"entered {c.describe()} in step {c.step}")
         for r, c in sorted(entered.items())
     )  # fmt: skip
     return Finding(
-        cause=cause, ranks=culprits, where=left.where, called_from=left.called_from, reason=why, certain=found.is_certain,
+        cause=cause, ranks=culprits, where=left.where, called_from=left.called_from, reason=reason, certain=found.is_certain,
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
         terms=terms_of(found, n),
     )  # fmt: skip
 
 
-def first_apart(evidence: Evidence) -> Calls | None:
+def first_mismatch(evidence: Evidence) -> Calls | None:
     """Return what each rank entered where calls first differ, of groups that have one set of members on all ranks."""
     calls = rings(evidence)
     entered = first_departure(calls)
@@ -143,8 +143,8 @@ def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
 
 def because(found: Explanation, world_size: int) -> str:
     """Return the two terms of the largest weight in words, after a semicolon; '' without any."""
-    told = [_sentence(found, name, words, world_size) for name, words, _ in found.terms[:2]]
-    return f"; {'; '.join(told)}" if told else ""
+    sentences = [_sentence(found, name, words, world_size) for name, words, _ in found.terms[:2]]
+    return f"; {'; '.join(sentences)}" if sentences else ""
 
 
 def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:

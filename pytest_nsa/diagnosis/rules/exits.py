@@ -42,8 +42,8 @@ _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))"
 
 def is_victim(error: RaisedException) -> bool:
     """Return whether an exception, or what it was raised from, is torch saying that another rank has gone."""
-    said = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
-    return not _is_of_a_lost_worker(error) and any(says_that_another_has_gone(message, file) for message, file in said)
+    texts = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
+    return not _is_of_a_lost_worker(error) and any(reports_a_lost_peer(message, file) for message, file in texts)
 
 
 def _is_of_a_lost_worker(error: RaisedException) -> bool:
@@ -57,7 +57,7 @@ def _is_of_memory(error: RaisedException) -> bool:
     return any(kind in MEMORY for kind in kinds) or any(part in t.lower() for t in texts for part in _MEMORY_TEXTS)
 
 
-def _told(error: RaisedException) -> tuple[str, str]:
+def _description_of(error: RaisedException) -> tuple[str, str]:
     """Return an exception's message in a line, and its location; one of a data loader's worker carries its traceback as its
     text.
     """
@@ -78,7 +78,7 @@ def is_victim_text(message: str) -> bool:
     return any(phrase in message.lower() for phrase in VICTIM_TEXTS)
 
 
-def says_that_another_has_gone(message: str, raised_in: str) -> bool:
+def reports_a_lost_peer(message: str, raised_in: str) -> bool:
     """Return whether torch, which raised in a file, says so."""
     from_torch = "/torch/" in raised_in or "/nsa/trace/" in raised_in or not raised_in
     return from_torch and is_victim_text(message)
@@ -173,7 +173,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "assertion"  # an ordinary failure: no rank's alone
     else:
         cause = "rank_exception"
-    reason, where = _told(error)
+    reason, where = _description_of(error)
     if failed:
         who = describe_ranks(culprits, evidence.job.world_size)
         reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
@@ -348,7 +348,7 @@ def xid_facts(evidence: Evidence) -> tuple[Fact, ...]:
     """Return what the driver logged of the GPUs while the test ran."""
     found = ((f"GPU {gpu}: Xid {xid}", _XIDS.get(xid, "see NVIDIA's catalogue")) for gpu, xid in evidence.xids)
     return tuple(
-        Fact(rank=NO_RANK, kind="xid", file="host.jsonl", says=f"{error}, {meaning}") for error, meaning in found
+        Fact(rank=NO_RANK, kind="xid", file="host.jsonl", text=f"{error}, {meaning}") for error, meaning in found
     )
 
 

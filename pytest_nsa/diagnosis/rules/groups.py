@@ -18,7 +18,7 @@ from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
-def groups_apart(evidence: Evidence) -> Finding | None:
+def groups_differ(evidence: Evidence) -> Finding | None:
     """Find that ranks make a group that others of its members do not make, where every rank waits.
 
     torch numbers groups as a rank makes them, and members meet under that number: what some ranks make alone moves the number
@@ -244,7 +244,7 @@ class Claim:
     is_inside: bool
 
 
-def numbered_apart(evidence: Evidence) -> Finding | None:
+def numbers_differ(evidence: Evidence) -> Finding | None:
     """Find that ranks which meet in one store do not have numbers 0 to size - 1, each once: then their group never forms.
 
     torch takes RANK and WORLD_SIZE, or arguments of ``init_process_group``, as they are. Ranks that call themselves by one number

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
-from pytest_nsa.diagnosis.rules.alone import extra, of_a_shift, skipped
+from pytest_nsa.diagnosis.rules.one_sided import extra, of_a_shift, skipped
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -44,9 +44,11 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     """
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-    told = f"; {_who_waits(ranks, n)} for a key of a store"
+    context = f"; {_who_waits(ranks, n)} for a key of a store"
     found = (
-        of_a_shift(evidence) or _past_a_call(evidence, ranks, waits, told) or _not_set_by_its_owner(evidence, waiting)
+        of_a_shift(evidence)
+        or _past_a_call(evidence, ranks, waits, context)
+        or _not_set_by_its_owner(evidence, waiting)
     )
     if len(waiting) == len(alive):
         found = found or _out_of_its_series(evidence, waiting) or _ahead_of_the_others(evidence, waiting)
@@ -62,7 +64,7 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
 
 
 def _past_a_call(
-    evidence: Evidence, ranks: tuple[int, ...], waits: Mapping[int, Collective], told: str
+    evidence: Evidence, ranks: tuple[int, ...], waits: Mapping[int, Collective], context: str
 ) -> Finding | None:  # fmt: skip
     """Find that ``ranks``, which wait for keys, are past the collective in which all others wait, by the counters of their loops.
 
@@ -78,10 +80,10 @@ def _past_a_call(
     if not all(c.order is Order.AFTER and c.is_counted for c in seen):
         return None
     if len(others) < len(ranks):
-        return extra(evidence, tuple(sorted(others)), call, f"which the others have gone past{told}")
+        return extra(evidence, tuple(sorted(others)), call, f"which the others have gone past{context}")
     who = describe_ranks(ranks, evidence.job.world_size)
-    why = f"{who} went on without {call.describe()}, in which the others wait (call skipped){told}"
-    return skipped(evidence, tuple(sorted(ranks)), call, why)
+    reason = f"{who} went on without {call.describe()}, in which the others wait (call skipped){context}"
+    return skipped(evidence, tuple(sorted(ranks)), call, reason)
 
 
 def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
@@ -202,17 +204,17 @@ def _ahead_of_the_others(evidence: Evidence, waiting: list[RankEvidence]) -> Fin
 
 def _latest_such(rank: RankEvidence, keys: list[str]) -> tuple[str, str]:
     """Return (key, line) of the latest key that a rank has set which differs by its numbers from one of ``keys``, or twice ''."""
-    wanted = {_without_numbers(key) for said in keys for key in said.split(", ")}
+    wanted = {_without_numbers(key) for names in keys for key in names.split(", ")}
     return next((found for found in reversed(rank.keys_set) if _without_numbers(found[0]) in wanted), ("", ""))
 
 
 def _ahead(rank: RankEvidence, key: str) -> int | None:
     """Return how far the number of a rank's latest key of such is beyond that of ``key``; None where not just one differs."""
     latest, _ = _latest_such(rank, [key])
-    apart = [pair for pair in zip(_numbers(latest), _numbers(key), strict=False) if pair[0] != pair[1]]
-    if len(apart) != 1 or max(map(len, apart[0])) > _LONGEST:
+    differing = [pair for pair in zip(_numbers(latest), _numbers(key), strict=False) if pair[0] != pair[1]]
+    if len(differing) != 1 or max(map(len, differing[0])) > _LONGEST:
         return None
-    mine, wanted = apart[0]
+    mine, wanted = differing[0]
     return int(mine) - int(wanted)
 
 
@@ -228,7 +230,7 @@ def _owner_of(evidence: Evidence, key: str) -> int | None:
     kind, numbers = _without_numbers(key), _numbers(key)
     own: dict[int, set[tuple[str, ...]]] = {}
     for rank in evidence.ranks:
-        found = {_numbers(said) for said, _ in rank.keys_set if _without_numbers(said) == kind}
+        found = {_numbers(name) for name, _ in rank.keys_set if _without_numbers(name) == kind}
         if found:
             own[rank.rank] = found
     if len(own) < 2:

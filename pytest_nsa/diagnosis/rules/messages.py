@@ -8,9 +8,9 @@ from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
-from pytest_nsa.diagnosis.rules.alone import of_a_shift, weakened
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.one_sided import of_a_shift, weakened
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -34,14 +34,14 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
         return None
     alive = [r for r in evidence.ranks if not r.finished]
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-    halves = {rank: c for rank, c in waits.items() if c.peer != -1}
-    if not halves or len(waits) < len(alive) or any(not r.is_waiting for r in alive):
+    pending = {rank: c for rank, c in waits.items() if c.peer != -1}
+    if not pending or len(waits) < len(alive) or any(not r.is_waiting for r in alive):
         return None
     if any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
         return None
     if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
         return None
-    if any(_is_paired(rank, c, halves) for rank, c in halves.items()):
+    if any(_is_paired(rank, c, pending) for rank, c in pending.items()):
         return None  # it may be under way
     return waits | {r.rank: ended(r) for r in evidence.ranks if r.finished}
 
@@ -54,21 +54,21 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     if found.candidate.owed is None:
         return finding_from(evidence, entered, found)
     n, owed, ranks = evidence.job.world_size, found.candidate.owed, found.candidate.ranks
-    halves = {rank: c for rank, c in sorted(entered.items()) if c.peer != -1}
-    asked = found.candidate.edit is not Edit.UNANSWERED
-    victims = {rank: c for rank, c in halves.items() if rank not in ranks} or halves
-    reason = f"receives and sends do not pair: {_in_words(evidence, halves if asked else victims)}"
+    pending = {rank: c for rank, c in sorted(entered.items()) if c.peer != -1}
+    blames_waiter = found.candidate.edit is not Edit.UNANSWERED
+    victims = {rank: c for rank, c in pending.items() if rank not in ranks} or pending
+    reason = f"receives and sends do not pair: {_in_words(evidence, pending if blames_waiter else victims)}"
     if found.candidate.is_for_all:
         reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the other half first"
-    elif not asked:
+    elif not blames_waiter:
         reason += f"; {_what_they_do(evidence, ranks, entered)}"
     call, where = owed.call, owed.call.site
-    if not asked and owed.is_passed_over:
+    if not blames_waiter and owed.is_passed_over:
         call = owed.answers[-1]
         where = call.site
         reason += f"; the other half is like {call.describe()}"
-    elif ranks[0] in halves:
-        call = halves[ranks[0]]
+    elif ranks[0] in pending:
+        call = pending[ranks[0]]
         where = last_seen(evidence.ranks[ranks[0]]) or call.site
     finding = Finding(
         cause="p2p_unmatched", ranks=ranks, where=where, called_from=next(iter(call.way[1:]), ""),
@@ -91,9 +91,9 @@ def _what_they_do(evidence: Evidence, ranks: tuple[int, ...], entered: Calls) ->
     return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
 
 
-def _is_paired(rank: int, call: Collective, halves: Calls) -> bool:
+def _is_paired(rank: int, call: Collective, pending: Calls) -> bool:
     """Return whether the peer is in the other half of a rank's call, in the same group: messages of two groups never meet."""
-    other = halves.get(call.peer)
+    other = pending.get(call.peer)
     if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
         return False
     return {call.is_send, other.is_send} == {True, False}

@@ -37,7 +37,7 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     if not errors:
         return None
     if not odd:
-        return _said_by_the_test(evidence)
+        return _stated_by_the_test(evidence)
     step = min(e["step"] for _, e in odd)
     ranks = tuple(sorted({r.rank for r, e in odd if e["step"] == step}))
     value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
@@ -65,13 +65,13 @@ def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
     return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
 
 
-def _said_by_the_test(evidence: Evidence) -> Finding | None:
+def _stated_by_the_test(evidence: Evidence) -> Finding | None:
     """Find that the test's own assertion looked for a finite number, and there was none."""
     found = [
         (r, e)
         for r in evidence.ranks
         for e in r.exceptions
-        if e.type == "AssertionError" and _asks_for_a_number(evidence, e)
+        if e.type == "AssertionError" and _checks_a_number(evidence, e)
     ]
     if not found:
         return None
@@ -88,7 +88,7 @@ def _said_by_the_test(evidence: Evidence) -> Finding | None:
     )
 
 
-def _asks_for_a_number(evidence: Evidence, error: RaisedException) -> bool:
+def _checks_a_number(evidence: Evidence, error: RaisedException) -> bool:
     source = evidence.sources.line(error.file, error.line)
     return bool(_FINITE.search(source)) and bool(_NAN.search(error.message))
 
@@ -142,7 +142,7 @@ def _lost(evidence: Evidence, seen_by: int, records: list[dict[str, Any]]) -> Fi
         facts=(
             Fact(
                 rank=seen_by, kind="checksum", file=f"rank{seen_by}/checksums.jsonl",
-                says=f"the first {first['kind']} that is not finite is of step {first['step']}",
+                text=f"the first {first['kind']} that is not finite is of step {first['step']}",
             ),
         ),
     )  # fmt: skip
@@ -218,9 +218,9 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
                 found = _diverged(evidence, by_rank, index, names)
                 if 0 < len(alone) < len(streams):
                     who, site = describe_ranks(tuple(alone), evidence.job.world_size), past[alone[0]][0]["site"]
-                    told = f"{who} alone updated the model past its DDP wrapper, at {site}"
+                    bypass = f"{who} alone updated the model past its DDP wrapper, at {site}"
                     ranks = tuple(alone) if len(found.ranks) == len(streams) else found.ranks
-                    return replace(found, ranks=ranks, where=site, reason=f"{found.reason}; {told}")
+                    return replace(found, ranks=ranks, where=site, reason=f"{found.reason}; {bypass}")
                 return with_origin(found, evidence.job.world_size, streams, by_rank, equal)
             if records[0]["kind"] != "gradient":
                 equal = by_rank
@@ -273,7 +273,7 @@ def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: 
         certain=True,
         confidence=0.95,
         facts=tuple(
-            Fact(rank=r, kind="checksum", file=f"rank{r}/checksums.jsonl", says=f"{name}: {v}")
+            Fact(rank=r, kind="checksum", file=f"rank{r}/checksums.jsonl", text=f"{name}: {v}")
             for r, v in values.items()
         ),
     )

@@ -8,19 +8,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.explain.messages import half_of, has_forgotten
+from pytest_nsa.diagnosis.explain.messages import has_forgotten, signature_of
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.facts import all_facts, rings
-from pytest_nsa.diagnosis.rules.alone import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.rules.one_sided import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
 from pytest_nsa.evidence.collectives import by_place, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
-_TELLS = re.compile(r"tells -?\d+(?:,-?\d+)*$")
+_ANNOUNCED = re.compile(r"tells -?\d+(?:,-?\d+)*$")
 NOTE = 96  # bytes of a note on the board: a longer one is cut
 
 
@@ -56,7 +56,7 @@ def aborted(evidence: Evidence) -> Finding | None:
     return None
 
 
-def aborted_apart(evidence: Evidence) -> Finding | None:
+def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
     """Find that gloo aborted ranks in a call of a group in which others are in what DDP does by itself, which is counted apart."""
     ended = [r for r in evidence.ranks if r.signal == signal.SIGABRT and not r.by_us]
     if not ended or any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
@@ -97,10 +97,10 @@ def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidenc
 def _expected(rank: RankEvidence, call: Collective) -> Collective | None:
     """Return the latest call like the one that a rank's calls so far expect in place of ``call``; None where it is as expected."""
     before = [c for c in rank.collectives if c.index < call.index]
-    expected = expected_next([half_of(c) for c in before])
-    if expected is None or expected == half_of(call):
+    expected = expected_next([signature_of(c) for c in before])
+    if expected is None or expected == signature_of(call):
         return None
-    return next((c for c in reversed(before) if half_of(c) == expected), None)
+    return next((c for c in reversed(before) if signature_of(c) == expected), None)
 
 
 def splits_differ(evidence: Evidence) -> Finding | None:
@@ -115,15 +115,15 @@ def splits_differ(evidence: Evidence) -> Finding | None:
         if not wrong:
             continue
         # Where ranks are one call apart, what one gives is for another call than what the other takes.
-        apart = of_a_shift(evidence) or of_an_earlier_call(evidence, entered)
-        if apart is not None:
-            return apart
+        shifted = of_a_shift(evidence) or of_an_earlier_call(evidence, entered)
+        if shifted is not None:
+            return shifted
         counts = Counter(rank for giver, taker, _, _ in wrong for rank in (giver, taker))
         # In most of the pairs; of several such, the rank that splits as no other does.
         alike = Counter(c.note for c in entered.values())
         blamed = {rank: (count, -alike[entered[rank].note]) for rank, count in counts.items()}
         culprits = tuple(sorted(rank for rank, by in blamed.items() if by == max(blamed.values())))
-        broke = _against_their_word(evidence.members(group), _told_before(evidence, entered), wrong)
+        broke = _against_announced(evidence.members(group), _counts_announced_before(evidence, entered), wrong)
         culprits = broke or culprits
         shown = "; ".join(
             f"rank {giver} gives {gives} to rank {taker}, which takes {takes}"
@@ -141,32 +141,32 @@ def splits_differ(evidence: Evidence) -> Finding | None:
     return None
 
 
-def _told_before(evidence: Evidence, entered: dict[int, Collective]) -> dict[int, list[int]]:
+def _counts_announced_before(evidence: Evidence, entered: dict[int, Collective]) -> dict[int, list[int]]:
     """Return the counts, one for each rank of the group, that ranks told each other last before they entered an exchange; {} where
     that was not one call.
     """
-    told: dict[int, Collective] = {}
+    announced: dict[int, Collective] = {}
     for rank, call in entered.items():
         calls = [c for c in evidence.ranks[rank].collectives if c.index < call.index and c.group == call.group]
-        told.update((rank, c) for c in calls if _TELLS.match(c.note))
-    if len(told) < len(entered) or len({c.place for c in told.values()}) != 1:
+        announced.update((rank, c) for c in calls if _ANNOUNCED.match(c.note))
+    if len(announced) < len(entered) or len({c.place for c in announced.values()}) != 1:
         return {}
-    return {rank: [*map(int, c.note.partition(" ")[2].split(","))] for rank, c in told.items()}
+    return {rank: [*map(int, c.note.partition(" ")[2].split(","))] for rank, c in announced.items()}
 
 
-def _against_their_word(
-    members: tuple[int, ...], told: dict[int, list[int]], wrong: list[tuple[int, int, int, int]]
+def _against_announced(
+    members: tuple[int, ...], announced: dict[int, list[int]], wrong: list[tuple[int, int, int, int]]
 ) -> tuple[int, ...]:
     """Return the ranks whose rows are not what was told before, where those of the other rank of each pair are: of what the giver
     has told the taker, or, on the way back, the taker the giver; () where that does not tell.
     """
     culprits: set[int] = set()
-    for giver, taker, gives, takes in wrong if told else ():
-        there, back = told[giver][members.index(taker)], told[taker][members.index(giver)]
-        said = next((n for n in (there, back) if (gives == n) != (takes == n)), None)
-        if said is None:
+    for giver, taker, gives, takes in wrong if announced else ():
+        there, back = announced[giver][members.index(taker)], announced[taker][members.index(giver)]
+        promised = next((n for n in (there, back) if (gives == n) != (takes == n)), None)
+        if promised is None:
             return ()
-        culprits.add(taker if gives == said else giver)
+        culprits.add(taker if gives == promised else giver)
     return tuple(sorted(culprits))
 
 
@@ -215,9 +215,9 @@ def wrong_numbers(evidence: Evidence) -> Finding | None:
     for calls in _in_order(evidence):
         if len({_terms(c, calls) for c in calls.values()}) > 1:
             return _found(evidence, calls, _odd_ones(evidence, calls))
-    for halves in _messages(evidence):
-        if not _fit(*halves.values()):
-            return _found(evidence, halves, _changed(evidence, halves) or tuple(sorted(halves)))
+    for calls in _messages(evidence):
+        if not _fit(*calls.values()):
+            return _found(evidence, calls, _changed(evidence, calls) or tuple(sorted(calls)))
     return None
 
 
@@ -282,7 +282,7 @@ def _changed(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
 
 def _messages(evidence: Evidence) -> Iterator[Calls]:
     """Yield sender's and receiver's call of each message: between two ranks, in a group and of a tag, they pair in their order."""
-    halves: defaultdict[tuple[object, ...], tuple[list[Collective], list[Collective]]] = defaultdict(lambda: ([], []))
+    queues: defaultdict[tuple[object, ...], tuple[list[Collective], list[Collective]]] = defaultdict(lambda: ([], []))
     if any(map(has_forgotten, evidence.ranks)):
         return
     takers = {(r.rank, c.group) for r in evidence.ranks for c in r.collectives if c.peer == ANY}
@@ -290,8 +290,8 @@ def _messages(evidence: Evidence) -> Iterator[Calls]:
         for call in (c for c in rank.collectives if c.peer >= 0):
             way = (rank.rank, call.peer) if call.is_send else (call.peer, rank.rank)
             if (way[1], call.group) not in takers:
-                halves[(*way, call.group, call.note)][not call.is_send].append(call)
-    for (sender, receiver, *_), (sent, taken) in halves.items():
+                queues[(*way, call.group, call.note)][not call.is_send].append(call)
+    for (sender, receiver, *_), (sent, taken) in queues.items():
         for one, other in zip(sent, taken, strict=False):
             yield {sender: one, receiver: other}  # type: ignore[dict-item]
 

@@ -18,12 +18,16 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def explained(
-    evidence: Evidence, culprits: tuple[int, ...], cause: str, why: str, entered: Mapping[int, Collective] | None = None
+    evidence: Evidence,
+    culprits: tuple[int, ...],
+    cause: str,
+    reason: str,
+    entered: Mapping[int, Collective] | None = None,
 ) -> tuple[tuple[int, ...], str, str]:
     """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks, threads."""
     if cause in ("extra_collective", "skipped_collective") and raced(evidence, culprits, entered or {}):
-        told = "one of the two is made in a thread beside the main one, which all of them have: which comes first is chance"
-        return culprits, "collective_mismatch", f"{why}: {told}"
+        race = "one of the two is made in a thread beside the main one, which all of them have: which comes first is chance"
+        return culprits, "collective_mismatch", f"{reason}: {race}"
     # Who is behind has not come to what its step lacks.
     odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
     if odd is not None and odd.is_habit and not set(odd.ranks) & set(culprits):
@@ -32,13 +36,13 @@ def explained(
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         # Each that went on without the call has left it out, whether or not the step in which it did so is known.
         blamed = culprits if cause == "skipped_collective" and set(odd.ranks) < set(culprits) else odd.ranks
-        return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.why}. {why}"
+        return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.reason}. {reason}"
     # Who was aborted may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
-        return culprits, "hook_deadlock", f"in a gradient hook, {why}"
+        return culprits, "hook_deadlock", f"in a gradient hook, {reason}"
     if len(culprits) == len(evidence.ranks):
-        return culprits, cause, why
+        return culprits, cause, reason
     waiting = [r for r in evidence.ranks if r.rank not in culprits and (r.stack is not None or awaited(r) is not None)]
     if (
         cause == "skipped_collective"
@@ -47,14 +51,16 @@ def explained(
         and not any(s.is_in_hook for s in stacks)
     ):
         cause = "hook_deadlock"
-        why = f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {why}"
+        reason = (
+            f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {reason}"
+        )
     if cause == "collective_mismatch" and len({c.way for c in (entered or {}).values()}) == 1:
-        return culprits, cause, why  # one line, and what it carries: no other way
+        return culprits, cause, reason  # one line, and what it carries: no other way
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
-        return culprits, "data_dependent_branch", f"{who} {path}. {why}"
-    return culprits, cause, why
+        return culprits, "data_dependent_branch", f"{who} {path}. {reason}"
+    return culprits, cause, reason
 
 
 def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
@@ -83,14 +89,14 @@ HABIT = 0.5  # of a rank's steps: what happens so often is how this program trai
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """What some ranks did in a step and the others did not; ``why`` is the reason of the plan's list, with what is known.
+    """What some ranks did in a step and the others did not; ``reason`` is the reason of the plan's list, with what is known.
 
     ``is_habit``: of what programs do in some of their steps, as they do not synchronise while they accumulate.
     """
 
     ranks: tuple[int, ...]
     step: int
-    why: str
+    reason: str
     is_habit: bool = False
 
 
@@ -111,7 +117,7 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
             is_habit = kind == "not_synchronised"
-            return Anomaly(ranks=tuple(sorted(ranks)), step=step, why=_why(kind, event), is_habit=is_habit)
+            return Anomaly(ranks=tuple(sorted(ranks)), step=step, reason=_reason_of(kind, event), is_habit=is_habit)
     return None
 
 
@@ -125,11 +131,11 @@ def _habits(rank: RankEvidence) -> set[str]:
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
     """Return whether what ended a forward is what another rank's end looks like, or ended the test: no handler swallowed it."""
     error = str(event.get("error", ""))
-    told = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
-    return told or is_victim_text(error)
+    was_raised = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
+    return was_raised or is_victim_text(error)
 
 
-def _why(kind: str, event: dict[str, object]) -> str:
+def _reason_of(kind: str, event: dict[str, object]) -> str:
     if kind == "forward_failed":
         return f"forward aborted by a swallowed exception in {event.get('module') or 'the model'}: {event.get('error')}"
     if kind == "not_synchronised":

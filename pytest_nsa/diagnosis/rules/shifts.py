@@ -54,7 +54,7 @@ def first_shift(evidence: Evidence) -> Shift | None:
     return None
 
 
-def first_apart(
+def first_at_different_lines(
     evidence: Evidence, culprits: tuple[int, ...], missed: Collective
 ) -> tuple[Collective, Collective] | None:
     """Return the first calls of ``missed``'s group that the culprits and the others made from different lines, theirs first,

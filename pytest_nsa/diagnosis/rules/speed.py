@@ -86,15 +86,15 @@ def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
     board, calls = rank.board, [c for c in rank.collectives if c.peer == -1]
     if board is None or not calls:
         return ""
-    told = ""
+    detail = ""
     before = calls[-1].step
     since = int(board.numbers["step"]) - before
     in_while = any(is_in_while(evidence.sources, f.describe()) for f in frames)
     if in_while and len(calls) > 1 and since >= MANY_TIMES * max(before, MANY_TIMES):
-        told = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
+        detail = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
     elif any(loops_of(evidence.sources, f.describe()) for f in frames):
-        told = _calls_without_end(evidence, rank)
-    return f"rank {rank.rank} goes round a loop: {told}" if told else ""
+        detail = _calls_without_end(evidence, rank)
+    return f"rank {rank.rank} goes round a loop: {detail}" if detail else ""
 
 
 def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
@@ -222,7 +222,7 @@ def _progress(rank: RankEvidence) -> str:
     if rank.board.phase != "backward" or not beats:
         return f"{rank.board.phase} of step {n['step']:.0f}"
     seconds = n["beat_time"] - beats[0]["time"]
-    said = f"backward of step {n['step']:.0f} has brought {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
+    text = f"backward of step {n['step']:.0f} has brought {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
     if 0 < arrived < expected:
-        said += f", {arrived / max(seconds, 1e-9):.2g} a second: about {seconds * (expected - arrived) / arrived:.0f} s to go"
-    return said
+        text += f", {arrived / max(seconds, 1e-9):.2g} a second: about {seconds * (expected - arrived) / arrived:.0f} s to go"
+    return text

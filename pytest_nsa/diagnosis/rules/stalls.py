@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.rules.activity import activity_of
 from pytest_nsa.diagnosis.rules.keys import of_keys
-from pytest_nsa.diagnosis.rules.whys import why_of
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.evidence.waiting import torch_s_wait
@@ -26,46 +26,48 @@ def blocked(evidence: Evidence) -> Finding | None:
             return of_a_key
     if not absent:
         return None
-    whys = {rank.rank: why for rank in absent if (why := why_of(rank)) is not None}
-    if not whys:
+    activities = {rank.rank: activity for rank in absent if (activity := activity_of(rank)) is not None}
+    if not activities:
         return None
-    rank = next(r for r in absent if r.rank in whys)
-    why = whys[rank.rank]
-    culprits = tuple(r for r, other in whys.items() if other.cause == why.cause)
+    rank = next(r for r in absent if r.rank in activities)
+    activity = activities[rank.rank]
+    culprits = tuple(r for r, other in activities.items() if other.cause == activity.cause)
     served = tuple(r for r in culprits if _waits_in_a_thread(evidence.ranks[r]))
     if len(served) < len(culprits):  # these get what they wait for when another rank answers their thread
         culprits = tuple(r for r in culprits if r not in served)
-        rank, why = evidence.ranks[culprits[0]], whys[culprits[0]]
+        rank, activity = evidence.ranks[culprits[0]], activities[culprits[0]]
     # One that waits for a lock which it holds itself holds up all the others that want it.
-    themselves = tuple(r for r in culprits if r in whys[r].holders)
+    themselves = tuple(r for r in culprits if r in activities[r].holders)
     if themselves:
         culprits, rank = themselves, evidence.ranks[themselves[0]]
-        why = whys[rank.rank]
+        activity = activities[rank.rank]
     # A rank that holds the lock and waits itself is half of the deadlock; where several wait for it, the one to look at.
-    holders = tuple(h for h in why.holders if evidence.ranks[h].is_waiting)
+    holders = tuple(h for h in activity.holders if evidence.ranks[h].is_waiting)
     if holders:
         culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders
-    held_up = {r for r, other in whys.items() if themselves and set(other.holders) <= set(themselves)} | set(served)
+    held_up = {r for r, other in activities.items() if themselves and set(other.holders) <= set(themselves)} | set(
+        served
+    )
     waiting = tuple(
         r.rank
         for r in alive
         if r.rank not in culprits and (r.rank in held_up or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
     )
     n = evidence.job.world_size
-    reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {why.says}"
+    reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {activity.description}"
     if waiting:
         reason += f"; {describe_ranks(waiting, n)} waited for it"
-    more = [(r, other) for r, other in whys.items() if other.cause != why.cause]
+    more = [(r, other) for r, other in activities.items() if other.cause != activity.cause]
     for number, other in more:
         at = other.where or last_seen(evidence.ranks[number])
-        reason += f"; a second cause: rank {number} {other.says} ({other.cause}, at {at})"
+        reason += f"; a second cause: rank {number} {other.description} ({other.cause}, at {at})"
     return Finding(
-        cause=why.cause,
+        cause=activity.cause,
         ranks=culprits,
-        where=why.where or last_seen(rank),
+        where=activity.where or last_seen(rank),
         module=owning_module(rank),
         reason=reason,
-        confidence=why.confidence,
+        confidence=activity.confidence,
         facts=all_facts(evidence.ranks),
     )
 

@@ -31,8 +31,8 @@ def with_origin(
     if added:
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
         name, made = (added[0], "") if isinstance(added[0], str) else added[0]  # earlier versions left no line
-        told = f"DDP does not know {name}{more}: added since it wrapped the model" + (f", at {made}" if made else "")
-        finding = replace(finding, reason=f"{finding.reason}; {told}", where=made or finding.where)
+        detail = f"DDP does not know {name}{more}: added since it wrapped the model" + (f", at {made}" if made else "")
+        finding = replace(finding, reason=f"{finding.reason}; {detail}", where=made or finding.where)
     loads = {rank: k.get("loads", []) for rank, k in known.items()}
     if equal:
         before = {rank: len(_known(records, equal[rank]).get("loads", ())) for rank, records in streams.items()}
@@ -45,8 +45,8 @@ def with_origin(
     )
     if found is None:
         return changed_before(finding, world_size, streams, diverged, equal, known)
-    says, where = found
-    return replace(finding, reason=f"{finding.reason}; {says}", where=where or finding.where)
+    text, where = found
+    return replace(finding, reason=f"{finding.reason}; {text}", where=where or finding.where)
 
 
 def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str,
         norms = dict(zip(done, (call[2] for call in calls), strict=True))
         if _odd(norms):
             what, site = calls[0][:2]
-            told = by_ranks({rank: f"{norm:.6g}" for rank, norm in norms.items()}, world_size)
-            return f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {told})", site
+            detail = by_ranks({rank: f"{norm:.6g}" for rank, norm in norms.items()}, world_size)
+            return f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {detail})", site
     return None
 
 
@@ -118,9 +118,9 @@ def _begun_otherwise(
             return alone
         if _odd(values):
             where = next((of_rank["site"] for of_rank in begun.values() if of_rank["site"]), "")
-            told = by_ranks({rank: f"{norm:.6g}" for rank, norm in values.items()}, world_size)
+            detail = by_ranks({rank: f"{norm:.6g}" for rank, norm in values.items()}, world_size)
             return (
-                f"they were not equal when the model was first called (L2 norms of one: {told}), as made at {where}",
+                f"they were not equal when the model was first called (L2 norms of one: {detail}), as made at {where}",
                 where,
             )
     return None
@@ -137,8 +137,8 @@ def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tupl
             odd = _odd(values)
             if odd:
                 where = next((at for rank in (*odd, *values) if (at := known[rank].get("set_at", ""))), "")
-                told = by_ranks({rank: f"{value}" for rank, value in values.items()}, world_size)
-                return f"the optimizer's {name} differs ({told})" + (f", as set at {where}" if where else ""), where
+                detail = by_ranks({rank: f"{value}" for rank, value in values.items()}, world_size)
+                return f"the optimizer's {name} differs ({detail})" + (f", as set at {where}" if where else ""), where
     return None
 
 
@@ -184,11 +184,11 @@ def changed_before(
         return finding
     parameters, gradients = ({rank: sums[i] for rank, sums in before.items()} for i in (0, 1))
     if not _are_equal(parameters.values()):
-        of, told = _PARAMETER, "they were changed before that step, by no optimizer"
+        of, detail = _PARAMETER, "they were changed before that step, by no optimizer"
         last = {rank: _total(record) for rank, record in equal.items()}
         now = parameters
     elif not _are_equal(gradients.values()) and next(iter(diverged.values()))["kind"] == _PARAMETER:
-        of, told = _GRADIENT, "gradients were changed after their reduction"
+        of, detail = _GRADIENT, "gradients were changed after their reduction"
         last = {rank: _total(r) for rank in diverged if (r := _reduced(streams[rank], diverged[rank])) is not None}
         now = gradients
     else:
@@ -202,10 +202,10 @@ def changed_before(
     ranks = changers if is_by_some and len(finding.ranks) == len(diverged) else finding.ranks
     who = f", by {describe_ranks(changers, world_size)}" if is_by_some else ""
     if not may_differ:
-        return replace(finding, ranks=ranks, reason=f"{finding.reason}; {told}{who}")
+        return replace(finding, ranks=ranks, reason=f"{finding.reason}; {detail}{who}")
     place, call = may_differ[0][1:3]
     at, called_from = (f"{place}, called at {call}", call) if place != call else (place, "")
-    reason = f"{finding.reason}; {told}{who}: see {at}"
+    reason = f"{finding.reason}; {detail}{who}: see {at}"
     return replace(finding, ranks=ranks, where=place, called_from=called_from, reason=reason)
 
 

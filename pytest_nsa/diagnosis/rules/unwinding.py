@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.source import is_unwound_at
 from pytest_nsa.diagnosis.facts import all_facts
-from pytest_nsa.diagnosis.rules.exits import LEAVES, MEMORY, is_victim_text, says_that_another_has_gone
+from pytest_nsa.diagnosis.rules.exits import LEAVES, MEMORY, is_victim_text, reports_a_lost_peer
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -27,7 +27,7 @@ def in_cleanup(evidence: Evidence, finding: Finding) -> Finding:
     kind = first.type.rpartition(".")[2]
     cause = "rank_exited" if kind in LEAVES else "oom" if kind in MEMORY else "rank_exception"
     who = describe_ranks(culprits, evidence.job.world_size)
-    reason = f"{who} raised {first.says}, and has not come further than its cleanup ({first.inside}): {finding.reason}"
+    reason = f"{who} raised {first.text}, and has not come further than its cleanup ({first.inside}): {finding.reason}"
     return replace(
         finding, cause=cause, ranks=culprits, where=first.at or first.inside, called_from="", module="", reason=reason,
         rule="unwinding.in_cleanup", facts=finding.facts or all_facts(evidence.ranks),
@@ -37,35 +37,35 @@ def in_cleanup(evidence: Evidence, finding: Finding) -> Finding:
 def _unwinds(sources: Sources, rank: RankEvidence) -> bool:
     """Return whether a rank's own exception goes on once its cleanup is done; not where torch said that another rank has gone."""
     handled = rank.handles
-    if handled is None or handled.type in _ENDS or is_victim_text(handled.says):
+    if handled is None or handled.type in _ENDS or is_victim_text(handled.text):
         return False
     return is_unwound_at(sources, handled.inside)
 
 
-def raised_beside(evidence: Evidence, finding: Finding) -> Finding:
+def raised_in_a_thread(evidence: Evidence, finding: Finding) -> Finding:
     """Return the finding that a thread or a task of the ranks that hold the others up raised, and its exception was never
     retrieved; else ``finding`` itself.
     """
     found = {rank: error for rank in finding.ranks if (error := _first_error(evidence.ranks[rank])) is not None}
     if not found or (len(found) < len(finding.ranks) and finding.certain):
         return finding
-    whose, kind, says, where = found[min(found)]
+    owner, kind, text, where = found[min(found)]
     culprits = tuple(rank for rank, error in found.items() if error[3] == where)
     who = describe_ranks(culprits, evidence.job.world_size)
     return replace(
         finding, cause="oom" if kind in MEMORY else "rank_exception", ranks=culprits, where=where or finding.where,
-        called_from="", module="", rule="unwinding.raised_beside", facts=finding.facts or all_facts(evidence.ranks),
-        reason=f"{whose} of {who} raised {says}, and it was never retrieved: {finding.reason}",
+        called_from="", module="", rule="unwinding.raised_in_a_thread", facts=finding.facts or all_facts(evidence.ranks),
+        reason=f"{owner} of {who} raised {text}, and it was never retrieved: {finding.reason}",
     )  # fmt: skip
 
 
 def _first_error(rank: RankEvidence) -> tuple[str, str, str, str] | None:
     """Return (whose, type, in words, where) of the first exception of a thread or a task that is no consequence; None for none."""
     errors = [
-        (e.whose, e.type, f"{e.type}: {e.headline}", e.where)
+        (e.owner, e.type, f"{e.type}: {e.headline}", e.where)
         for e in rank.thread_errors
-        if not says_that_another_has_gone(e.message, e.raised_in)
+        if not reports_a_lost_peer(e.message, e.raised_in)
     ]
     failed = rank.loop.failed if rank.loop is not None else ()
-    errors += [("an asyncio task", says.partition(":")[0], says, at) for says, at in failed if not is_victim_text(says)]
+    errors += [("an asyncio task", text.partition(":")[0], text, at) for text, at in failed if not is_victim_text(text)]
     return errors[0] if errors else None

@@ -47,13 +47,14 @@ _LOADER = "torch/utils/data/dataloader.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
-    """A cause, what the rank does in words, how sure that is, the line where that is known better than by its stack, and the
-    ranks that hold what it waits for.
+class Activity:
+    """What a rank does instead of meeting the others: ``cause``, its ``description``, and how sure that is.
+
+    ``where`` is the line, where that is known better than by the rank's stack; ``holders`` the ranks that hold what it waits for.
     """
 
     cause: str
-    says: str
+    description: str
     confidence: float
     where: str = ""
     holders: tuple[int, ...] = ()
@@ -62,16 +63,14 @@ class Why:
 MOST_FRAMES = 100  # of a stack: by faulthandler, and by the rank itself
 
 
-def why_of(rank: RankEvidence) -> Why | None:
-    """Return why a rank is blocked where it is; None when no evidence shows it. Each rule is on one kind of evidence, the surest
-    first.
-    """
-    rules: tuple[Callable[[RankEvidence], Why | None], ...] = (
+def activity_of(rank: RankEvidence) -> Activity | None:
+    """Return what a rank is blocked in; None when no evidence shows it. Each rule is on one kind of evidence, the surest first."""
+    rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
         _loader, _child, _pool, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
         _asyncio, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
-    return next((why for rule in rules if (why := rule(rank)) is not None), None)
+    return next((activity for rule in rules if (activity := rule(rank)) is not None), None)
 
 
 def _files(rank: RankEvidence) -> list[str]:
@@ -97,14 +96,16 @@ def _wchan(rank: RankEvidence) -> str:
     return str(rank.process.get("wchan", ""))
 
 
-def _stopped(rank: RankEvidence) -> Why | None:
+def _stopped(rank: RankEvidence) -> Activity | None:
     state = rank.process.get("state", "?")
     return (
-        Why("rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95) if state in ("T", "t") else None
+        Activity("rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95)
+        if state in ("T", "t")
+        else None
     )
 
 
-def _compiling(rank: RankEvidence) -> Why | None:
+def _compiling(rank: RankEvidence) -> Activity | None:
     in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
     # A compiled function's own frames run below dynamo's evaluation of it, and are not a compile.
     running = (
@@ -118,72 +119,74 @@ def _compiling(rank: RankEvidence) -> Why | None:
     if not in_compiler or not (compiling or not running):
         return None
     imports = any(file.startswith("<frozen importlib") for file in _library_files(rank))
-    return Why("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
+    return Activity("compiling", "imports torch's compiler" if imports else "compiles", 0.7)
 
 
-def _importing(rank: RankEvidence) -> Why | None:
+def _importing(rank: RankEvidence) -> Activity | None:
     """Find that it imports a module, which reads files and runs their code."""
     frames = _library_frames(rank)
     if not any(f.file.startswith("<frozen importlib") for f in frames):
         return None
     module = next((f.file for f in frames if f.function == "<module>"), "a module")
     works = computes(rank.process) or rank.process.get("state") == "D"
-    return Why("slow", f"imports {module}", 0.8) if works else None
+    return Activity("slow", f"imports {module}", 0.8) if works else None
 
 
-def _loader(rank: RankEvidence) -> Why | None:
+def _loader(rank: RankEvidence) -> Activity | None:
     if not any(_LOADER in file for file in _library_files(rank)) or computes(rank.process):
         return None  # one that computes in its loader, without workers, waits for nothing
     for stacks in rank.children_threads:
         main = next((t for t in stacks if t.is_main), None)
         if main is not None and main.user_frame is not None:
             where = main.user_frame.describe()
-            return Why("dataloader_stuck", f"waits for its data loader, whose worker is blocked at {where}", 0.9, where)
-    return Why("dataloader_stuck", "waits for its data loader", 0.85)
+            return Activity(
+                "dataloader_stuck", f"waits for its data loader, whose worker is blocked at {where}", 0.9, where
+            )
+    return Activity("dataloader_stuck", "waits for its data loader", 0.85)
 
 
-def _child(rank: RankEvidence) -> Why | None:
+def _child(rank: RankEvidence) -> Activity | None:
     if not any(file.endswith(_CHILD_FILES) for file in _library_files(rank)) and _wchan(rank) != "do_wait":
         return None
     commands = ", ".join(rank.process.get("children", ())) or "unknown"
-    return Why("child_process", f"waits for a child process: {commands}", 0.85)
+    return Activity("child_process", f"waits for a child process: {commands}", 0.85)
 
 
-def _pool(rank: RankEvidence) -> Why | None:
+def _pool(rank: RankEvidence) -> Activity | None:
     """Find that it waits for what a pool of processes is to return."""
     number = len(rank.process.get("children", ()))
     if not number or not any(file.endswith(_POOL_FILES) for file in _library_files(rank)):
         return None
-    return Why("child_process", f"waits for a result of its pool, of {number} processes", 0.8)
+    return Activity("child_process", f"waits for a result of its pool, of {number} processes", 0.8)
 
 
-def _device(rank: RankEvidence) -> Why | None:
-    says = waits_for_its_device(rank)
-    return Why("device_busy", says, 0.85) if says else None
+def _device(rank: RankEvidence) -> Activity | None:
+    description = waits_for_its_device(rank)
+    return Activity("device_busy", description, 0.85) if description else None
 
 
-def _gil_held(rank: RankEvidence) -> Why | None:
+def _gil_held(rank: RankEvidence) -> Activity | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
     if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved: its heartbeat is too
         return None
-    return Why("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
+    return Activity("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
 
 
 def _symbol(rank: RankEvidence) -> str:
     return f" ({rank.native_symbol})" if rank.native_symbol else ""
 
 
-def _busy(rank: RankEvidence) -> Why | None:
+def _busy(rank: RankEvidence) -> Activity | None:
     return _what_computes(rank) if computes(rank.process) else None
 
 
-def _starved(rank: RankEvidence) -> Why | None:
+def _starved(rank: RankEvidence) -> Activity | None:
     """Find that it computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
     share = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
     return _what_computes(rank) if share >= STARVED else None
 
 
-def _what_computes(rank: RankEvidence) -> Why:
+def _what_computes(rank: RankEvidence) -> Activity:
     stack, frame = rank.stack, user_frame(rank)
     n = rank.board.numbers if rank.board is not None else {}
     # On a busy machine its heartbeat is late for want of a core, too.
@@ -195,7 +198,7 @@ def _what_computes(rank: RankEvidence) -> Why:
     # A loop that polls the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
     if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
-        return Why("infinite_loop", "polls without a pause for what does not arrive", 0.8, line_of_its_loop(rank))
+        return Activity("infinite_loop", "polls without a pause for what does not arrive", 0.8, line_of_its_loop(rank))
     if (
         stack is not None
         and frame is not None
@@ -213,17 +216,17 @@ def _what_computes(rank: RankEvidence) -> Why:
     if in_python:
         recursion = _recursion(rank)
         if recursion:
-            return Why("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
+            return Activity("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
         inner = frame.describe() if frame is not None else ""
         places = (inner, *rank.lines_seen, *rank.streams)
         generator = next((place for place in places if is_endless_generator(rank.sources, place)), "")
         if generator and (_is_in_for_loops(rank) or generator == inner):
-            says = f"takes what it does not need from a generator without an end, {generator}"
-            return Why("infinite_loop", says, 0.8, line_of_its_loop(rank))
+            description = f"takes what it does not need from a generator without an end, {generator}"
+            return Activity("infinite_loop", description, 0.8, line_of_its_loop(rank))
         if _is_in_for_loops(rank):
-            return Why("slow", "computes in a for loop that has not come to its end", 0.6)
-        return Why("infinite_loop", "runs in Python without making progress", 0.8, line_of_its_loop(rank))
-    return Why("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
+            return Activity("slow", "computes in a for loop that has not come to its end", 0.6)
+        return Activity("infinite_loop", "runs in Python without making progress", 0.8, line_of_its_loop(rank))
+    return Activity("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
 
 
 def _recursion(rank: RankEvidence) -> str:
@@ -249,41 +252,41 @@ def _is_in_for_loops(rank: RankEvidence) -> bool:
     return bool(kinds) and all(kind == "for" for kind in kinds)
 
 
-def _sleeping(rank: RankEvidence) -> Why | None:
-    return Why("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
+def _sleeping(rank: RankEvidence) -> Activity | None:
+    return Activity("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
 
 
-def _io(rank: RankEvidence) -> Why | None:
+def _io(rank: RankEvidence) -> Activity | None:
     wchan = _wchan(rank)
     if rank.process.get("state") != "D" and not any(part in wchan for part in _IO_WAITS):
         return None
-    return Why("io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8)
+    return Activity("io_stuck", f"waits for I/O ({wchan or 'state D'})", 0.8)
 
 
-def _io_by_source(rank: RankEvidence) -> Why | None:
+def _io_by_source(rank: RankEvidence) -> Activity | None:
     files = _library_files(rank)
     by_file = any(file.endswith(_IO_FILES) for file in files[:4])
-    return Why("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
+    return Activity("io_stuck", "waits for I/O", 0.7) if by_file or _IO.search(_source(rank)) else None
 
 
-def _asyncio(rank: RankEvidence) -> Why | None:
+def _asyncio(rank: RankEvidence) -> Activity | None:
     """Find that its asyncio loop has nothing to do: by what may wake it, timers and files, what its tasks wait for."""
     files, loop = _library_files(rank), rank.loop
     if not any("/asyncio/" in file for file in files):
         return None
     at = _executor_s_place(rank)
     if at:
-        return Why("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
+        return Activity("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
     if loop is None:
-        return Why("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
+        return Activity("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
     where = loop.tasks[0] if loop.tasks else ""
     if loop.files:
-        return Why("io_stuck", "waits in asyncio's loop for a socket or a pipe that has nothing", 0.7, where)
+        return Activity("io_stuck", "waits in asyncio's loop for a socket or a pipe that has nothing", 0.7, where)
     frame = parts_of(where)
     if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
-        return Why("sleeping", "sleeps in asyncio's loop", 0.7, where)
+        return Activity("sleeping", "sleeps in asyncio's loop", 0.7, where)
     limit = "" if loop.timers else ", timer or file"
-    return Why("lock_deadlock", f"waits in asyncio's loop for what no task{limit} is to complete", 0.8, where)
+    return Activity("lock_deadlock", f"waits in asyncio's loop for what no task{limit} is to complete", 0.8, where)
 
 
 def _executor_s_place(rank: RankEvidence) -> str:
@@ -295,25 +298,27 @@ def _executor_s_place(rank: RankEvidence) -> str:
     return ""
 
 
-def _store(rank: RankEvidence) -> Why | None:
-    return Why("io_stuck", waits_for(rank), 0.6) if rank.waits_for_a_key else None
+def _store(rank: RankEvidence) -> Activity | None:
+    return Activity("io_stuck", waits_for(rank), 0.6) if rank.waits_for_a_key else None
 
 
-def _meets(rank: RankEvidence) -> Why | None:
+def _meets(rank: RankEvidence) -> Activity | None:
     about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
     return (
-        Why("init_timeout", "tries to reach the host where the ranks of a group meet, or waits for them there", 0.6)
+        Activity(
+            "init_timeout", "tries to reach the host where the ranks of a group meet, or waits for them there", 0.6
+        )
         if about
         else None
     )
 
 
-def _file_lock(rank: RankEvidence) -> Why | None:
+def _file_lock(rank: RankEvidence) -> Activity | None:
     """Find that it waits in the kernel for a lock on a file."""
     path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
     if not path:
         return None
-    return Why("lock_deadlock", f"waits for a lock on {path}{_who_holds(rank, holders)}", 0.9, holders=holders)
+    return Activity("lock_deadlock", f"waits for a lock on {path}{_who_holds(rank, holders)}", 0.9, holders=holders)
 
 
 def _who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
@@ -322,12 +327,12 @@ def _who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
     return f", which rank {holders[0]} holds" if holders else ""
 
 
-def _polled_file(rank: RankEvidence) -> Why | None:
+def _polled_file(rank: RankEvidence) -> Activity | None:
     """Find that it sleeps, in Python or in a library, with a file open that another rank holds a lock on: it polls for it."""
     path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
     if not path or not _sleeps(rank):
         return None
-    return Why("lock_deadlock", f"polls for a lock on {path}{_who_holds(rank, holders)}", 0.85, holders=holders)
+    return Activity("lock_deadlock", f"polls for a lock on {path}{_who_holds(rank, holders)}", 0.85, holders=holders)
 
 
 def _sleeps(rank: RankEvidence) -> bool:
@@ -335,20 +340,20 @@ def _sleeps(rank: RankEvidence) -> bool:
     return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
 
 
-def _polled_lock(rank: RankEvidence) -> Why | None:
+def _polled_lock(rank: RankEvidence) -> Activity | None:
     """Find that it sleeps between attempts to take a lock on a file: a library's, or torch's for compiling extensions."""
     frame = next((f for f in _library_frames(rank) if any(part in f.file for part in _FILE_LOCKS)), None)
     if frame is None:
         return None
-    return Why("lock_deadlock", f"polls a lock on a file ({frame.describe()}) that is not released", 0.85)
+    return Activity("lock_deadlock", f"polls a lock on a file ({frame.describe()}) that is not released", 0.85)
 
 
-def _lock_by_frame(rank: RankEvidence) -> Why | None:
+def _lock_by_frame(rank: RankEvidence) -> Activity | None:
     """Find that its innermost frame takes a lock, in whatever file: a logging handler's, a library's own."""
     frames = _library_frames(rank)
     if not frames or frames[0].function not in ("acquire", "_acquire_restore", "_wait_for_tstate_lock"):
         return None
-    return Why("lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9)
+    return Activity("lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9)
 
 
 def _in_hook(rank: RankEvidence) -> str:
@@ -360,7 +365,7 @@ def is_at_a_lock(line: str) -> bool:
     return bool(_LOCK.search(line))
 
 
-def _lock(rank: RankEvidence) -> Why | None:
+def _lock(rank: RankEvidence) -> Activity | None:
     if any(part in file for file in _library_files(rank)[:3] for part in _IO_FILES):
         return None
     by_file = any(part in file for file in _library_files(rank)[:1] for part in _LOCK_FILES)
@@ -369,13 +374,13 @@ def _lock(rank: RankEvidence) -> Why | None:
     by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
     if not (by_file or source or by_wait):
         return None
-    return Why(
+    return Activity(
         "lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9 if by_file or source else 0.7
     )
 
 
-def _backward(rank: RankEvidence) -> Why | None:
+def _backward(rank: RankEvidence) -> Activity | None:
     board = rank.board
     if board is None or board.phase != "backward" or board.numbers["gradients"]:
         return None
-    return Why("backward_deadlock", "is blocked in backward before any gradient", 0.6)
+    return Activity("backward_deadlock", "is blocked in backward before any gradient", 0.6)

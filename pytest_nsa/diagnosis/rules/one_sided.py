@@ -11,18 +11,18 @@ from pytest_nsa.diagnosis.explain.locations import user_frames, where_ways_part
 from pytest_nsa.diagnosis.facts import all_facts, awaited, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
-from pytest_nsa.diagnosis.rules.shifts import first_apart, first_left_out, first_shift, parted_before
+from pytest_nsa.diagnosis.rules.shifts import first_at_different_lines, first_left_out, first_shift, parted_before
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
 
 
-def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, why: str) -> Finding:
+def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, reason: str) -> Finding:
     """Report that ``culprits`` entered ``call`` alone."""
     who = describe_ranks(culprits, evidence.job.world_size)
     culprits, cause, reason = explained(
-        evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {why}"
+        evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {reason}"
     )
     return Finding(
         cause=cause, ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.85,
@@ -38,10 +38,10 @@ def of_a_shift(evidence: Evidence) -> Finding | None:
     who = describe_ranks(shift.ranks, evidence.job.world_size)
     here, there = where_ways_part(shift.extra.way, shift.usual.way)
     at = f" (called at {here} and at {there})" if shift.extra.site == shift.usual.site else ""
-    why = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}{at}"
+    reason = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}{at}"
     return Finding(
         cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, called_from=here if at else "", certain=True,
-        confidence=0.85, reason=f"{why}: one call apart from then on", facts=all_facts(evidence.ranks),
+        confidence=0.85, reason=f"{reason}: one call apart from then on", facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 
@@ -76,8 +76,8 @@ def of_an_earlier_call(evidence: Evidence, entered: Mapping[int, Collective]) ->
         return None
     ranks, missed, made = found
     who = describe_ranks(ranks, evidence.job.world_size)
-    why = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
-    return skipped(evidence, ranks, missed, why)
+    reason = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
+    return skipped(evidence, ranks, missed, reason)
 
 
 def met_another_call(evidence: Evidence) -> Finding | None:
@@ -111,9 +111,9 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
     """Return where the culprits left the others' way: at ``missed``, in which these wait; or before it, at a call that was taken
     for the next one, which was like it, or at one of another group in the same round.
     """
-    apart = first_apart(evidence, culprits, missed)
-    if apart is not None:
-        theirs, mine = apart
+    differing = first_at_different_lines(evidence, culprits, missed)
+    if differing is not None:
+        theirs, mine = differing
         there, here = where_ways_part(theirs.way, mine.way)
         who = describe_ranks(culprits, evidence.job.world_size)
         since = f"; one call apart since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
