@@ -169,7 +169,7 @@ def _train(config: Config, arguments: argparse.Namespace) -> int:
 
     resumed = saved.find(_checkpoints(arguments), arguments.resume, verify=rank == 0)
     if resumed is None and arguments.resume == "auto" and rank == 0:
-        _say(f"[train] resume=auto: no checkpoint in {_checkpoints(arguments)}, starting at step 1")
+        _print(f"[train] resume=auto: no checkpoint in {_checkpoints(arguments)}, starting at step 1")
     if resumed is not None:
         saved.refuse_other_data(resumed, config)
         saved.refuse_another_model(resumed, config)
@@ -265,13 +265,13 @@ def _folder(out: str | None, info: RankInfo) -> Path:
 def _boot_lines(config: Config, arguments: argparse.Namespace, rank: int) -> None:
     if rank != 0:
         return
-    _say(f"[boot] loading config {config.source}")
+    _print(f"[boot] loading config {config.source}")
     for line in [f"warning: {text}" for text in unknown_variables()] or ["ok"]:
-        _say(f"[env-guard] {line}")
-    _say(f"[train] dataset={config.data.dataset} tokenizer={config.data.tokenizer}")
-    _say(f"[train] gradient_checkpointing={checkpointing_text(config)}")
+        _print(f"[env-guard] {line}")
+    _print(f"[train] dataset={config.data.dataset} tokenizer={config.data.tokenizer}")
+    _print(f"[train] gradient_checkpointing={checkpointing_text(config)}")
     if arguments.steps:
-        _say(f"[trace] overriding steps to {arguments.steps}")
+        _print(f"[trace] overriding steps to {arguments.steps}")
 
 
 def checkpointing_text(config: Config) -> str:
@@ -281,7 +281,7 @@ def checkpointing_text(config: Config) -> str:
     return "on" if config.train.gc_range is None else f"on range={config.train.gc_range[0]}:{config.train.gc_range[1]}"
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 

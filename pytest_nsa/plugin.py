@@ -333,9 +333,9 @@ def _look_at_other_runs(folder: RunFolder, keep: int) -> None:
     unread: list[str] = []
     found = runs.runs_in(folder.path.parent, unread)
     if unread:
-        folder.tell(f"{short_path(folder.path.parent)}: left alone: {runs.in_short(unread)}")
+        folder.report(f"{short_path(folder.path.parent)}: left alone: {runs.in_short(unread)}")
     for path in runs.cut_off(found)[:1]:
-        folder.tell(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
+        folder.report(f"{short_path(path)} was cut off: pytest-nsa report {short_path(path)} writes its SUMMARY.md")
     for path in runs.delete(runs.surplus(found, keep)) if keep else ():
         folder.note(f"deleted {path.name}, beyond ranks_artifacts_keep = {keep}")
 
@@ -345,7 +345,7 @@ def _decide(config: pytest.Config, verdicts: Mapping[str, Verdict]) -> Decision:
     try:
         found: Decision = config.hook.pytest_nsa_decide(verdicts=verdicts)
     except Exception as error:  # a conftest's error: the reports must be written all the same
-        config.stash[runner_key].folder.tell(f"pytest_nsa_decide failed: {type(error).__name__}: {error}")
+        config.stash[runner_key].folder.report(f"pytest_nsa_decide failed: {type(error).__name__}: {error}")
         return decide(verdicts)
     return found
 

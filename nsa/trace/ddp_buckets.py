@@ -104,13 +104,13 @@ def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
 
     To be read between steps: in a backward that is stalled it waits for the reducer, and holds the interpreter's lock.
     """
-    told = ddp._get_ddp_logging_data()
-    sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
+    logged = ddp._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
     names = ("num_parameter_tensors", "iteration", "unused_parameter_size", "backward_compute_time", "backward_comm_time",
              "backward_compute_comm_overlap_time")  # fmt: skip
     return {
         "bucket_sizes": [int(size) for size in str(sizes).split(",") if size.strip().isdigit()],
-        **{name: told[name] for name in names if name in told},
+        **{name: logged[name] for name in names if name in logged},
     }
 
 

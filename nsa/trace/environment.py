@@ -32,8 +32,8 @@ def revision() -> str:
     """Return the git revision of the code that runs, with ``+`` where it was changed; '' where there is none."""
     here = Path(__file__).parent
     try:
-        asked = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        command = ["git", "-C", str(here), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -25,7 +25,7 @@ def _ignore(step: int, missing: list[str], order: int) -> None:
 _listener: Listener = _ignore
 
 
-def tell_gradients(listener: Listener) -> None:
+def report_gradients(listener: Listener) -> None:
     """Call ``listener(step, missing, order)``, and no earlier listener, after each backward that a `GradientTrace` here reports on.
 
     ``order`` is a checksum of the parameters' names in the order in which their gradients came to be ready.

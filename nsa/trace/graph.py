@@ -11,7 +11,7 @@ import torch
 from nsa.trace.board import Board
 
 next_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-TELLING = 1000  # nodes of a module, from which on the board names it
+MANY_NODES = 1000  # nodes of a module, from which on the board names it
 STRIDE = 64
 NEVER = 1 << 62
 
@@ -29,7 +29,7 @@ class NodeCount:
     def begin(self) -> None:
         """Another forward."""
         self._own: dict[str, int] = {}
-        self._most = TELLING
+        self._most = MANY_NODES
         self._first = self._last = next_number()
         self.due = self._first + STRIDE
         self.board.number("nodes", 0)

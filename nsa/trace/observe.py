@@ -295,14 +295,14 @@ class Observer:
         if self._is_model(module):  # a loss module, for example, is a root too, and not a phase
             if module.training and torch.is_grad_enabled():
                 self._end_step()
-                self._ask_ddp(module)
+                self._read_ddp(module)
                 self.board.add("step")
                 self._forward = "running"
             self.board.begin_forward()
             self._nodes.begin()
             self._phase("forward")
 
-    def _ask_ddp(self, root: nn.Module) -> None:
+    def _read_ddp(self, root: nn.Module) -> None:
         step = self.board.count("step")
         if step & (step - 1) or step < 4:  # at steps 4, 8, 16, ...
             return

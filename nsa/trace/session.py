@@ -16,7 +16,7 @@ from nsa.trace.observe import Observer
 from nsa.trace.stall.exceptions import record_thread_exception
 from nsa.trace.stall.exits import note_own_end
 from nsa.trace.stall.heartbeat import Heartbeat
-from nsa.trace.stall.thread_errors import forget_thread_errors, tell_thread_errors
+from nsa.trace.stall.thread_errors import forget_thread_errors, report_thread_errors
 
 LEVEL, LEVELS = "NSA_TRACE_LEVEL", ("full", "light")
 
@@ -87,8 +87,8 @@ class TraceSession:
         self.observer.on_change = self.heartbeat.change
         self.observer.checksums = Checksums(Path(folder)) if checksums else None
         self.recorder.on_reduce = self.observer.checksums.reduced if self.observer.checksums is not None else None
-        tell_thread_errors(
-            lambda error, whose, future: record_thread_exception(Path(folder), error, whose, future),
+        report_thread_errors(
+            lambda error, owner, future: record_thread_exception(Path(folder), error, owner, future),
             lambda future: record(Path(folder), event="future_asked", future=future),
         )
         self.heartbeat.start()

@@ -22,7 +22,7 @@ import torch
 from nsa.trace.events import SCHEMA, machine, record
 from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.frames import call_site
-from nsa.trace.gradients import tell_gradients
+from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
 from nsa.trace.secrets import masked_arguments
 from nsa.trace.session import installed
@@ -144,7 +144,7 @@ def record_models(observer: Any, folder: Path, heartbeat: Any) -> None:
     observer.on_anomaly = saw_anomaly
     observer.on_ddp = lambda step, numbers: record(folder, event="ddp", step=step, **numbers)
     observer.on_model = saw_model
-    tell_gradients(saw_gradients)
+    report_gradients(saw_gradients)
     observer.on_names = lambda names, modules: record(folder, event="parameters", names=names, modules=modules)
 
 

@@ -65,8 +65,8 @@ class Checkpointer:
         self.on_saved, self.on_failed = on_saved, on_failed
         self._running: tuple[Future[Any], Path, Description] | None = None
         # Its own group: the writing thread's collectives must not mix with those of the training; and on CPU, as dcp's are.
-        is_apart = dist.is_initialized() and (config.checkpoint.asynchronous or dist.get_backend() != "gloo")
-        self._group = dist.new_group(backend="gloo") if is_apart else None
+        needs_gloo = dist.is_initialized() and (config.checkpoint.asynchronous or dist.get_backend() != "gloo")
+        self._group = dist.new_group(backend="gloo") if needs_gloo else None
         if rank == 0:
             for left in (*folder.glob("step_*.partial"), *folder.glob("step_*.removed")):
                 shutil.rmtree(left, ignore_errors=True)
@@ -122,13 +122,13 @@ class Checkpointer:
                 self._name(partial, target, description)
             except OSError as error:
                 reason = str(error)
-        heard = [reason]
+        outcome = [reason]
         if dist.is_initialized():
-            dist.broadcast_object_list(heard, src=0, group=self._group)
-        if heard[0]:
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0]:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            self.on_failed(f"{target.name} could not be saved: {' '.join(heard[0].split())[:200]}")
+            self.on_failed(f"{target.name} could not be saved: {' '.join(outcome[0].split())[:200]}")
         elif self.rank == 0:
             self.on_saved(target)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 FIRST = 20  # steps of a process that are all printed
-SAY_S = 5.0  # seconds between later ones
+EVERY_S = 5.0  # seconds between later ones
 WARM_UP = 3  # steps that compile and fill caches: not of the pace
 WIDTH = 50
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -26,14 +26,14 @@ class Pace:
         self._from: tuple[int, float] | None = None
         self.losses: list[float] = []
 
-    def says(self, step: int, loss: float, now: float | None = None) -> bool:
+    def is_due(self, step: int, loss: float, now: float | None = None) -> bool:
         """Note a step; return whether its line is to be printed: the first ones, one every 5 s, and the last."""
         now = time.monotonic() if now is None else now
         self.losses.append(loss)
         count = step - self.done
         if count >= WARM_UP and self._from is None:
             self._from = (step, now)
-        if count > FIRST and step < self.steps and now - self._last < SAY_S:
+        if count > FIRST and step < self.steps and now - self._last < EVERY_S:
             return False
         self._last = now
         return True

@@ -52,10 +52,10 @@ class Run:
                 self._end_traces(error)
                 raise
             self.trainer.steps_done = describe(resumed).step
-            self.say(f"resumed from {resumed} after step {self.trainer.steps_done}")
+            self.log(f"resumed from {resumed} after step {self.trainer.steps_done}")
         self.metrics = Metrics(folder, config, ranks, self.trainer.flops_per_token) if ranks.rank == 0 else None
         self.checkpoints = Checkpointer(
-            folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.say(f"saved {path}"), self._not_saved
+            folder / "checkpoints", config, ranks.rank, ranks.world_size, lambda path: self.log(f"saved {path}"), self._not_saved
         )  # fmt: skip
         self.watchdog = Watchdog(
             folder, ranks.rank, config.train.watchdog_s, self.traces.board, self.traces.parameters_missing,
@@ -63,9 +63,9 @@ class Run:
         )  # fmt: skip
         self.bad_rows = 0
         self._skips = 0  # steps in a row that were skipped, up to the last one
-        self._asked_to_stop = False
+        self._must_stop = False
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A line on the terminal, from rank 0; above its progress bar, where it has one."""
         if self.ranks.rank != 0:
             return
@@ -105,16 +105,16 @@ class Run:
         began = time.monotonic()
         first = True
         if train.compile != "none" or self.ranks.device.type == "cuda":
-            self.say("the first steps compile their kernels: they take longer than those that follow")
+            self.log("the first steps compile their kernels: they take longer than those that follow")
         while self.trainer.steps_done < train.steps:
             self.watchdog.feed()
             self.traces.board.phase("data")
             batches = [self.loader.take() for _ in range(train.accumulation)]
             if first:
-                self.say(f"first batch after {time.monotonic() - began:.2f} s")
+                self.log(f"first batch after {time.monotonic() - began:.2f} s")
                 first = False
             self._note_bad_rows(batches[-1].position.bad_rows)
-            self.trainer.step(batches, (self._asked_to_stop, self.checkpoints.is_written))
+            self.trainer.step(batches, (self._must_stop, self.checkpoints.is_written))
             step = self.trainer.steps_done
             if self._bar is not None:
                 self._bar.update()
@@ -129,13 +129,13 @@ class Run:
             if due:
                 self.trainer.start_clock()
             if stop:
-                self.say(f"stopped after step {step}, as SIGTERM asked: go on with --resume auto --out {self.folder}")
+                self.log(f"stopped after step {step}, as SIGTERM asked: go on with --resume auto --out {self.folder}")
                 return PREEMPTED
         self.checkpoints.finish()
         drawn = curve(self._pace.losses)
         if drawn:
-            self.say(drawn)
-        self.say(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
+            self.log(drawn)
+        self.log(f"done after step {self.trainer.steps_done}; everything is in {self.folder}{os.sep}")
         return DONE
 
     def _report(self) -> tuple[int, int]:
@@ -149,8 +149,8 @@ class Run:
         if self.metrics is not None:
             for result in results:
                 line = self.metrics.add(result)
-                if self._pace.says(result.step, result.loss):
-                    self.say(f"{line}{self._pace.left(result.step)}")
+                if self._pace.is_due(result.step, result.loss):
+                    self.log(f"{line}{self._pace.left(result.step)}")
         for result in results:
             self._skips = self._skips + 1 if result.skipped else 0
             if result.skipped:
@@ -164,7 +164,7 @@ class Run:
         if math.isfinite(result.loss):
             what = f"the loss is {result.loss:.4f}, but the norm of its gradients is {result.grad_norm}"
         if train.nonfinite == "skip" and self._skips <= train.max_skips:
-            self.say(
+            self.log(
                 f"warning: step {result.step}: {what}; the step is skipped ({self._skips} in a row of {train.max_skips} allowed)"
             )
             return
@@ -182,16 +182,16 @@ class Run:
 
     def _note_bad_rows(self, count: int) -> None:
         if count > self.bad_rows:
-            self.say(f"{count} rows of the data could not be read so far, of {self.config.data.max_bad_rows} allowed")
+            self.log(f"{count} rows of the data could not be read so far, of {self.config.data.max_bad_rows} allowed")
         self.bad_rows = count
 
     def _not_saved(self, reason: str) -> None:
         if self.config.checkpoint.on_error == "stop":
             raise ConfigError(f"{reason}; make room and use --resume auto, or set checkpoint.on_error: continue")
-        self.say(f"warning: {reason}; the checkpoints before it are kept, and training goes on")
+        self.log(f"warning: {reason}; the checkpoints before it are kept, and training goes on")
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_stop = True
+        self._must_stop = True
 
 
 def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:

@@ -38,7 +38,7 @@ def _name(folder: Path) -> str:
     return folder.resolve().name
 
 
-def tell_history(root: Path) -> int:
+def print_history(root: Path) -> int:
     """Print of which tests the runs of a folder have a difference."""
     unread: list[str] = []
     runs = sorted((run for run in runs_in(root, unread) if run.finished), key=lambda run: run.time)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_nsa.cli.compare import compare, tell_history
+from pytest_nsa.cli.compare import compare, print_history
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, read, report
 from pytest_nsa.cli.strangers import to_write_in
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sides = [arguments.base, *arguments.repeat_a], [arguments.new, *arguments.repeat_b]
                 return compare(*sides, arguments.html)
             case "history":
-                return tell_history(arguments.root)
+                return print_history(arguments.root)
         return clean(arguments.root, arguments.keep, arguments.keep_failed, dry_run=arguments.dry_run)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

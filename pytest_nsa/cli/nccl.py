@@ -116,7 +116,7 @@ class NcclService:
     _program: str | None = field(default_factory=lambda: shutil.which("ncclras"))
     _process: subprocess.Popen[bytes] | None = None
     _answer: IO[bytes] = field(default_factory=tempfile.TemporaryFile)  # that of thousands of ranks fills a pipe
-    _asked: float = 0.0
+    _queried_at: float = 0.0
     _before: list[Communicator] = field(default_factory=list)
 
     def look(self) -> None:
@@ -126,8 +126,8 @@ class NcclService:
         if self._process is not None and self._process.poll() is not None:
             self._take(self._process.returncode)
             self._process = None
-        if self._process is None and time.monotonic() - self._asked >= AGAIN_S:
-            self._asked = time.monotonic()
+        if self._process is None and time.monotonic() - self._queried_at >= AGAIN_S:
+            self._queried_at = time.monotonic()
             self._answer.seek(0)
             self._answer.truncate()
             try:

@@ -26,7 +26,7 @@ class VerdictCommand:
     """
 
     command: str
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def give(self, statuses: Sequence[Status]) -> None:
@@ -36,8 +36,8 @@ class VerdictCommand:
             if verdict is None:
                 continue
             key = json.dumps([status["folder"], verdict["cause"], verdict["ranks"], verdict["certain"]])
-            if key not in self._told:
-                self._told.add(key)
+            if key not in self._reported:
+                self._reported.add(key)
                 self._run({**verdict, "folder": status["folder"]})
         self._running = [run for run in self._running if run.poll() is None]
 

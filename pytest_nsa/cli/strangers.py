@@ -37,23 +37,23 @@ def to_write_in(folder: Path) -> Path:
     if is_ours(folder):
         return folder
     copy = Path(tempfile.mkdtemp(prefix="copy-", dir=private_folder())) / folder.name
-    left_out = _copy(folder, copy)
+    not_copied = _copy(folder, copy)
     print(visible(f"{folder}: is another user's: what is written goes into a copy, {copy}"), file=sys.stderr)
-    if left_out:
+    if not_copied:
         print(
-            f"{left_out} files are not in the copy: links, special files, or beyond {MOST >> 30} GiB", file=sys.stderr
+            f"{not_copied} files are not in the copy: links, special files, or beyond {MOST >> 30} GiB", file=sys.stderr
         )
     return copy
 
 
 def _copy(folder: Path, copy: Path) -> int:
     """Copy the regular files of a folder. Return how many entries were not copied."""
-    left, left_out = MOST, 0
+    left, not_copied = MOST, 0
     for path in _files(folder, DEPTH):
         try:
             data = read_bytes(path, min(left, LARGEST))
         except OSError:
-            left_out += 1
+            not_copied += 1
             continue
         left -= len(data)
         target = copy / path.relative_to(folder)
@@ -61,9 +61,9 @@ def _copy(folder: Path, copy: Path) -> int:
         if left > 0:
             write_atomically(target, data)
         else:
-            left_out += 1
+            not_copied += 1
     copy.mkdir(parents=True, exist_ok=True)
-    return left_out
+    return not_copied
 
 
 def _files(folder: Path, depth: int) -> Iterator[Path]:

@@ -28,7 +28,7 @@ from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append_line, parse, read_text, write_atomically
 from pytest_nsa.wire.messages import Job
 
-APART_S = 2.0  # between two looks at a rank: one that is where it was, and did not compute, is stalled
+BETWEEN_LOOKS_S = 2.0  # between two looks at a rank: one that is where it was, and did not compute, is stalled
 AGAIN_S = 5.0
 DUMP_S = 20.0
 LESS = 0.7  # of the confidence that the rules have with a board
@@ -151,10 +151,10 @@ class Unaided:
         return (look_at(pid), *python_stacks(pid)) if self._is_there(pid) else (None, "", "")
 
     def look(self) -> None:
-        """Look twice, `APART_S` seconds apart."""
+        """Look twice, `BETWEEN_LOOKS_S` seconds apart."""
         before = {rank: self._look_at(pid) for rank, pid in self.pids.items()}
         began = time.monotonic()
-        time.sleep(APART_S)
+        time.sleep(BETWEEN_LOOKS_S)
         after = {rank: self._look_at(pid) for rank, pid in self.pids.items()}
         elapsed = time.monotonic() - began
         self.problems = tuple(dict.fromkeys(why for *_, why in after.values() if why))
@@ -170,9 +170,9 @@ class Unaided:
             if moves:
                 self._still_since.pop(rank)
             self._stacks[rank] = stacks
-        self.finding = self._ask(facts, {rank: now for rank, (now, *_) in after.items()})
+        self.finding = self._diagnosed(facts, {rank: now for rank, (now, *_) in after.items()})
 
-    def _ask(self, facts: Mapping[int, dict[str, Any]], now: Mapping[int, ProcessState | None]) -> Finding | None:
+    def _diagnosed(self, facts: Mapping[int, dict[str, Any]], now: Mapping[int, ProcessState | None]) -> Finding | None:
         """Return what the rules make of ranks that are where they were; None where all of them move."""
         still = [rank for rank in facts if rank in self._still_since]
         if not still:

@@ -182,8 +182,8 @@ class Watcher:
         lines = []
         for state, members in sorted(ranks.items(), key=lambda entry: len(entry[1])):
             still = max(self.watch.stalled_for(rank) for rank in members)
-            told = f"  still for {still:.0f} s" if still >= 2 and "done" not in state else ""
-            lines.append(f"{len(members):>5}  {number_ranks(members)}: {state}{told}")
+            stalled = f"  still for {still:.0f} s" if still >= 2 and "done" not in state else ""
+            lines.append(f"{len(members):>5}  {number_ranks(members)}: {state}{stalled}")
         return lines
 
     def _line(self, rank: int, board: BoardSnapshot) -> str:

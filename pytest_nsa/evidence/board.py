@@ -114,9 +114,9 @@ class Collective:
             payload.append(self.note)
         if self.group not in DEFAULT_GROUPS:
             payload.append(f"group {self.group}")
-        said = f" ({', '.join(payload)})" if payload else ""
+        shown = f" ({', '.join(payload)})" if payload else ""
         number = f" #{self.sequence}" if self.peer == -1 else ""  # sends and receives pair by peer and tag
-        return f"{self.op}{number}{said}" + (f" at {self.site}" if self.site else "")
+        return f"{self.op}{number}{shown}" + (f" at {self.site}" if self.site else "")
 
 
 @dataclass(frozen=True, kw_only=True)

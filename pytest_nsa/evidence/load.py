@@ -250,11 +250,11 @@ def _exceptions(events: Sequence[Mapping[str, Any]], body: str) -> tuple[RaisedE
 
 def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ...]:
     """Return the exceptions of threads, without those that were retrieved from their future."""
-    asked = {e["future"] for e in events if e["event"] == "future_asked" and e["future"]}
+    retrieved = {e["future"] for e in events if e["event"] == "future_asked" and e["future"]}
     return tuple(
         ThreadError(e["time"], e["whose"], e["type"], e["message"], e["where"], e["raised_in"])
         for e in events
-        if e["event"] == "thread_exception" and e["future"] not in asked
+        if e["event"] == "thread_exception" and e["future"] not in retrieved
     )
 
 

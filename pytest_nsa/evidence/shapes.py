@@ -67,7 +67,7 @@ def _numbers_by_name(value: Any) -> bool:
     return isinstance(value, dict) and all(value is None or is_number(value) for value in value.values())
 
 
-def _says(value: Any) -> bool:
+def _is_error(value: Any) -> bool:
     return is_map(value) and has(value, {"says": is_text, "at": is_text})
 
 
@@ -147,7 +147,7 @@ OWN_WORDS: dict[str, Check] = {
     "keys?": _tuples, "lines?": _list_of(is_text),
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
     "asyncio?": lambda value: is_map(value)
-    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_says)})),
+    and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_is_error)})),
 }  # fmt: skip
 REPORT: dict[str, Check] = {"report": is_map, "text": is_text}
 BEAT: dict[str, Check] = {

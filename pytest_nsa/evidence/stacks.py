@@ -166,7 +166,7 @@ def _frame(line: str, own: str) -> Frame | None:
     return Frame(match["file"], number, match["function"], is_own=match["file"] == own)
 
 
-def telling_thread(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
+def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
     """Return the thread that shows what the rank does: the main one, unless that waits for another of its threads.
 
     So it does in autograd, for a thread that runs the user's backward; in a join, or for a future's result; and where it waits

@@ -10,7 +10,7 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardSnapshot, Collective
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
-from pytest_nsa.evidence.stacks import Frame, ThreadStack, telling_thread
+from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
 from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
 from pytest_nsa.wire.messages import Job
 
@@ -198,7 +198,7 @@ class RankEvidence:
     @property
     def stack(self) -> ThreadStack | None:
         """The thread that shows the rank's location, from the dump of the crash, which came last, or of the stall."""
-        return telling_thread(self.fatal) or telling_thread(self.threads)
+        return thread_that_shows(self.fatal) or thread_that_shows(self.threads)
 
     @property
     def last_stack(self) -> ThreadStack | None:
@@ -214,7 +214,7 @@ class RankEvidence:
         """
         if self.process.get("state") in ("T", "t", "D"):
             return False
-        board, stack = self.board, telling_thread(self.threads)
+        board, stack = self.board, thread_that_shows(self.threads)
         if stack is None:
             # A silent rank does not mark a collective that has completed behind its back; what blocks it, it marked before.
             silent = self.beat_age_s is not None and self.beat_age_s > SILENT_S
@@ -238,7 +238,7 @@ class RankEvidence:
     @property
     def waits_for_a_key(self) -> bool:
         """Whether the rank waits for a key of a store: in a call that waits for it, or by looking for it again and again."""
-        stack = telling_thread(self.threads)
+        stack = thread_that_shows(self.threads)
         if stack is not None and waits_for_a_key(stack.frames, self._line(stack)):  # a store of files is polled
             return True
         n = self.board.numbers if self.board is not None else {}
@@ -326,8 +326,8 @@ class Evidence:
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of a group; all of them where it was not recorded."""
-        told = next((r.groups[group] for r in self.ranks if group in r.groups), ())
-        return told or tuple(range(self.job.world_size))
+        known = next((r.groups[group] for r in self.ranks if group in r.groups), ())
+        return known or tuple(range(self.job.world_size))
 
     @property
     def parallel(self) -> str:

@@ -13,7 +13,7 @@ LIMIT_S = 8.0  # symbols of a large library take seconds
 MOST_RANKS = 4  # a dump takes about two seconds
 
 
-def dump_where_it_tells(
+def dump_where_useful(
     files: Mapping[int, Path], pids: Mapping[int, int], blocked: Collection[int]
 ) -> Iterator[tuple[int, str]]:
     """Write native frames of at most `MOST_RANKS` ranks (rank -> its native.txt), those that want the CPU first; yield each rank

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_nsa.monitor.progress import ProgressWatch
-from pytest_nsa.monitor.second_look import ask_for_counters, sample_processes
+from pytest_nsa.monitor.second_look import request_counters, sample_processes
 from pytest_nsa.monitor.supervise import GRACE_S
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.room import where_there_is_room
@@ -53,7 +53,7 @@ class ObservedJob:
             moved_ranks=watch.moved_within(GRACE_S),
         )  # fmt: skip
         alive = self.pids
-        ask_for_counters(self.folder / f"rank{rank}" for rank in alive)
+        request_counters(self.folder / f"rank{rank}" for rank in alive)
         sample_processes(alive, self.log, file_locks(alive))
         watch.look(worked=True)
         self._note("sampled", beat_age_s=watch.beat_ages)

@@ -18,8 +18,8 @@ from pytest_nsa.wire.files import append, append_line, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL
 
 SAMPLE_S = 0.4
-COUNTERS_ASKED = "counters.asked"  # nsa/trace/stall/counters.py looks for it
-DUMP_ASKED = "dump.asked"  # nsa/trace/stall/heartbeat.py looks for it
+COUNTERS_REQUEST = "counters.asked"  # nsa/trace/stall/counters.py looks for it
+DUMP_REQUEST = "dump.asked"  # nsa/trace/stall/heartbeat.py looks for it
 BEAT_S = 0.06  # in which a heartbeat finds it
 DUMP_WAIT_S = 2.0
 STARVED_WAIT_S = 8.0  # the same for a rank that wants the CPU: on a busy machine it may not have come to its handler
@@ -40,14 +40,14 @@ def sample_processes(pids: Mapping[int, int], evidence: Path, more: Mapping[int,
             note_process(evidence, rank, {**facts, "reads_from_parent": reads_from_parent(pid)})
 
 
-def ask_for_counters(folders: Iterable[Path]) -> None:
+def request_counters(folders: Iterable[Path]) -> None:
     """Ask the heartbeats of ranks, by a file in each folder, for the counters of the loops that they are in."""
-    _leave_files(folders, COUNTERS_ASKED)
+    _leave_files(folders, COUNTERS_REQUEST)
 
 
-def ask_for_rest(folders: Iterable[Path]) -> None:
+def pause_heartbeats(folders: Iterable[Path]) -> None:
     """Pause the heartbeats of ranks while their stacks are dumped; wait as long as a beat takes."""
-    _leave_files(folders, DUMP_ASKED)
+    _leave_files(folders, DUMP_REQUEST)
     time.sleep(BEAT_S)
 
 
@@ -74,9 +74,9 @@ def dump_stacks(
     sizes = {rank: _size(path) for rank, path in ranks.items()}
     for rank in ranks:
         send(rank)
-    asked = time.monotonic()
+    began = time.monotonic()
     waiting = dict.fromkeys(ranks, (-1, 0))  # the size at the last look, and how often it was that before
-    while waiting and (waited := time.monotonic() - asked) < STARVED_WAIT_S:
+    while waiting and (waited := time.monotonic() - began) < STARVED_WAIT_S:
         if waited > DUMP_WAIT_S and not any(map(wants_to, waiting)):
             return
         time.sleep(0.02)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.monitor.native import dump_where_it_tells
+from pytest_nsa.monitor.native import dump_where_useful
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import (
-    ask_for_counters,
-    ask_for_rest,
     dump_children,
     dump_stacks,
     note_process,
+    pause_heartbeats,
+    request_counters,
     sample_processes,
     wants_to_dump,
 )
@@ -202,13 +202,13 @@ class RanksRun:
         alive = self._alive()
         locks = file_locks(alive)
         beats = {rank: {"gil_wait_ms": self._gil_wait(rank), **locks.get(rank, {})} for rank in alive}
-        ask_for_counters(self.job.rank_folder(rank) for rank in alive)  # answered while the processes are looked at
+        request_counters(self.job.rank_folder(rank) for rank in alive)  # answered while the processes are looked at
         sample_processes(alive, self.log, beats)
         self._note("gpus", gpus=look_at_gpus())
         self.watch.look(worked=True)
         self._note("sampled", beat_age_s=self.watch.beat_ages)
         self._ended_by = reason
-        ask_for_rest(self.job.rank_folder(rank) for rank in alive)
+        pause_heartbeats(self.job.rank_folder(rank) for rank in alive)
         stacks = {rank: self.job.rank_folder(rank) / "stacks.txt" for rank in alive}
         crowded = {rank: path for rank, path in stacks.items() if has_more_threads(alive[rank], MOST_THREADS)}
         for ranks, number in ((crowded, DUMP_MAIN_SIGNAL), (stacks, DUMP_SIGNAL)):
@@ -217,7 +217,7 @@ class RanksRun:
                 lambda rank: wants_to_dump(alive[rank]),
             )  # fmt: skip
         native = {rank: self.job.rank_folder(rank) / "native.txt" for rank in alive}
-        for rank, absent in dump_where_it_tells(native, alive, self.watch.blocked):
+        for rank, absent in dump_where_useful(native, alive, self.watch.blocked):
             self._note("native", rank=rank, absent=absent)
         dump_children({rank: pid for rank, pid in alive.items() if pid}, stacks)
         for fact in self.more(self.folder, alive) if self.more is not None else ():

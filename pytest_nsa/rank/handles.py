@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from nsa.trace.module_backward import ModuleBackwardTrace
 
 
-Ask = Callable[["nn.Module", str, dict[str, Any]], "nn.Module | None"]
+WrapByHook = Callable[["nn.Module", str, dict[str, Any]], "nn.Module | None"]
 
 
-def _ask_nobody(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module | None:
+def _no_hook(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module | None:
     return None
 
 
@@ -46,11 +46,11 @@ class DDP(Group):
     """A group with models that are wrapped in DistributedDataParallel."""
 
     static_graph: bool
-    ask: Ask = field(default=_ask_nobody, repr=False, compare=False)
+    wrap_by_hook: WrapByHook = field(default=_no_hook, repr=False, compare=False)
 
     def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
         """Return ``model`` on this rank's device, in DDP. ``options`` are DDP's own; the mark static_graph sets its default."""
-        wrapped = self.ask(model, "ddp", options)
+        wrapped = self.wrap_by_hook(model, "ddp", options)
         if wrapped is not None:
             return wrapped
         import torch
@@ -67,7 +67,7 @@ class FSDP(Group):
     """A group with models that are sharded: FSDP2 (`fully_shard`), or FSDP1 with ``--ranks-fsdp-version 1``."""
 
     version: int
-    ask: Ask = field(default=_ask_nobody, repr=False, compare=False)
+    wrap_by_hook: WrapByHook = field(default=_no_hook, repr=False, compare=False)
 
     def wrap(
         self,
@@ -81,7 +81,7 @@ class FSDP(Group):
 
         ``options`` are those of fully_shard or of FullyShardedDataParallel.
         """
-        wrapped = self.ask(model, "fsdp", options)
+        wrapped = self.wrap_by_hook(model, "fsdp", options)
         if wrapped is not None:
             return wrapped
         from torch import nn
@@ -178,19 +178,19 @@ class Trace:
         return self._modules.not_reached()
 
 
-def _asking(ctx: RankContext) -> Ask:
+def _hook_of(ctx: RankContext) -> WrapByHook:
     """Return what asks the hook pytest_nsa_wrap_model."""
     config = ctx.config
     if config is None:
-        return _ask_nobody
+        return _no_hook
 
-    def ask(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module | None:
+    def wrap_by_hook(model: nn.Module, parallel: str, options: dict[str, Any]) -> nn.Module | None:
         wrapped: nn.Module | None = config.hook.pytest_nsa_wrap_model(
             config=config, model=model, parallel=parallel, device=ctx.device, options=options
         )
         return wrapped
 
-    return ask
+    return wrap_by_hook
 
 
 def make_group(ctx: RankContext) -> Group:
@@ -200,12 +200,12 @@ def make_group(ctx: RankContext) -> Group:
 
 def make_ddp(ctx: RankContext) -> DDP:
     """Return the fixture `ddp` of a rank."""
-    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph, ask=_asking(ctx))
+    return DDP(**vars(make_group(ctx)), static_graph=ctx.job.static_graph, wrap_by_hook=_hook_of(ctx))
 
 
 def make_fsdp(ctx: RankContext) -> FSDP:
     """Return the fixture `fsdp` of a rank."""
-    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version, ask=_asking(ctx))
+    return FSDP(**vars(make_group(ctx)), version=ctx.job.fsdp_version, wrap_by_hook=_hook_of(ctx))
 
 
 def make_trace(ctx: RankContext) -> Trace:

@@ -14,7 +14,7 @@ from nsa.trace import autostart
 if TYPE_CHECKING:
     from nsa.trace.training import TracedTraining
 
-END_ASKED = "end.asked"  # the process ends itself where its clock leaves this file
+END_REQUEST = "end.asked"  # the process ends itself where its clock leaves this file
 EXIT_ENDED = 1
 
 
@@ -32,11 +32,11 @@ class LaunchedRank:
         from nsa.trace.training import trace_training
 
         self._traced = trace_training(self.run, self.rank, self.world_size)
-        self._traced.session.heartbeat.on_stall = self._end_if_asked
+        self._traced.session.heartbeat.on_stall = self._end_if_requested
 
-    def _end_if_asked(self) -> None:
+    def _end_if_requested(self) -> None:
         """End a process whose main thread may be in native code for ever: its clock has reported everything."""
-        if (self.folder / END_ASKED).exists():
+        if (self.folder / END_REQUEST).exists():
             os._exit(EXIT_ENDED)
 
     def record(self, nodeid: str, call: pytest.CallInfo[None]) -> None:

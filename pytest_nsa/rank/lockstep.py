@@ -16,7 +16,7 @@ import pytest
 from pytest_nsa.rank.context import RankContext
 
 _INNER = "_nsa_inner"
-PATIENCE_S = 3.0  # for the others to come to the end of an example that failed here: they may be stuck without us
+GRACE_S = 3.0  # for the others to come to the end of an example that failed here: they may be stuck without us
 
 
 class ExampleFailed(Exception):
@@ -90,13 +90,13 @@ def _exchange(store: Any, ctx: RankContext, count: int, error: BaseException | N
         store.wait(keys)
     else:
         try:
-            store.wait(keys, timedelta(seconds=PATIENCE_S))
+            store.wait(keys, timedelta(seconds=GRACE_S))
         except Exception:
             from nsa.trace.stall.exceptions import record_exception
 
             record_exception(ctx.folder, error, "call")
             raise OutOfStep(
-                f"this example failed here, and another rank is not at its end after {PATIENCE_S:.0f} s"
+                f"this example failed here, and another rank is not at its end after {GRACE_S:.0f} s"
             ) from error
     return [rank for rank in ranks if store.get(f"{count}/{rank}") == b"failed"]
 

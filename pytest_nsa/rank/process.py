@@ -108,11 +108,11 @@ class RankProcess:
         code = 0
         if job is None:
             self._join(forked_ahead=True)
-            self._tell(op="joined")
+            self._send(op="joined")
             job = self._next_job()
         while job is not None:
             code = self._run(job)
-            self._tell(op="finished", code=code, late=[m for m in LATE if m in sys.modules and m not in self._had])
+            self._send(op="finished", code=code, late=[m for m in LATE if m in sys.modules and m not in self._had])
             if job.stay:
                 job = self._next_job()
                 continue
@@ -121,7 +121,7 @@ class RankProcess:
             job = None
         return code
 
-    def _tell(self, **message: object) -> None:
+    def _send(self, **message: object) -> None:
         if self.control is not None:
             self.control.send(**message)
 

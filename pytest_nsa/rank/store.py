@@ -30,7 +30,7 @@ class ChannelStore(dist.Store):
         self._count = 0
         self._timeout = _FOREVER
 
-    def _ask(self, call: str, timeout: timedelta | None = None, **arguments: Any) -> Any:
+    def _query(self, call: str, timeout: timedelta | None = None, **arguments: Any) -> Any:
         with self._lock:
             self._count += 1
             self._control.send(op="store", id=self._count, call=call, **arguments)
@@ -46,38 +46,38 @@ class ChannelStore(dist.Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self._ask("set", key=key, value=data.decode("latin-1"))
+        self._query("set", key=key, value=data.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
         """Return the value, once there is one."""
-        return self._ask("get", key=key).encode("latin-1")
+        return self._query("get", key=key).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
         """Count up; returns the new value."""
-        return self._ask("add", key=key, amount=amount)
+        return self._query("add", key=key, amount=amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Store ``desired`` where the value is ``expected``; returns the value that is stored now."""
         old, new = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
-        return self._ask("compare_set", key=key, expected=old.decode("latin-1"), desired=new.decode("latin-1")).encode(
-            "latin-1"
-        )
+        return self._query(
+            "compare_set", key=key, expected=old.decode("latin-1"), desired=new.decode("latin-1")
+        ).encode("latin-1")
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys have values."""
-        return self._ask("check", keys=list(keys))
+        return self._query("check", keys=list(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
-        self._ask("wait", timeout=timeout, keys=list(keys))
+        self._query("wait", timeout=timeout, keys=list(keys))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; whether it was there."""
-        return self._ask("delete", key=key)
+        return self._query("delete", key=key)
 
     def num_keys(self) -> int:
         """Return how many keys there are."""
-        return self._ask("count")
+        return self._query("count")
 
     deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
 

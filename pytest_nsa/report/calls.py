@@ -34,12 +34,12 @@ def is_whole(column: Column) -> bool:
 def call_tables(evidence: Evidence) -> Iterator[Markup]:
     """Yield a table per group in which ranks differ, else the one of the group that was used last."""
     groups = columns_of(evidence)
-    apart = [name for name, columns in groups.items() if not all(map(is_whole, columns.values()))]
+    uneven = [name for name, columns in groups.items() if not all(map(is_whole, columns.values()))]
     latest = max(groups, key=lambda n: max(c.entered for col in groups[n].values() for c in col.values()), default=None)
-    for name in apart[:MOST_GROUPS] or ([latest] if latest is not None else []):
+    for name in uneven[:MOST_GROUPS] or ([latest] if latest is not None else []):
         yield _table(evidence, name, groups[name])
-    if len(apart) > MOST_GROUPS:
-        yield tag("p", f"{len(apart) - MOST_GROUPS} other groups differ, too.", class_="quiet")
+    if len(uneven) > MOST_GROUPS:
+        yield tag("p", f"{len(uneven) - MOST_GROUPS} other groups differ, too.", class_="quiet")
 
 
 def _table(evidence: Evidence, group: str, columns: dict[int, Column]) -> Markup:

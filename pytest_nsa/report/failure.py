@@ -14,7 +14,7 @@ from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.calls import call_tables
 from pytest_nsa.report.curves import curves
 from pytest_nsa.report.lanes import axis_of, lanes
-from pytest_nsa.report.last_green import Green, beside
+from pytest_nsa.report.last_green import Green, compared
 from pytest_nsa.report.markup import Markup, tag
 from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import phase_spans, trace_of
@@ -44,7 +44,7 @@ def failure(run: Path, entry: Entry, evidence: Evidence, green: Green | None = N
         _section("Collectives", *call_tables(evidence)),
         _section("Ranks over time", lanes(evidence, v.ranks), _slider(evidence)),
         curves(run / entry.folder),
-        _section("Next to the last green run", beside(green, v)) if green is not None else None,
+        _section("Next to the last green run", compared(green, v)) if green is not None else None,
         tag("details", tag("summary", "Evidence"), *_evidence(entry)),
         tag("details", tag("summary", "Output of the ranks"), *_outputs(evidence, v)),
         tag(
@@ -141,13 +141,13 @@ def _memory(evidence: Evidence, v: Verdict) -> Iterator[Markup]:
 
 def _seen(evidence: Evidence, v: Verdict) -> list[Markup]:
     """Where no stack was left: the lines that boards have, and what ranks raised, equal ones once."""
-    said: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for rank in evidence.ranks:
         for error in rank.exceptions[:1]:
-            said.setdefault(f"{error.type}: {error.headline} at {short_place(error.where)}", []).append(rank.rank)
+            places.setdefault(f"{error.type}: {error.headline} at {short_place(error.where)}", []).append(rank.rank)
         if not rank.exceptions and rank.board is not None and rank.board.line and not rank.passed:
-            said.setdefault(f"last seen at {short_place(rank.board.line)}", []).append(rank.rank)
-    return [tag("p", tag("strong", number_ranks(ranks), class_="who"), " ", text) for text, ranks in said.items()]
+            places.setdefault(f"last seen at {short_place(rank.board.line)}", []).append(rank.rank)
+    return [tag("p", tag("strong", number_ranks(ranks), class_="who"), " ", text) for text, ranks in places.items()]
 
 
 def _section(title: str, *body: Markup | list[Markup] | None) -> Markup | None:

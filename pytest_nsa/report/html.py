@@ -144,13 +144,13 @@ def _failures(
             # Of one name: a browser closes one where it opens another.
             yield tag("details", head, whole, class_="one", name="failure", open=entry is failed[0])
         else:
-            told = "Its evidence cannot be read." if entry.folder else "Its folder was not kept."
+            state = "Its evidence cannot be read." if entry.folder else "Its folder was not kept."
             name = tag("h2", entry.name, " ", outcome_tag(entry.verdict))
             yield tag(
                 "article",
                 name,
                 tag("p", short_place(entry.verdict.reason)),
-                tag("p", told, class_="quiet"),
+                tag("p", state, class_="quiet"),
                 class_="failure",
             )
     if len(failed) > DETAILED:

@@ -54,7 +54,7 @@ def last_greens(run: Path, names: Collection[str]) -> dict[str, Green]:
     return found
 
 
-def beside(green: Green, now: Verdict) -> Markup:
+def compared(green: Green, now: Verdict) -> Markup:
     """Return a table: how the test ended then and now, its figures, and what differs in versions and variables."""
     head = tag("tr", *(tag("th", text, scope="col") for text in ("", green.run, "this run")))
     rows = [tag("tr", tag("th", what, scope="row"), tag("td", a), tag("td", b)) for what, a, b in _rows(green, now)]

@@ -95,7 +95,7 @@ def write_reports(
         decision,
         env if isinstance(env, dict) else {},
         interrupted=interrupted,
-        left_out=summary.not_run(run, entries),
+        not_run=summary.not_run(run, entries),
         greens={name: green.describe() for name, green in greens.items()},
     )
     write_atomically(run / "SUMMARY.md", render())

@@ -84,11 +84,11 @@ def render(
     env: dict[str, Any],
     *,
     interrupted: bool,
-    left_out: Sequence[str] = (),
+    not_run: Sequence[str] = (),
     greens: Mapping[str, str] | None = None,
     blob: str | None = None,
 ) -> str:
-    """Return the text of SUMMARY.md; ``left_out`` are scenarios that did not run, ``greens`` where what fails passed last.
+    """Return the text of SUMMARY.md; ``not_run`` are scenarios that did not run, ``greens`` where what fails passed last.
 
     ``blob``: for a page that is read elsewhere, the address of the repository's files, '' where it is not known. Tests have no
     links to their folders there, and lines have links to the files.
@@ -97,8 +97,8 @@ def render(
     if interrupted:
         out = ["INTERRUPTED: what follows is what had run until then.", "", *out]
     out += _table(entries, blob)
-    if left_out:
-        out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(left_out))}."]
+    if not_run:
+        out += ["", f"Not run, of the plan's scenarios: {markdown(', '.join(not_run))}."]
     sure = f" ({decision.confidence:.0%} sure)" if decision.confidence < 1 else ""
     heading = "Decision" if any(entry.verdict.scenario for entry in entries) else "What to do"
     out += ["", f"## {heading}", "", f"**{_sentence_case(markdown(decision.action) + sure)}**", ""]

@@ -184,8 +184,8 @@ def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:
             stacks.setdefault(stack, []).append(rank)
     for stack, ranks in stacks.items():
         rounds = {f"> {visible(short_place(place))}": words for place, words in _rounds_of(ranks).items()}
-        told = [f"{line}   {rounds[line]}" if line in rounds else line for line in stack.splitlines()]
-        yield f"stack of {number_ranks([rank.rank for rank in ranks])}", visible("\n".join(told))
+        lines = [f"{line}   {rounds[line]}" if line in rounds else line for line in stack.splitlines()]
+        yield f"stack of {number_ranks([rank.rank for rank in ranks])}", visible("\n".join(lines))
 
 
 def _rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
@@ -194,16 +194,20 @@ def _rounds_of(ranks: list[RankEvidence]) -> dict[str, str]:
     for rank in ranks:
         for place, words in rank.rounds.items():
             values.setdefault(place, {}).setdefault(words, []).append(rank.rank)
-    return {place: words for place, said in values.items() if (words := of_several(said))}
+    return {place: words for place, ranks_of in values.items() if (words := of_several(ranks_of))}
 
 
-def of_several(said: dict[str, list[int]]) -> str:
+def of_several(ranks_of: dict[str, list[int]]) -> str:
     """Return what ranks have in words, by what each has: 'step = 3', where they differ 'step = 3 on ranks 0-2; step = 4 on rank 3';
     '' where they differ too much.
     """
-    if len(said) > MAX_STACK:
+    if len(ranks_of) > MAX_STACK:
         return ""
-    return next(iter(said)) if len(said) == 1 else "; ".join(f"{s} on {number_ranks(r)}" for s, r in said.items())
+    return (
+        next(iter(ranks_of))
+        if len(ranks_of) == 1
+        else "; ".join(f"{s} on {number_ranks(r)}" for s, r in ranks_of.items())
+    )
 
 
 def _stack_text(rank: RankEvidence) -> str:
@@ -238,6 +242,6 @@ def excerpt(path: Path) -> str:
         lines, last = lines[:MAX_HEAD_LINES], lines[MAX_HEAD_LINES:]
     if not cut and len(last) <= MAX_OUTPUT_LINES:
         return "\n".join(lines + last)
-    left_out = f"{len(last) - MAX_OUTPUT_LINES} lines" if not cut else f"most of {size >> 10} KiB"
-    middle = f"... {left_out} left out, in {short_path(path)}"
+    omitted = f"{len(last) - MAX_OUTPUT_LINES} lines" if not cut else f"most of {size >> 10} KiB"
+    middle = f"... {omitted} omitted, in {short_path(path)}"
     return "\n".join([*lines[:MAX_HEAD_LINES], middle, *last[-MAX_OUTPUT_LINES:]])

@@ -47,21 +47,21 @@ def mermaid(decision: Decision) -> list[str]:
     if not decision.tree:
         return []
     lines = ["flowchart TD"]
-    asked: list[str] = []
+    taken: list[str] = []
     for number, (text, exits, answer, _) in enumerate(_questions(decision)):
         lines.append(f"  q{number}{{{_quoted(text)}}}")
         if number:
             lines.append(f"  q{number - 1} --> q{number}")
         if answer is not None:
-            asked.append(f"q{number}")
+            taken.append(f"q{number}")
         for index, exit_ in enumerate(exits):
             lines.append(f"  q{number} --> e{number}_{index}[{_quoted(exit_)}]")
             if exit_ == decision.taken and answer is not None:
-                asked.append(f"e{number}_{index}")
-    return [*lines, "  classDef taken stroke-width:3px", f"  class {','.join(asked)} taken"] if asked else lines
+                taken.append(f"e{number}_{index}")
+    return [*lines, "  classDef taken stroke-width:3px", f"  class {','.join(taken)} taken"] if taken else lines
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A question, its exits, its answer (None where it was not asked), and the steps of the way that lie behind it."""
 
     text: str
@@ -70,12 +70,12 @@ class _Asked(NamedTuple):
     more: list[str]
 
 
-def _questions(decision: Decision) -> list[_Asked]:
+def _questions(decision: Decision) -> list[_Question]:
     """Return the questions of the tree, else those of the way; at most `MOST`."""
     steps = [_split(step) for step in decision.path]
     if not decision.tree:
-        return [_Asked(question, (), answer, []) for question, answer in steps[:MOST]]
-    found: list[_Asked] = []
+        return [_Question(question, (), answer, []) for question, answer in steps[:MOST]]
+    found: list[_Question] = []
     known = {row[0] for row in decision.tree if row}
     for row in decision.tree:
         if not row:
@@ -83,7 +83,7 @@ def _questions(decision: Decision) -> list[_Asked]:
         at = next((i for i, (question, _) in enumerate(steps) if question == row[0]), None)
         behind = [] if at is None else itertools.takewhile(lambda step: step[0] not in known, steps[at + 1 :])
         more = [f"{question} {answer}" for question, answer in behind]
-        found.append(_Asked(row[0], tuple(row[1:]), None if at is None else steps[at][1], more))
+        found.append(_Question(row[0], tuple(row[1:]), None if at is None else steps[at][1], more))
     return found[:MOST]
 
 

@@ -86,14 +86,14 @@ class _Tries:
         environment = {name: self.variables[name] for name in names}
         return self.run(Variation(label=f"env{self.count}", environment=environment)).outcome == "PASS"
 
-    def said(self, names: tuple[str, ...]) -> str:
+    def describe(self, names: tuple[str, ...]) -> str:
         """These variables as one would set them."""
         return " and ".join(f"{name}={self.variables[name]}" for name in names)
 
 
 def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
     """Find the smallest set of variables with which the test passes, by halving (delta debugging: Zeller and Hildebrandt, 2002)."""
-    names = tuple(name for name in variables if _is_heeded(name, needs))
+    names = tuple(name for name in variables if _has_effect(name, needs))
     if not names:
         return f"bisect: none of {', '.join(variables)} has an effect on {needs.backend} and {needs.device}"
     tries = _Tries(variables, run)
@@ -109,24 +109,24 @@ def _environment(variables: Mapping[str, str], needs: Needs, run: Run) -> str:
     # Twice more: a failure that comes and goes passes with anything.
     if not tries.passes(names) or tries.passes(()):
         return comes_and_goes
-    each = f"{tries.said(names)} alone" if len(names) == 1 else f"{tries.said(names)}, all of them"
+    each = f"{tries.describe(names)} alone" if len(names) == 1 else f"{tries.describe(names)}, all of them"
     return f"bisect: passes with {each} ({tries.count} runs{budget})"
 
 
 def _of_each_alone(names: tuple[str, ...], tries: _Tries) -> str:
     """Of variables that do not help all at once, try each alone: some may exclude each other."""
     if len(names) == 1:
-        return f"bisect: fails with {tries.said(names)}, too ({tries.count} runs)"
+        return f"bisect: fails with {tries.describe(names)}, too ({tries.count} runs)"
     alone = [name for name in names if tries.are_left and tries.passes((name,))]
     tried = names[: tries.count - 2]  # after one run with none and one with all
     left = f"; {len(names) - len(tried)} were not tried alone" if len(tried) < len(names) else ""
     if not alone:
         return f"bisect: fails with each of {', '.join(tried)}, and with all ({tries.count} runs{left})"
-    passing = ", or with ".join(tries.said((name,)) for name in alone)
+    passing = ", or with ".join(tries.describe((name,)) for name in alone)
     return f"bisect: passes with {passing}; not with all at once ({tries.count} runs{left})"
 
 
-def _is_heeded(name: str, needs: Needs) -> bool:
+def _has_effect(name: str, needs: Needs) -> bool:
     """Return whether anything on these ranks reads a variable: what NCCL or CUDA alone read explains nothing elsewhere."""
     if name.startswith(("NCCL_", "TORCH_NCCL_")):
         return needs.backend in ("", "nccl")

@@ -117,7 +117,7 @@ class Recorder:
         self._list(folder, verdict)
         for fact in verdict.evidence:
             if fact.kind == RULE_FAILED:
-                self.run.tell(f"{fact.text} ({folder.name}); the verdict is by the other rules")
+                self.run.report(f"{fact.text} ({folder.name}); the verdict is by the other rules")
         where = f" {verdict.cause} on {verdict.culprits()} at {verdict.where or '?'}" if verdict.failed else ""
         self.run.note(f"{verdict.outcome} {verdict.scenario or verdict.nodeid} {verdict.duration_s:.2f} s{where}")
 
@@ -133,10 +133,12 @@ class Recorder:
         self._list(folder, verdict)
 
     def _list(self, folder: Path, verdict: Verdict) -> None:
-        told = verdict.to_json()
+        fields = verdict.to_json()
         if not verdict.failed:  # most tests pass, and such lines are most of what a run leaves
-            told = {name: value for name, value in told.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
-        line = {"folder": folder.name, **told}
+            fields = {
+                name: value for name, value in fields.items() if name not in _DEFAULTS or value != _DEFAULTS[name]
+            }
+        line = {"folder": folder.name, **fields}
         try:
             append_line(self.run.path / VERDICTS, line)
         except OSError as error:

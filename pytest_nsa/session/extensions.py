@@ -24,8 +24,8 @@ EVIDENCE_LIMIT_S = 5.0
 class Extensions:
     """Taken once, when the tests are collected: a conftest.py in a folder of tests is loaded by then."""
 
-    def __init__(self, config: pytest.Config, tell: Callable[[str], None]) -> None:
-        self.config, self.tell = config, tell
+    def __init__(self, config: pytest.Config, report: Callable[[str], None]) -> None:
+        self.config, self.report = config, report
         self.rules: tuple[Rule, ...] = ()
         self.scenarios: dict[str, str] = {}
         self._is_taken = False
@@ -78,7 +78,7 @@ class Extensions:
 
     def name_of(self, item: pytest.Item) -> str:
         """Return the name of a test's folder; '' for the one that it has by its id."""
-        found = self._ask("pytest_nsa_artifact_name", item=item)
+        found = self._call("pytest_nsa_artifact_name", item=item)
         return found if isinstance(found, str) else ""
 
     def collect_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[Fact]:
@@ -87,23 +87,23 @@ class Extensions:
             return []
         found: list[Fact] = []
 
-        def ask() -> None:
+        def collect() -> None:
             given: Iterable[Iterable[Fact] | None] = (
-                self._ask("pytest_nsa_collect_evidence", folder=folder, pids=pids) or ()
+                self._call("pytest_nsa_collect_evidence", folder=folder, pids=pids) or ()
             )
             found.extend(fact for facts in given for fact in facts or () if isinstance(fact, Fact))
 
-        asking = threading.Thread(target=ask, name="nsa-evidence", daemon=True)
-        asking.start()
-        asking.join(EVIDENCE_LIMIT_S)
-        if asking.is_alive():
-            self.tell(f"pytest_nsa_collect_evidence took more than {EVIDENCE_LIMIT_S:g} s: the verdict is without it")
+        collector = threading.Thread(target=collect, name="nsa-evidence", daemon=True)
+        collector.start()
+        collector.join(EVIDENCE_LIMIT_S)
+        if collector.is_alive():
+            self.report(f"pytest_nsa_collect_evidence took more than {EVIDENCE_LIMIT_S:g} s: the verdict is without it")
         return list(found)
 
-    def _ask(self, hook: str, **arguments: Any) -> Any:
+    def _call(self, hook: str, **arguments: Any) -> Any:
         """Call a hook; where an implementation raises, the run reports that."""
         try:
             return getattr(self.config.hook, hook)(**arguments)
         except Exception as error:  # a conftest's error: the test and its verdict must not suffer
-            self.tell(f"{hook} failed: {type(error).__name__}: {error}")
+            self.report(f"{hook} failed: {type(error).__name__}: {error}")
             return None

@@ -89,7 +89,7 @@ class RunFolder:
             except OSError as error:
                 self.move(error)
             if limit < SMALL_LIMIT:
-                self.tell(f"ulimit -f limits files to {limit >> 10} KiB: what ranks write beyond that is dropped")
+                self.report(f"ulimit -f limits files to {limit >> 10} KiB: what ranks write beyond that is dropped")
         assert self._path is not None
         return self._path
 
@@ -107,7 +107,7 @@ class RunFolder:
             raise error
         self._has_moved, self._left = True, self._path
         self._open(private_folder() / "artifacts")
-        self.tell(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
+        self.report(f"{short_path(self._left or self.root)}: {error.strerror}: evidence goes to {self._path}")
 
     def gather(self) -> None:
         """At the session's end: where this process or a worker of it has moved, bring the run's lists together there."""
@@ -196,7 +196,7 @@ class RunFolder:
             line = f"{time.strftime('%H:%M:%S')} {masking.text(text)}\n"
             append(self.path / "test_execution.log", line.encode(errors="backslashreplace"))
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Report something that concerns the whole run: in its closing lines, once, whichever worker reports it."""
         self.note(text)
         with where_there_is_room():
@@ -209,7 +209,7 @@ class RunFolder:
             append_line(self.path / ANNOUNCEMENTS, {"time": time.time(), "text": text})
 
     def notices(self) -> list[str]:
-        """Return what `tell` reported, by any worker."""
+        """Return what `report` reported, by any worker."""
         return list(dict.fromkeys(entry["text"] for entry in read_lines(self.path / NOTICES)))
 
 

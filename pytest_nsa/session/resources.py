@@ -43,13 +43,15 @@ class Resources:
             self.release()
         if self._for is None:
             if needs.cores:
-                self._leases["core"] = self._broker("core").lease(needs.cores, share=False, holder=test, say=self._say)
+                self._leases["core"] = self._broker("core").lease(
+                    needs.cores, share=False, holder=test, report=self._report
+                )
             if needs.gpus:
                 # Where the memory of a GPU is not known, a test has it alone.
                 of = gpu_memory(self.settings) // PART if needs.gpu_memory else 0
                 parts = min(-(-needs.gpu_memory // PART), of)
                 self._leases["gpu"] = self._broker("gpu").lease(
-                    needs.gpus, share=needs.share_gpus, holder=test, say=self._say, parts=parts, of=of
+                    needs.gpus, share=needs.share_gpus, holder=test, report=self._report, parts=parts, of=of
                 )
             self._for = needs
         return self._leases
@@ -73,7 +75,7 @@ class Resources:
             self._brokers[kind] = Broker(folder=default_folder(), kind=kind, names=names)
         return self._brokers[kind]
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         """A line to the terminal while a test waits; also from an xdist worker, whose standard error is the controller's."""
         with past_capture(self.config):
             print(f"\nnsa: {text}", file=sys.__stderr__, flush=True)

@@ -54,7 +54,7 @@ class RunLauncher:
         except UnfitError as error:
             self.close()  # what has been leased for this test stays leased
             self._plan = LaunchPlan(kind="cold", description=f"cold: a new interpreter per rank ({error})")
-            self.run.tell(f"slow: every rank is a new interpreter, because {error}")
+            self.run.report(f"slow: every rank is a new interpreter, because {error}")
             launcher = self.start(session)
         return launcher
 

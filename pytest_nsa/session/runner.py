@@ -48,7 +48,7 @@ class RankRunner:
         self.config, self.settings, self.folder = config, settings, folder
         self.launcher = RunLauncher(config, settings, folder)
         self.recorder = Recorder(folder)
-        self.extensions = Extensions(config, folder.tell)
+        self.extensions = Extensions(config, folder.report)
         self.resources = Resources(config, settings)
         self.next_item: pytest.Item | None = None
         self._groups = 0  # that the ranks which stay have formed, one for each test

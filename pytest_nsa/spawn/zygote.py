@@ -92,9 +92,9 @@ class Zygote:
         while not self.first.channel.closed and not self._is_ended:
             for source in self._wait(wake_read):
                 if isinstance(source, Host):
-                    self._hear_host(source)
+                    self._receive_from_host(source)
                 elif isinstance(source, tuple):
-                    self._hear_member(*source)
+                    self._receive_from_member(*source)
                 elif source == wake_read:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)
@@ -162,7 +162,7 @@ class Zygote:
         self.hosts.append(host)
         host.channel.send(**self._greeting)
 
-    def _hear_host(self, host: Host) -> None:
+    def _receive_from_host(self, host: Host) -> None:
         try:
             for message in host.channel.receive(0):
                 self._handle(host, message)
@@ -171,7 +171,7 @@ class Zygote:
         if host.channel.closed and host is not self.first:
             self._drop(host)
 
-    def _hear_member(self, host: Host, group: WorkerGroup, member: Member) -> None:
+    def _receive_from_member(self, host: Host, group: WorkerGroup, member: Member) -> None:
         if member.control.closed:  # by what was received just before
             return
         for message in member.control.receive(0):

@@ -70,17 +70,17 @@ def end_leftovers() -> list[str]:
         return []
     left = children()
     expected = _expected()
-    told = []
+    killed = []
     for _ in range(_MAX_ROUNDS):
         for pid in left:
             state, command = _describe(pid)
             if state != "Z" and pid not in expected:
-                told.append(command)
+                killed.append(command)
             _end(pid)
         left = children()
         if not left:
             break
-    return told
+    return killed
 
 
 def _expected() -> set[int]:

@@ -65,25 +65,25 @@ class Broker:
     _lent: set[Path] = field(default_factory=set)  # what ranks of ours hold while they live
 
     def lease(
-        self, count: int, *, share: bool, holder: str, say: Callable[[str], None], parts: int = 0, of: int = 0
+        self, count: int, *, share: bool, holder: str, report: Callable[[str], None], parts: int = 0, of: int = 0
     ) -> Lease:
-        """Wait for ``count`` of them, or for ``parts`` of the ``of`` parts that each has. ``say`` receives what is waited for.
+        """Wait for ``count`` of them, or for ``parts`` of the ``of`` parts that each has. ``report`` receives what is waited for.
 
         Raises ValueError when there are not so many.
         """
         if count > len(self.names):
             raise ValueError(f"needs {count} {self.kind}s, this machine has {len(self.names)}")
         with self._ticket() as ticket:
-            began = said = time.monotonic()
+            began = reported = time.monotonic()
             while True:
                 if self._is_first(ticket):
                     lease = self._take(count, share, holder, parts, of)
                     if lease is not None:
                         return lease
                 now = time.monotonic()
-                if now - said >= (NEXT_WORD_S if said > began else FIRST_WORD_S):
-                    said = now
-                    say(
+                if now - reported >= (NEXT_WORD_S if reported > began else FIRST_WORD_S):
+                    reported = now
+                    report(
                         f"{holder} waits for {count} of {len(self.names)} {self.kind}s, {now - began:.0f} s; {self._held()}"
                     )
                 time.sleep(POLL_S)

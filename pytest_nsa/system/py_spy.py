@@ -25,6 +25,6 @@ def dump(pid: int, *options: str, limit_s: float) -> tuple[str, str]:
     except (subprocess.TimeoutExpired, OSError) as error:
         return "", f"py-spy gave nothing: {type(error).__name__}"
     if done.returncode or not done.stdout:
-        said = "; ".join(done.stderr.strip().splitlines())[:200]
-        return "", f"py-spy could not look: {said or 'no reason given'}"
+        output = "; ".join(done.stderr.strip().splitlines())[:200]
+        return "", f"py-spy could not look: {output or 'no reason given'}"
     return done.stdout, ""

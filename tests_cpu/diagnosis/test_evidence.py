@@ -13,7 +13,7 @@ from pytest_nsa.cli.main import main
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.native import innermost_symbol
-from pytest_nsa.evidence.stacks import Frame, parse_dump, telling_thread
+from pytest_nsa.evidence.stacks import Frame, parse_dump, thread_that_shows
 from pytest_nsa.system.gpu import look_at_gpus
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire.messages import Job
@@ -84,7 +84,7 @@ def test_the_first_cause_is_not_the_first_line(tmp_path: Path) -> None:
 def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
     threads = parse_dump(DUMP)
     assert [t.is_ours for t in threads] == [True, False, False]
-    telling = telling_thread(threads)
+    telling = thread_that_shows(threads)
     assert telling is not None
     assert telling.user_frame is not None
     assert telling.user_frame.describe() == "/home/me/model.py:12 in backward"
@@ -93,7 +93,7 @@ def test_the_thread_that_runs_backward_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "garbage\n", 'Thread 0x1 (most recent call first):\n  File "x", li'])
 def test_a_broken_dump_is_no_stack(text: str) -> None:
-    assert telling_thread(parse_dump(text)) is None
+    assert thread_that_shows(parse_dump(text)) is None
 
 
 def test_diagnose_without_evidence_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nsa.trace.divergence.assignments import line_that_sets
-from nsa.trace.stall.counters import ASKED, FILE, counted_names, counters_of, is_asked, write_counters
+from nsa.trace.stall.counters import FILE, REQUEST, counted_names, counters_of, is_requested, write_counters
 from nsa.trace.stall.exceptions import record_exception
 
 
@@ -92,9 +92,9 @@ def test_what_a_thread_is_in_is_written_outermost_first(tmp_path: Path) -> None:
 
 
 def test_it_is_asked_by_a_file(tmp_path: Path) -> None:
-    assert not is_asked(tmp_path)
-    (tmp_path / ASKED).touch()
-    assert is_asked(tmp_path)
+    assert not is_requested(tmp_path)
+    (tmp_path / REQUEST).touch()
+    assert is_requested(tmp_path)
 
 
 def fails_in_a_round(group: dict[str, float]) -> None:

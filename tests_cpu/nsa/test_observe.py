@@ -27,7 +27,7 @@ from nsa.trace.stall.heartbeat import Heartbeat
 from pytest_nsa import world_size
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.fixtures import Group
-from pytest_nsa.monitor.second_look import COUNTERS_ASKED, DUMP_ASKED
+from pytest_nsa.monitor.second_look import COUNTERS_REQUEST, DUMP_REQUEST
 
 
 @pytest.fixture
@@ -247,8 +247,8 @@ def test_a_heartbeat_rests_while_stacks_are_dumped(tmp_path: Path, monkeypatch: 
     board = Board(tmp_path / "board.bin")
     heart = Heartbeat(board, None, tmp_path / "heartbeat_rank0.jsonl", 0, stall=tmp_path / "stall.json")
     heart.start()
-    (tmp_path / COUNTERS_ASKED).touch()
-    (tmp_path / DUMP_ASKED).touch()
+    (tmp_path / COUNTERS_REQUEST).touch()
+    (tmp_path / DUMP_REQUEST).touch()
     while not heart.rests:  # it answers first
         time.sleep(0.001)
     beats = board.count("beat")

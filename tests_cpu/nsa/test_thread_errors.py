@@ -10,22 +10,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from nsa.trace.stall.thread_errors import MOST, forget_thread_errors, tell_thread_errors
+from nsa.trace.stall.thread_errors import MOST, forget_thread_errors, report_thread_errors
 
 
-class ExternalFact:
+class Recorded:
     """What was recorded: (exception, whose, future), and the futures that were asked."""
 
     def __init__(self) -> None:
         self.raised: list[tuple[str, str, int]] = []
-        self.asked: list[int] = []
+        self.retrieved: list[int] = []
 
 
 @pytest.fixture
-def told() -> Iterator[ExternalFact]:
-    told = ExternalFact()
-    tell_thread_errors(lambda error, whose, n: told.raised.append((repr(error), whose, n)), told.asked.append)
-    yield told
+def recorded() -> Iterator[Recorded]:
+    recorded = Recorded()
+    report_thread_errors(
+        lambda error, owner, n: recorded.raised.append((repr(error), owner, n)), recorded.retrieved.append
+    )
+    yield recorded
     forget_thread_errors()
 
 
@@ -34,33 +36,33 @@ def fail() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_raises_is_told(told: ExternalFact) -> None:
+def test_a_thread_that_raises_is_told(recorded: Recorded) -> None:
     thread = threading.Thread(target=fail, name="loader")
     thread.start()
     thread.join()
-    assert told.raised == [("ValueError('bad shard')", "thread loader", 0)]
+    assert recorded.raised == [("ValueError('bad shard')", "thread loader", 0)]
 
 
-def test_a_future_is_told_and_then_that_it_was_asked(told: ExternalFact) -> None:
+def test_a_future_is_told_and_then_that_it_was_asked(recorded: Recorded) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="saver") as pool:
         future = pool.submit(fail)
-    ((error, whose, number),) = told.raised
-    assert (error, whose) == ("ValueError('bad shard')", "thread saver_0")
+    ((error, owner, number),) = recorded.raised
+    assert (error, owner) == ("ValueError('bad shard')", "thread saver_0")
     assert number > 0
-    assert told.asked == []
+    assert recorded.retrieved == []
     with pytest.raises(ValueError, match="bad shard"):
         future.result()
-    assert told.asked == [number]
+    assert recorded.retrieved == [number]
 
 
-def test_a_future_whose_exception_a_callback_looks_at_was_asked(told: ExternalFact) -> None:
+def test_a_future_whose_exception_a_callback_looks_at_was_asked(recorded: Recorded) -> None:
     future: Future[None] = Future()
     future.add_done_callback(lambda f: f.exception())
     future.set_exception(OSError("disk full"))
-    assert told.asked == [told.raised[0][2]]
+    assert recorded.retrieved == [recorded.raised[0][2]]
 
 
-def test_a_task_that_nobody_awaits_is_told_when_it_goes(told: ExternalFact) -> None:
+def test_a_task_that_nobody_awaits_is_told_when_it_goes(recorded: Recorded) -> None:
     async def failing() -> None:
         fail()
 
@@ -73,10 +75,10 @@ def test_a_task_that_nobody_awaits_is_told_when_it_goes(told: ExternalFact) -> N
         gc.collect()
 
     asyncio.run(main())
-    assert told.raised == [("ValueError('bad shard')", "an asyncio task", 0)]
+    assert recorded.raised == [("ValueError('bad shard')", "an asyncio task", 0)]
 
 
-def test_a_pool_that_fails_for_ever_fills_no_disk(told: ExternalFact) -> None:
+def test_a_pool_that_fails_for_ever_fills_no_disk(recorded: Recorded) -> None:
     for _ in range(MOST + 50):
         Future[None]().set_exception(OSError("again"))
-    assert len(told.raised) == MOST
+    assert len(recorded.raised) == MOST

@@ -126,7 +126,7 @@ def test_more_memory_than_a_gpu_has_is_a_reason_to_skip(pytester: pytest.Pyteste
 
 def test_parts_that_ranks_of_a_dead_host_hold_stay_theirs(tmp_path: Path) -> None:
     broker = Broker(folder=tmp_path, kind="gpu", names="0")
-    lease = broker.lease(1, share=False, holder="host", say=print, parts=3, of=4)
+    lease = broker.lease(1, share=False, holder="host", report=print, parts=3, of=4)
     held = hold_while_alive(lease.in_use)
     lease.release()  # as the kernel does when the host dies
     assert broker._take(1, False, "next", 2, 4) is None
@@ -153,7 +153,7 @@ from pathlib import Path
 from pytest_nsa.system.leases import Broker
 folder = Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
-lease = Broker(folder=folder, kind="gpu", names="0123").lease(3, share=False, holder="a_long_test", say=print)
+lease = Broker(folder=folder, kind="gpu", names="0123").lease(3, share=False, holder="a_long_test", report=print)
 print("held", flush=True)
 time.sleep(1000)
 """
@@ -247,13 +247,13 @@ def test_it(group, artifacts): note(artifacts, group, 0)
 def test_tickets_are_served_in_order(tmp_path: Path) -> None:
     """Three requests, for 4, 1 and 2 GPUs, are served in the order in which they came."""
     everything = Broker(folder=tmp_path, kind="gpu", names="0123")
-    first = everything.lease(4, share=False, holder="first", say=print)
+    first = everything.lease(4, share=False, holder="first", report=print)
     waiting = textwrap.dedent("""
         import sys
         from pathlib import Path
         from pytest_nsa.system.leases import Broker
         broker = Broker(folder=Path(sys.argv[1]), kind="gpu", names="0123")
-        lease = broker.lease(int(sys.argv[2]), share=False, holder="x", say=lambda text: print("waits", flush=True))
+        lease = broker.lease(int(sys.argv[2]), share=False, holder="x", report=lambda text: print("waits", flush=True))
         print("got", flush=True)
         with open(sys.argv[1] + "/order", "a") as file:
             file.write(sys.argv[2] + " ")
@@ -277,7 +277,7 @@ def test_tickets_are_served_in_order(tmp_path: Path) -> None:
 
 def test_a_killed_holder_whose_ranks_live_on_keeps_the_gpu(tmp_path: Path) -> None:
     broker = Broker(folder=tmp_path, kind="gpu", names="0")
-    lease = broker.lease(1, share=False, holder="host", say=print)
+    lease = broker.lease(1, share=False, holder="host", report=print)
     rank = subprocess.Popen(
         [sys.executable, "-c", "import sys, time; from pytest_nsa.system.leases import hold_while_alive\n"
          "held = hold_while_alive(sys.argv[1:]); print('held', flush=True); time.sleep(1000)", *lease.in_use],
@@ -289,7 +289,7 @@ def test_a_killed_holder_whose_ranks_live_on_keeps_the_gpu(tmp_path: Path) -> No
     assert broker._take(1, share=False, holder="next") is None
     rank.kill()
     rank.communicate()
-    after = broker.lease(1, share=False, holder="next", say=print)
+    after = broker.lease(1, share=False, holder="next", report=print)
     assert after.names == ("0",)
     after.release()
     broker.clean_up()

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from nsa.trace.stall.stacks import MOST_THREADS, as_dump, look
-from pytest_nsa.evidence.stacks import parse_dump, telling_thread
+from pytest_nsa.evidence.stacks import parse_dump, thread_that_shows
 from pytest_nsa.testing import run_example
 from pytest_nsa.wire import messages
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL
@@ -121,5 +121,5 @@ def test_faulthandler_s_two_dumps_are_read_as_one(threads: int) -> None:
     assert [frame.function for frame in main.frames] == ["waits", "<module>"]
     assert len(stacks) == min(threads + 1, messages.MOST_THREADS + 1)
     # Without the first dump it is not known what the main thread of a crowded process does, and no other takes its part.
-    told = telling_thread(parse_dump(text[re.search("^(Thread|Current)", text, re.M).start() :]))  # type: ignore[union-attr]
+    told = thread_that_shows(parse_dump(text[re.search("^(Thread|Current)", text, re.M).start() :]))  # type: ignore[union-attr]
     assert (told is None) == (threads > messages.MOST_THREADS)

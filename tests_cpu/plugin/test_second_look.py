@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.monitor import second_look
-from pytest_nsa.monitor.native import dump_where_it_tells
+from pytest_nsa.monitor.native import dump_where_useful
 from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import is_runnable, stat_of
 from pytest_nsa.wire.messages import DUMP_SIGNAL
@@ -82,7 +82,7 @@ def test_native_frames_are_read_of_a_few_ranks_and_of_none_that_waits_in_a_colle
             assert ranks[6].poll() is None
         pids[7] = 0  # of another node
         files = {rank: tmp_path / f"native{rank}.txt" for rank in pids}
-        told = dict(dump_where_it_tells(files, pids, blocked=[0]))
+        told = dict(dump_where_useful(files, pids, blocked=[0]))
     finally:
         for process in ranks:
             process.kill()

@@ -16,7 +16,7 @@ ROWS = 32  # of a program: (token, head) pairs
 
 
 @triton.jit
-def _halves(at, there, HALF: tl.constexpr):
+def _load_pairs(at, there, HALF: tl.constexpr):
     first = tl.load(at, mask=there, other=0.0).to(tl.float32)
     return first, tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
 
@@ -34,9 +34,9 @@ def rotate(
     token = r // heads
     x = X + (token * x_stride + r % heads * D)[:, None] + c[None, :]
     at = (token % N * D)[:, None] + c[None, :]
-    first, second = _halves(x, there, HALF)
-    cos0, cos1 = _halves(COS + at, there, HALF)
-    sin0, sin1 = _halves(SIN + at, there, HALF)
+    first, second = _load_pairs(x, there, HALF)
+    cos0, cos1 = _load_pairs(COS + at, there, HALF)
+    sin0, sin1 = _load_pairs(SIN + at, there, HALF)
     if BACKWARD:
         y0, y1 = first * cos0 + second * sin1, second * cos1 + first * sin0
     else:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 _KEYS = 8  # of a call that waits for many
-_TELLS = ("alltoall_base", "all_to_all_single", "allgather", "_allgather_base", "all_gather_single")
-_MOST_TOLD = 16  # ranks of a group whose counts are kept
+_ANNOUNCING = ("alltoall_base", "all_to_all_single", "allgather", "_allgather_base", "all_gather_single")
+_MOST_RANKS = 16  # ranks of a group whose counts are kept
 _WHOLE = (torch.int64, torch.int32)
 
 
@@ -72,8 +72,8 @@ def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the keys that a call of a store is about, as the caller names them, eight of many; '' where it names none."""
     named = args[0] if args else kwargs.get("key", kwargs.get("keys", ""))
     keys = named if isinstance(named, list | tuple) else [named]
-    said = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys[:_KEYS] if key]
-    return ", ".join([*said, "…"] if len(keys) > _KEYS else said)
+    names = [key.decode(errors="replace") if isinstance(key, bytes) else str(key) for key in keys[:_KEYS] if key]
+    return ", ".join([*names, "…"] if len(keys) > _KEYS else names)
 
 
 def split_sizes(args: tuple[Any, ...]) -> str:
@@ -82,11 +82,11 @@ def split_sizes(args: tuple[Any, ...]) -> str:
     return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
 
 
-def told_counts(name: str, args: tuple[Any, ...], size: int) -> str:
+def announced_counts(name: str, args: tuple[Any, ...], size: int) -> str:
     """'tells 4,0,2': the whole numbers, one for each rank of a group of ``size``, that a rank gives to an exchange of all with all
     or to an all-gather: how many rows it is about to send to each, as a rule. '' of another payload, and of one on a device.
     """
-    if name not in _TELLS or size > _MOST_TOLD or len(args) < 2:
+    if name not in _ANNOUNCING or size > _MOST_RANKS or len(args) < 2:
         return ""
     given = args[1][0] if isinstance(args[1], list) and len(args[1]) == 1 else args[1]
     if (

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa.trace.board import Board
 from nsa.trace.calls.arguments import (
+    announced_counts,
     global_rank,
     group_of,
     is_done_after_wait,
@@ -31,7 +32,6 @@ from nsa.trace.calls.arguments import (
     payload_of,
     root_and_reduction,
     split_sizes,
-    told_counts,
     was_refused,
 )
 from nsa.trace.calls.compiled import outside_graphs
@@ -302,7 +302,7 @@ class CollectiveRecorder:
             self._sequence[label] += 0 if point_to_point else 1
             peer, note = -1, split_sizes(args) if name in _SPLIT else ""
             size = group.size()
-            note = note or told_counts(name, args, size)
+            note = note or announced_counts(name, args, size)
             if point_to_point:
                 given, tag = ([a for a in args[1:] if isinstance(a, int)] + [-1, 0])[:2]
                 note = f"tag {tag}" if tag > 0 else ""

@@ -23,7 +23,7 @@ from nsa.trace.files import write_atomically
 from nsa.trace.frames import describe, is_user_file, user_frames
 
 FILE = "counters.json"
-ASKED = "counters.asked"
+REQUEST = "counters.asked"
 MOST_FRAMES = 64
 MOST_STREAMS = 8  # of a frame
 LARGEST = 1 << 53  # as JSON's readers hold it exactly
@@ -86,6 +86,6 @@ def counters_at(error: BaseException) -> list[dict[str, object]]:
     return frames
 
 
-def is_asked(folder: Path) -> bool:
+def is_requested(folder: Path) -> bool:
     """Return whether the monitor asks for the counters."""
-    return os.path.exists(folder / ASKED)
+    return os.path.exists(folder / REQUEST)

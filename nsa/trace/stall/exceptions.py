@@ -17,7 +17,7 @@ from nsa.trace.stall.network import unusable_network
 MAX_TEXT = 200_000
 MAX_CHAIN = 10
 MAX_FRAMES = 64
-MAX_BESIDE = 32  # lines of other threads
+MAX_SIDE_LINES = 32  # lines of other threads
 
 
 def cut(text: str) -> str:
@@ -55,21 +55,21 @@ def origin(error: BaseException) -> dict[str, str]:
     }
 
 
-def record_thread_exception(folder: Path, error: BaseException, whose: str, future: int) -> None:
+def record_thread_exception(folder: Path, error: BaseException, owner: str, future: int) -> None:
     """Append an exception of a thread but the main one, or of a task; ``future``: the number of the one that keeps it, or 0."""
     frames = traceback.extract_tb(error.__traceback__)
     place = _user_line(frames)
     record(
-        folder, event="thread_exception", whose=whose, future=future, type=type(error).__name__, message=message_of(error),
+        folder, event="thread_exception", whose=owner, future=future, type=type(error).__name__, message=message_of(error),
         where=f"{place.filename}:{place.lineno} in {place.name}" if place else "", raised_in=frames[-1].filename if frames else "",
     )  # fmt: skip
 
 
-def _beside() -> list[str]:
+def _side_threads() -> list[str]:
     """Return the user's lines that Python's threads other than the main one are in."""
     threads = {t.ident for t in threading.enumerate() if t is not threading.main_thread()}
     frames = (frame for ident, top in sys._current_frames().items() if ident in threads for frame in user_frames(top))
-    return [describe(frame) for frame in itertools.islice(frames, MAX_BESIDE)]
+    return [describe(frame) for frame in itertools.islice(frames, MAX_SIDE_LINES)]
 
 
 def record_exception(
@@ -105,6 +105,6 @@ def record_exception(
         stack=[(f.filename, f.lineno or 0, f.name) for f in frames[-MAX_FRAMES:]],
         counters=counters_at(error),
         **more,
-        **({"beside": beside} if (beside := _beside()) else {}),
+        **({"beside": side_threads} if (side_threads := _side_threads()) else {}),
         **({"network": network} if (network := unusable_network(message)) else {}),
     )

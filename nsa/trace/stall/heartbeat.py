@@ -19,7 +19,7 @@ from nsa.trace.events import SCHEMA
 from nsa.trace.files import open_to_append, write_atomically
 from nsa.trace.frames import is_user_file
 from nsa.trace.memory import on_gpu_mib, resident_mib
-from nsa.trace.stall.counters import is_asked, write_counters
+from nsa.trace.stall.counters import is_requested, write_counters
 from nsa.trace.stall.flight import dump_flight_recorder
 from nsa.trace.stall.held_up import asyncio_tasks, handled_exception
 from nsa.trace.stall.stacks import Place, as_dump, look
@@ -31,9 +31,9 @@ CHANGES = (
 )
 CHANGE_EVERY = 0.05  # seconds
 MEMORY_EVERY = 0.1  # seconds: lines between have what was read last
-STANDING_S = 0.8
-STANDING_AGAIN_S = 2.0
-DUMP_ASKED = "dump.asked"
+STALL_S = 0.8
+STALL_AGAIN_S = 2.0
+DUMP_REQUEST = "dump.asked"
 MOST_LINES = 16
 REST_S = 3.0  # in which the monitor dumps the stacks
 
@@ -194,7 +194,7 @@ class Heartbeat:
             return False
         now = time.monotonic()
         waited = now - self._written if self._written else now - self._since
-        return waited >= (STANDING_AGAIN_S if self._written else STANDING_S)
+        return waited >= (STALL_AGAIN_S if self._written else STALL_S)
 
     def _look_at_stall(self, place: Place | None) -> bool:
         """Count the looks of a stall; return whether it goes on."""
@@ -217,7 +217,7 @@ class Heartbeat:
     def _answer(self) -> None:
         """Write the counters of loops once, where the monitor asks for them."""
         folder = self._stall.parent if self._stall is not None else None
-        if folder is not None and not self._has_answered and is_asked(folder):
+        if folder is not None and not self._has_answered and is_requested(folder):
             self._has_answered = True
             write_counters(folder, self._main or 0)
 
@@ -227,7 +227,7 @@ class Heartbeat:
         """
         if not self._has_answered or self.rests or self._stall is None:
             return False
-        self.rests = os.path.exists(self._stall.parent / DUMP_ASKED)
+        self.rests = os.path.exists(self._stall.parent / DUMP_REQUEST)
         return self.rests
 
     def _write_stall(self, stacks: str) -> None:

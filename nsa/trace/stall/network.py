@@ -31,10 +31,10 @@ def unusable_network(message: str) -> str:
 
 
 def _interface(name: str) -> str:
-    asked = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if name in asked.split(","):
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if name in wanted.split(","):
         there = ", ".join(name for _, name in socket.if_nameindex())
-        return f"GLOO_SOCKET_IFNAME={asked} names no interface with an address on this machine, which has {there}"
+        return f"GLOO_SOCKET_IFNAME={wanted} names no interface with an address on this machine, which has {there}"
     if name.startswith(_LOOPBACK):
         return f"no network interface has the address {name}: the loopback interface is down (ip link set lo up)"
     return f"no network interface has the address {name}: set GLOO_SOCKET_IFNAME to the name of one that is up"

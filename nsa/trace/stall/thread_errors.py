@@ -15,50 +15,50 @@ from concurrent.futures import Future
 from typing import Any
 
 Raised = Callable[[BaseException, str, int], None]  # an exception, whose it is in words, its future's number or 0
-Asked = Callable[[int], None]  # a future's number
+Retrieved = Callable[[int], None]  # a future's number
 
 MOST = 100  # of a test or training: a pool that retries for ever fills no disk
 _LEAVES = (SystemExit, GeneratorExit, KeyboardInterrupt)
 _NUMBER = "_nsa_number"  # an attribute of a future that keeps an exception
 
 _on_raised: Raised | None = None
-_on_asked: Asked | None = None
+_on_retrieved: Retrieved | None = None
 _numbers = itertools.count(1)
 
 
-def tell_thread_errors(on_raised: Raised, on_asked: Asked) -> None:
+def report_thread_errors(on_raised: Raised, on_retrieved: Retrieved) -> None:
     """Call these from now on. The first call in a process installs the hooks."""
-    global _on_raised, _on_asked, _numbers
+    global _on_raised, _on_retrieved, _numbers
     install()
-    _on_raised, _on_asked, _numbers = on_raised, on_asked, itertools.count(1)
+    _on_raised, _on_retrieved, _numbers = on_raised, on_retrieved, itertools.count(1)
 
 
 def forget_thread_errors() -> None:
     """The test or training has ended, or this is a child of its process: call nothing more."""
-    global _on_raised, _on_asked
-    _on_raised = _on_asked = None
+    global _on_raised, _on_retrieved
+    _on_raised = _on_retrieved = None
 
 
-def _note(error: BaseException, whose: str, future: Future[Any] | None = None) -> None:
-    tell, number = _on_raised, next(_numbers)
-    if tell is None or number > MOST or isinstance(error, _LEAVES):
+def _note(error: BaseException, owner: str, future: Future[Any] | None = None) -> None:
+    report, number = _on_raised, next(_numbers)
+    if report is None or number > MOST or isinstance(error, _LEAVES):
         return
     if future is not None:
         setattr(future, _NUMBER, number)
-    tell(error, whose, number if future is not None else 0)
+    report(error, owner, number if future is not None else 0)
 
 
-def _note_asked(future: Future[Any]) -> None:
-    number, tell = future.__dict__.pop(_NUMBER, 0), _on_asked
-    if number and tell is not None:
-        tell(number)
+def _note_retrieved(future: Future[Any]) -> None:
+    number, report = future.__dict__.pop(_NUMBER, 0), _on_retrieved
+    if number and report is not None:
+        report(number)
 
 
 @functools.cache
 def install() -> None:
     """Replace the hooks, once a process and its forks."""
     hook, keep, handle = threading.excepthook, Future.set_exception, asyncio.BaseEventLoop.call_exception_handler
-    ask, look = Future.result, Future.exception
+    result_of, exception_of = Future.result, Future.exception
 
     def ended(args: Any) -> None:
         if args.exc_value is not None:
@@ -70,16 +70,16 @@ def install() -> None:
             _note(exception, f"thread {threading.current_thread().name}", self)
         keep(self, exception)
 
-    def asked(self: Future[Any], timeout: float | None = None) -> Any:
+    def result(self: Future[Any], timeout: float | None = None) -> Any:
         __tracebackhide__ = True
         try:
-            return ask(self, timeout)
+            return result_of(self, timeout)
         finally:
-            _note_asked(self)
+            _note_retrieved(self)
 
-    def looked(self: Future[Any], timeout: float | None = None) -> BaseException | None:
-        found = look(self, timeout)
-        _note_asked(self)
+    def exception_(self: Future[Any], timeout: float | None = None) -> BaseException | None:
+        found = exception_of(self, timeout)
+        _note_retrieved(self)
         return found
 
     def handled(self: asyncio.BaseEventLoop, context: dict[str, Any]) -> None:
@@ -90,6 +90,6 @@ def install() -> None:
 
     threading.excepthook = ended
     Future.set_exception = kept  # type: ignore[method-assign]
-    Future.result = asked  # type: ignore[method-assign]
-    Future.exception = looked  # type: ignore[method-assign]
+    Future.result = result  # type: ignore[method-assign]
+    Future.exception = exception_  # type: ignore[method-assign]
     asyncio.BaseEventLoop.call_exception_handler = handled  # type: ignore[method-assign]

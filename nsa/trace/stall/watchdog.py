@@ -116,6 +116,6 @@ class Watchdog:
         if self.board is None:
             return ""
         count = self.board.count
-        said = f": {self.board.phase_name} of step {count('step')}, {count('modules_entered')} modules called, "
-        said += f"{count('gradients')} of {count('gradients_expected')} gradients arrived, "
-        return said + f"{count('collectives_left')} of {count('collectives_entered')} collectives left"
+        text = f": {self.board.phase_name} of step {count('step')}, {count('modules_entered')} modules called, "
+        text += f"{count('gradients')} of {count('gradients_expected')} gradients arrived, "
+        return text + f"{count('collectives_left')} of {count('collectives_entered')} collectives left"

@@ -175,10 +175,10 @@ class Clock:
 
     def _end_host(self) -> None:
         """Ask the process to end itself, with exit code 1; it is this one's parent, so its number is no other's."""
-        from pytest_nsa.rank.launched import END_ASKED
+        from pytest_nsa.rank.launched import END_REQUEST
         from pytest_nsa.wire.files import touch
 
-        touch(self.folder / END_ASKED)
+        touch(self.folder / END_REQUEST)
         deadline = time.monotonic() + ENDING_S
         while os.getppid() == self.host and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -117,7 +117,7 @@ class OuterHooks:
         self.follows = has_ranks and self.outer.rank > 0
         if self.follows:
             self._leader_s = {item.nodeid for item in session.items if self._is_the_leader_s(item)}
-            self._leave_out_of_junit()
+            self._exclude_from_junit()
             remove_hooks(self.config, of_reports_alone=True)  # other reporters' files are the leader's
             folder = self.config.stash[runner_key].folder
             folder.root = follower_folder(self.config, folder.root)
@@ -134,7 +134,7 @@ class OuterHooks:
         is_plain = not isinstance(item, Ranked)
         return is_plain and (self.settings.unmarked == "leader" or "launch" in getattr(item, "fixturenames", ()))
 
-    def _leave_out_of_junit(self) -> None:
+    def _exclude_from_junit(self) -> None:
         xml = self.config.stash.get(xml_key, None)
         if xml is None:
             return

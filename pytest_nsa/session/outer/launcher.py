@@ -144,10 +144,10 @@ class Attachment:
         if conclusion is not None:
             self.wire.put(key, conclusion)
             return conclusion
-        told = self.wire.wait(key, MEET_S, or_key="end")
-        if "exit_status" in told:
-            pytest.exit("rank 0 has ended its session", returncode=told["exit_status"])
-        return told
+        received = self.wire.wait(key, MEET_S, or_key="end")
+        if "exit_status" in received:
+            pytest.exit("rank 0 has ended its session", returncode=received["exit_status"])
+        return received
 
     def close(self) -> None:
         """The leader's word ends all sessions: torchrun ends every process once one has failed, and the leader reports.

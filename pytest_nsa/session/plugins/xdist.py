@@ -17,14 +17,14 @@ from pytest_nsa.session.interrupts import signals_key
 from pytest_nsa.session.items import runner_key
 from pytest_nsa.wire.files import read_lines
 
-TELL_S = 0.3
+ANNOUNCE_S = 0.3
 
 
 class XdistHooks:
     """Registered only where xdist is: its hooks are unknown elsewhere."""
 
     _zygote: SharedZygote | None = None
-    _teller: threading.Thread | None = None
+    _announcer: threading.Thread | None = None
     _done = threading.Event()
 
     @pytest.hookimpl(optionalhook=True)
@@ -35,17 +35,19 @@ class XdistHooks:
         runner.folder.name = name
         node.workerinput["nsa_run"] = name
         self._zygote = self._zygote or SharedZygote()
-        if self._teller is None:
+        if self._announcer is None:
             paths = runner.folder.places(ANNOUNCEMENTS)
-            self._teller = threading.Thread(target=self._tell, args=(paths,), name="nsa-announcements", daemon=True)
-            self._teller.start()
+            self._announcer = threading.Thread(
+                target=self._announce, args=(paths,), name="nsa-announcements", daemon=True
+            )
+            self._announcer.start()
         node.workerinput["nsa_zygote"] = self._zygote.name
         node.workerinput["nsa_arguments"] = [str(a) for a in node.config.invocation_params.args]
 
-    def _tell(self, paths: list[Path]) -> None:
+    def _announce(self, paths: list[Path]) -> None:
         """Print what the workers announce, while they run: xdist itself calls no hook until a test has ended."""
         shown = 0
-        while not self._done.wait(TELL_S):
+        while not self._done.wait(ANNOUNCE_S):
             texts = [entry["text"] for path in paths for entry in read_lines(path)]
             for text in texts[shown:]:
                 sys.stdout.write(f"\n{text}\n")
@@ -63,8 +65,8 @@ class XdistHooks:
     def pytest_sessionfinish(self) -> None:
         """All workers have ended."""
         self._done.set()
-        if self._teller is not None:
-            self._teller.join()
+        if self._announcer is not None:
+            self._announcer.join()
         if self._zygote is not None:
             self._zygote.close()
 

@@ -237,9 +237,9 @@ class StartedRanks:
                 _put_first(report, text)
             if verdict is not None:
                 report.nsa_explained = verdict.failed
-                says = ("nsa.verdict", headline(verdict))
-                report.user_properties.append(says)
-                item.user_properties.append(says)  # of its later reports
+                named = ("nsa.verdict", headline(verdict))
+                report.user_properties.append(named)
+                item.user_properties.append(named)  # of its later reports
                 if hasattr(report, "wasxfail") and folder is not None:
                     self.runner.recorder.expect_failure(folder, verdict)
         return report
@@ -293,11 +293,11 @@ class StartedRanks:
         self.began = (0.0, now_in_ticks())
         jobs, text = self._conclude("deadline", 0.0, None)
         end(p for p in left if not p.is_helper)
-        says = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
+        first = f"nsa: {len(left)} processes would keep this session from ending, left by {', '.join(sorted(owners))}; ended"
         if jobs and not hasattr(self.config, "workerinput"):
             self._write_reports(interrupted=False)
             text.append(f"  SUMMARY  {short_path(self.runner.folder.path / 'SUMMARY.md')}")
-        sys.__stderr__.write("\n".join(["", says, *map(visible, text), ""]))  # type: ignore[union-attr]
+        sys.__stderr__.write("\n".join(["", first, *map(visible, text), ""]))  # type: ignore[union-attr]
         sys.__stderr__.flush()  # type: ignore[union-attr]
         if self.settings.left_fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
