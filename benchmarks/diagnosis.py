@@ -63,9 +63,14 @@ def test_a_thousand_steps(ddp):
 
 def faults(module: str) -> dict[str, Any]:
     """Return the expected verdicts of a module's faults, by test; without those whose library is not installed."""
+    from tests_cpu.faults.planting import faults_of  # the repository is on the path by now
+
     loaded = importlib.import_module(f"tests_cpu.faults.planted_{module}")
-    found = {name: f.planted for name, f in vars(loaded).items() if hasattr(f, "planted")}
-    return {n: planted for n, planted in found.items() if not planted.needs or importlib.util.find_spec(planted.needs)}
+    return {
+        n: planted
+        for n, planted in faults_of(loaded).items()
+        if not planted.needs or importlib.util.find_spec(planted.needs)
+    }
 
 
 def run_corpus(module: str, folder: Path, workers: int) -> Iterator[tuple[str, dict[str, Any], float | None]]:
@@ -118,12 +123,6 @@ def healthy(folder: Path) -> dict[str, Any]:
     }
 
 
-def world_size(module: str, name: str) -> int:
-    """Return on how many ranks a fault is planted."""
-    function = getattr(importlib.import_module(f"tests_cpu.faults.planted_{module}"), name)
-    return next(mark.args[0] for mark in function.pytestmark if mark.name == "world_size")
-
-
 def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[str, Any]:
     """Run a fault on bare ranks: whether they end by themselves, after how long, whether the output singles the culprit out, and
     whether it shows the line that our verdict names (``line``, '' where it names none).
@@ -170,7 +169,7 @@ def tool(module: str, name: str, expected: Any, line: str, mode: str) -> dict[st
     # Who names every rank has singled none out: it shows the stacks of all, for the reader to compare.
     said = [line for line in text.splitlines() if "exit" not in line]
     named = {int(found[1]) for line in said for found in re.finditer(r"\branks?:? ?(\d+)\b", line, re.I)}
-    every = set(range(world_size(module, name)))
+    every = set(range(expected.n))
     return {
         "ended": ended, "seconds": time.perf_counter() - started,
         "names_rank": expected.ranks[0] in named and (not every <= named or set(expected.ranks) == every),

@@ -5,6 +5,7 @@ each rank dumps torch's flight recorder into the folder FR_FOLDER; with ``debug`
 with ``py-spy`` every rank's stacks are dumped.
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from pytest_nsa.fixtures import DDP, FSDP, Group
+from tests_cpu.faults.planting import faults_of
 
 LOOK_S = 6.0  # before torch's own limit of 8 s
 
@@ -77,7 +79,7 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
         "tmp_path": Path(store).parent,
     }  # fmt: skip
     try:
-        function(**{name: made[name] for name in inspect.signature(function).parameters})  # type: ignore[operator, arg-type]
+        function(**{name: made[name] for name in inspect.signature(function).parameters if name in made})  # type: ignore[operator, arg-type]
         if mode == "monitored":
             dist.monitored_barrier(timeout=timedelta(seconds=4), wait_all_ranks=True)
     except BaseException:
@@ -90,18 +92,19 @@ def body(rank: int, world_size: int, store: str, function: object, mode: str, po
 
 
 if __name__ == "__main__":
-    function = getattr(importlib.import_module(f"tests_cpu.faults.planted_{sys.argv[1]}"), sys.argv[2])
-    world_size = next(mark.args[0] for mark in function.pytestmark if mark.name == "world_size")
+    module, name = importlib.import_module(f"tests_cpu.faults.planted_{sys.argv[1]}"), sys.argv[2]
+    planted = faults_of(module)[name]
+    function = functools.partial(getattr(module, name.partition("[")[0]), **planted.arguments)
     with tempfile.TemporaryDirectory() as folder:
         mode = sys.argv[3] if len(sys.argv) > 3 else ""
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
             port, meets_at = one.getsockname()[1], other.getsockname()[1]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(meets_at))
         pids = []
-        for rank in range(world_size):
+        for rank in range(planted.n):
             pid = os.fork()
             if pid == 0:
-                code = body(rank, world_size, os.path.join(folder, "store"), function, mode, port)
+                code = body(rank, planted.n, os.path.join(folder, "store"), function, mode, port)
                 sys.stdout.flush()
                 os._exit(code)
             pids.append(pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.testing import run_example
 from tests_cpu.diagnosis.test_evidence import make_folder
-from tests_cpu.faults.test_corpus import MODULES
+from tests_cpu.faults.test_corpus import MODULES, faults
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "causes"
 # The closed list of the plan: other tools read these names.
@@ -63,12 +62,7 @@ def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
 
 
 def test_every_cause_is_planted() -> None:
-    planted = {
-        f.planted.cause
-        for module in MODULES
-        for f in vars(importlib.import_module(f"tests_cpu.faults.planted_{module}")).values()
-        if hasattr(f, "planted")
-    }
+    planted = {fault.cause for module in MODULES for fault in faults(module).values()}
     assert planted == set(CAUSES) - NOT_IN_THE_CORPUS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -26,7 +27,7 @@ def planted_rows() -> list[tuple[str, ...]]:
                     name,
                     fault.cause,
                     ranks,
-                    world_size(loaded, name),
+                    str(fault.n),
                     fault.family,
                     fault.origin,
                     fault.needs,
@@ -72,4 +73,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as `| head` ends it
     main()

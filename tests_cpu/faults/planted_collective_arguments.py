@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_nsa.fixtures import Group
-from tests_cpu.faults.planting import AT, planted
+from tests_cpu.faults.planting import AT, case, planted, planted_cases
 
 
 @planted("collective_mismatch", [0, 1], reason="from rank 1", family="mismatch", origin="held out 2026-11-22")
@@ -38,16 +38,19 @@ def test_reduces_by_another_operation(group: Group) -> None:
     assert t.tolist() == [3.0] * 4
 
 
-@planted(
+@planted_cases(
     "collective_mismatch",
-    [2],
-    n=3,
-    reason="rank 2 gives 2 to rank 0, which takes 1",
+    cases={
+        "to_one": case(2, n=3, more=[2, 1, 1], reason="rank 2 gives 2 to rank 0, which takes 1"),
+        "to_two": case(
+            1, n=3, more=[2, 1, 2], reason="1 gives 2 to rank 0, which takes 1; rank 1 gives 2 to rank 2, which takes 1"
+        ),
+    },
     family="mismatch",
     origin="held out 2026-11-22",
 )
-def test_sends_more_to_one_than_it_takes(group: Group) -> None:
-    given = [2, 1, 1] if group.rank == 2 else [1, 1, 1]
+def test_sends_more_than_is_taken(group: Group, culprit: int, more: list[int]) -> None:
+    given = more if group.rank == culprit else [1, 1, 1]
     taken = torch.zeros(3, 2)
     dist.all_to_all_single(taken, torch.ones(sum(given), 2), [1, 1, 1], given)
     dist.barrier()
@@ -79,53 +82,29 @@ def rounds(group: Group, culprit: int, fault: str) -> None:
     total, many = torch.ones(4), [torch.zeros(2) for _ in range(group.world_size)]
     for step in range(6):
         is_it = group.rank == culprit and step == AT
-        if is_it and fault == "extra":
-            dist.barrier()
-        if is_it and fault == "swapped":
-            dist.all_gather(many, torch.ones(2))
-            dist.all_reduce(total)
-            continue
         if is_it and fault == "shape":
             dist.all_reduce(torch.ones(5))
         elif is_it and fault == "dtype":
             dist.all_reduce(torch.ones(4, dtype=torch.float64))
         elif is_it and fault == "dtype of equal size":
             dist.all_reduce(torch.ones(4, dtype=torch.int32))
-        elif is_it and fault == "operation":
-            dist.broadcast(total, 0)
-        elif not (is_it and fault == "skipped"):
+        else:
             dist.all_reduce(total)
         dist.all_gather(many, torch.ones(2))
 
 
-@planted("collective_mismatch", [1], family="mismatch", origin="first corpus")
-def test_other_shape(group: Group) -> None:
-    rounds(group, 1, "shape")
-
-
-@planted("collective_mismatch", [0], family="mismatch", origin="first corpus")
-def test_other_dtype(group: Group) -> None:
-    rounds(group, 0, "dtype")
-
-
-@planted("collective_mismatch", [1], family="mismatch", origin="first corpus")
-def test_other_dtype_of_equal_size(group: Group) -> None:
-    rounds(group, 1, "dtype of equal size")
-
-
-@planted(
+@planted_cases(
     "collective_mismatch",
-    [1],
-    n=3,
-    reason="rank 1 gives 2 to rank 0, which takes 1; rank 1 gives 2 to rank 2, which takes 1",
+    cases={
+        "shape": case(1, fault="shape"),
+        "dtype": case(0, fault="dtype"),
+        "dtype_of_equal_size": case(1, fault="dtype of equal size"),
+    },
     family="mismatch",
     origin="first corpus",
 )
-def test_split_sizes_that_do_not_agree(group: Group) -> None:
-    gives = [2, 1, 2] if group.rank == 1 else [1, 1, 1]
-    out = torch.empty(3, 4)
-    dist.all_to_all_single(out, torch.ones(sum(gives), 4), [1, 1, 1], gives)
-    dist.barrier()
+def test_other_payload(group: Group, culprit: int, fault: str) -> None:
+    rounds(group, culprit, fault)
 
 
 @planted(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import all_reduce as bound_early
 
 from pytest_nsa.fixtures import Group
-from tests_cpu.faults.planting import AT, planted
+from tests_cpu.faults.planting import AT, case, planted, planted_cases
 
 
 @planted("skipped_collective", [2], n=4, family="skip", origin="held out 2026-11-22")
@@ -37,32 +37,22 @@ def rounds(group: Group, culprit: int, fault: str) -> None:
             dist.all_gather(many, torch.ones(2))
             dist.all_reduce(total)
             continue
-        if is_it and fault == "shape":
-            dist.all_reduce(torch.ones(5))
-        elif is_it and fault == "dtype":
-            dist.all_reduce(torch.ones(4, dtype=torch.float64))
-        elif is_it and fault == "dtype of equal size":
-            dist.all_reduce(torch.ones(4, dtype=torch.int32))
-        elif is_it and fault == "operation":
+        if is_it and fault == "operation":
             dist.broadcast(total, 0)
         elif not (is_it and fault == "skipped"):
             dist.all_reduce(total)
         dist.all_gather(many, torch.ones(2))
 
 
-@planted("skipped_collective", [1], where="in rounds", family="skip", origin="first corpus")
-def test_skips_an_all_reduce(group: Group) -> None:
-    rounds(group, 1, "skipped")
-
-
-@planted("skipped_collective", [0], family="skip", origin="first corpus")
-def test_skips_an_all_reduce_on_rank_0(group: Group) -> None:
-    rounds(group, 0, "skipped")
-
-
-@planted("skipped_collective", [2], n=4, family="skip", origin="first corpus")
-def test_skips_an_all_reduce_of_four(group: Group) -> None:
-    rounds(group, 2, "skipped")
+@planted_cases(
+    "skipped_collective",
+    cases={"1_of_2": case(1), "0_of_2": case(0), "2_of_4": case(2, n=4)},
+    where="in rounds",
+    family="skip",
+    origin="first corpus",
+)
+def test_skips_an_all_reduce(group: Group, culprit: int) -> None:
+    rounds(group, culprit, "skipped")
 
 
 @planted("skipped_collective", [1], family="skip", origin="first corpus")
@@ -145,14 +135,11 @@ def test_a_monitored_barrier_complains(group: Group) -> None:
         dist.monitored_barrier(timeout=timedelta(seconds=1))
 
 
-@planted("extra_collective", [1], family="extra", origin="first corpus")
-def test_extra_barrier(group: Group) -> None:
-    rounds(group, 1, "extra")
-
-
-@planted("extra_collective", [0], n=4, family="extra", origin="first corpus")
-def test_extra_barrier_of_four(group: Group) -> None:
-    rounds(group, 0, "extra")
+@planted_cases(
+    "extra_collective", cases={"1_of_2": case(1), "0_of_4": case(0, n=4)}, family="extra", origin="first corpus"
+)
+def test_extra_barrier(group: Group, culprit: int) -> None:
+    rounds(group, culprit, "extra")
 
 
 @planted("extra_collective", [1], family="extra", origin="first corpus")
@@ -174,11 +161,8 @@ def test_other_operation_of_four(group: Group) -> None:
     rounds(group, 1, "operation")
 
 
-@planted("collective_mismatch", [0], family="swap", origin="first corpus")
-def test_other_order(group: Group) -> None:
-    rounds(group, 0, "swapped")
-
-
-@planted("collective_mismatch", [3], n=4, family="swap", origin="first corpus")
-def test_other_order_of_four(group: Group) -> None:
-    rounds(group, 3, "swapped")
+@planted_cases(
+    "collective_mismatch", cases={"0_of_2": case(0), "3_of_4": case(3, n=4)}, family="swap", origin="first corpus"
+)
+def test_other_order(group: Group, culprit: int) -> None:
+    rounds(group, culprit, "swapped")

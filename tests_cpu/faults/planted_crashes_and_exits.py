@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_nsa.fixtures import DDP, Group
-from tests_cpu.faults.planting import AT, Net, net, planted, train
+from tests_cpu.faults.planting import AT, Net, case, net, planted, planted_cases, train
 
 
 def ranks():
@@ -55,14 +55,9 @@ def at(group: Group, culprit: int, fault: object) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-@planted("rank_exited", [1], family="exit", origin="first corpus")
-def test_exits_with_0(group: Group) -> None:
-    at(group, 1, lambda: os._exit(0))
-
-
-@planted("rank_exited", [0], family="exit", origin="first corpus")
-def test_exits_with_3(group: Group) -> None:
-    at(group, 0, lambda: os._exit(3))
+@planted_cases("rank_exited", cases={"0": case(1, code=0), "3": case(0, code=3)}, family="exit", origin="first corpus")
+def test_exits_with(group: Group, culprit: int, code: int) -> None:
+    at(group, culprit, lambda: os._exit(code))
 
 
 @planted("rank_exited", [3], n=4, family="exit", origin="first corpus")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from pytest_nsa.fixtures import DDP, FSDP, Group
-from tests_cpu.faults.planting import AT, Net, net, planted, train
+from tests_cpu.faults.planting import AT, Net, case, net, planted, planted_cases, train
 
 
 def reduced() -> torch.Tensor:
@@ -153,21 +153,18 @@ def raise_it(error: BaseException) -> None:
     raise error
 
 
-@planted(
+@planted_cases(
     "rank_exception",
-    [1],
+    cases={
+        "1_of_2": case(1, error=ValueError("bad sample"), reason="ValueError: bad sample"),
+        "2_of_4": case(2, n=4, error=KeyError("sample"), reason="KeyError: 'sample'"),
+    },
     where="test_planted.py",
-    reason="ValueError: bad sample",
     family="raise",
     origin="first corpus",
 )
-def test_raises(group: Group) -> None:
-    at(group, 1, lambda: raise_it(ValueError("bad sample")))
-
-
-@planted("rank_exception", [2], n=4, family="raise", origin="first corpus")
-def test_raises_of_four(group: Group) -> None:
-    at(group, 2, lambda: raise_it(KeyError("sample")))
+def test_raises(group: Group, culprit: int, error: Exception) -> None:
+    at(group, culprit, lambda: raise_it(error))
 
 
 @planted("rank_exception", [0], reason="AssertionError", family="raise", origin="first corpus")

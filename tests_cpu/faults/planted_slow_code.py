@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa import fixtures
 from pytest_nsa.fixtures import Group
-from tests_cpu.faults.planting import AT, Net, net, planted, train
+from tests_cpu.faults.planting import AT, Net, case, net, planted, planted_cases, train
 
 
 def ranks():
@@ -142,14 +142,9 @@ def train_slowly(ddp: fixtures.DDP, culprit: int) -> None:
     train(model, ddp.rank, steps=1000)
 
 
-@planted("straggler", [1], family="slow", origin="first corpus")
-def test_one_rank_is_slow(ddp: fixtures.DDP) -> None:
-    train_slowly(ddp, 1)
-
-
-@planted("straggler", [2], n=4, family="slow", origin="first corpus")
-def test_one_rank_of_four_is_slow(ddp: fixtures.DDP) -> None:
-    train_slowly(ddp, 2)
+@planted_cases("straggler", cases={"1_of_2": case(1), "2_of_4": case(2, n=4)}, family="slow", origin="first corpus")
+def test_one_rank_is_slow(ddp: fixtures.DDP, culprit: int) -> None:
+    train_slowly(ddp, culprit)
 
 
 @planted("straggler", [0], family="slow", origin="first corpus")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pytest_nsa.fixtures import DDP
-from tests_cpu.faults.planting import AT, batch, loss_of, net, planted
+from tests_cpu.faults.planting import AT, batch, case, loss_of, net, planted, planted_cases
 
 
 class Callback:
@@ -90,30 +90,19 @@ class Trainer:
             self.call("on_epoch")
 
 
-@planted(
+@planted_cases(
     "extra_collective",
-    [2],
-    n=4,
+    cases={
+        "2_of_4": case(2, n=4, callbacks=[Loss, Stop, Save]),
+        "1_of_2": case(1, callbacks=[Stop, Save]),
+    },
     marked=True,
     miss="a count of the rounds",
     family="extra",
     origin="generated 2026-11-23",
 )
-def test_a_batch_more(ddp):
-    Trainer(ddp, 2, "a batch more", [Loss(), Stop(), Save()]).fit()
-
-
-@planted(
-    "extra_collective",
-    [1],
-    n=2,
-    marked=True,
-    miss="a count of the rounds",
-    family="extra",
-    origin="generated 2026-11-23",
-)
-def test_a_batch_more_of_two(ddp):
-    Trainer(ddp, 1, "a batch more", [Stop(), Save()]).fit()
+def test_a_batch_more(ddp, culprit, callbacks):
+    Trainer(ddp, culprit, "a batch more", [callback() for callback in callbacks]).fit()
 
 
 @planted("extra_collective", [2], n=3, marked=True, family="extra", origin="generated 2026-11-23")

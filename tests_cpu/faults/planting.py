@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -53,14 +54,16 @@ FAMILIES = {
 class Planted:
     """The verdict that a planted fault must get. ``where`` is a part of its location; ``reason`` a part of its reason.
 
-    ``family`` is the kind of edit (`FAMILIES`); ``origin``, where the program comes from: an issue, a set and its date, a seed.
+    ``n`` is the number of ranks. ``family`` is the kind of edit (`FAMILIES`); ``origin``, where the program comes from: an issue, a
+    set and its date, a seed.
     ``needs`` is a library without which it cannot be run live. With ``marked``, its line is one that ends in
     ``# HERE`` in the fault's module, or one of the same statement. ``miss``: the fact that is missing where the verdict is another
-    one, and not certain, or its line: a known miss.
+    one, and not certain, or its line: a known miss. ``arguments`` are those of the test besides its fixtures.
     """
 
     cause: str
     ranks: tuple[int, ...]
+    n: int
     where: str
     reason: str
     family: str
@@ -68,6 +71,13 @@ class Planted:
     marked: bool = False
     needs: str = ""
     miss: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES or not self.origin:
+            raise ValueError(
+                f"planted(family={self.family!r}, origin={self.origin!r}): a family of {', '.join(FAMILIES)}, and an origin"
+            )
 
     def allows(self, where: str, module: ModuleType) -> bool:
         """Return whether a verdict's location is right."""
@@ -103,20 +113,69 @@ def planted(
 
     Raise ValueError for a family that is not in `FAMILIES`, or an empty origin.
     """
-    if family not in FAMILIES or not origin:
-        raise ValueError(
-            f"planted(family={family!r}, origin={origin!r}): a family of {', '.join(FAMILIES)}, and an origin"
-        )
+    expected = Planted(
+        cause=cause, ranks=tuple(ranks), n=n, where=where, reason=reason, family=family, origin=origin, marked=marked,
+        needs=needs, miss=miss,
+    )  # fmt: skip
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
-        expected = Planted(
-            cause=cause, ranks=tuple(ranks), where=where, reason=reason, family=family, origin=origin, marked=marked,
-            needs=needs, miss=miss,
-        )  # fmt: skip
-        function.planted = expected  # type: ignore[attr-defined]
+        function.planted = {"": expected}  # type: ignore[attr-defined]
         return pytest_nsa.world_size(n)(function)
 
     return mark
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One way in which a fault is planted: the number of ranks, a part of the reason, and the arguments of the test."""
+
+    n: int
+    reason: str
+    arguments: Mapping[str, Any]
+
+
+def case(culprit: int, *, n: int = 2, reason: str = "", **arguments: Any) -> Case:
+    """Return a case of `planted_cases`: the test receives ``culprit``, the rank with the fault, and ``arguments``."""
+    return Case(n=n, reason=reason, arguments={"culprit": culprit, **arguments})
+
+
+def planted_cases(
+    cause: str,
+    *,
+    cases: Mapping[str, Case],
+    family: str,
+    origin: str,
+    where: str = "",
+    marked: bool = False,
+    miss: str = "",
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for one fault that is planted in several ways, each a test of its own: `test_fault[CASE]`.
+
+    Raise ValueError as `planted` does.
+    """
+    expected = {
+        f"[{name}]": Planted(
+            cause=cause, ranks=(of.arguments["culprit"],), n=of.n, where=where, reason=of.reason, family=family, origin=origin,
+            marked=marked, miss=miss, arguments=of.arguments,
+        )
+        for name, of in cases.items()
+    }  # fmt: skip
+
+    def mark(function: Callable[..., None]) -> Callable[..., None]:
+        names = list(next(iter(cases.values())).arguments)
+        rows = [
+            pytest.param(*of.arguments.values(), id=key, marks=pytest_nsa.world_size(of.n)) for key, of in cases.items()
+        ]
+        function.planted = expected  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(names, rows)(function)
+
+    return mark
+
+
+def faults_of(module: ModuleType) -> dict[str, Planted]:
+    """Return the expected verdicts of a module's faults, by test, in the order of their lines."""
+    functions = [(name, f.planted) for name, f in vars(module).items() if hasattr(f, "planted")]
+    return {f"{name}{suffix}": fault for name, cases in functions for suffix, fault in cases.items()}
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ import pytest
 from pytest_nsa.testing import ExampleResult, run_in
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.faults import questions
-from tests_cpu.faults.planting import FAMILIES, Planted
+from tests_cpu.faults.planting import FAMILIES, Planted, faults_of
 from tests_cpu.faults.recorded import record, record_healthy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def planted_module(module: str) -> ModuleType:
 
 def faults(module: str) -> dict[str, Planted]:
     """Return the expected verdicts of a module's faults, by test."""
-    return {name: f.planted for name, f in vars(planted_module(module)).items() if hasattr(f, "planted")}
+    return faults_of(planted_module(module))
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ SAMPLE = {
 }  # fmt: skip
 # Together they take minutes of the cores' time: for make slow.
 HEAVY = (
-    "test_a_long_product", "test_a_compile_that_takes_long", "test_one_rank_is_slow",
+    "test_a_long_product", "test_a_compile_that_takes_long", "test_one_rank_is_slow[1_of_2]",
     "test_a_module_with_sixty_thousand_autograd_nodes", "test_a_long_compile_on_one_rank", "test_busy_cores",
-    "test_one_rank_of_four_is_slow",  # where the time is up while it waits itself, it is slow and no straggler
+    "test_one_rank_is_slow[2_of_4]",  # where the time is up while it waits itself, it is slow and no straggler
     "test_long_python", "test_a_long_forward",
 )  # fmt: skip
 
