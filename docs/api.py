@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ def page() -> str:
         out += members(kind)
     out += ["## Hooks", ""]
     out += functions(hookspecs, lambda name: name.startswith("pytest_nsa"))
+    out += ["## Options and ini values", "", *options(), ""]
+    out += ["## The configuration of `nsa.train`", "", *configuration()]
     out += ["## `nsa`", ""]
     for name in sorted(nsa.__all__):
         value = getattr(nsa, name)
@@ -53,6 +58,47 @@ def page() -> str:
 def entry(title: str, text: str) -> list[str]:
     """A title and its text."""
     return [f"### `{title}`", "", text.strip() or "No docstring.", ""]
+
+
+class Declared:
+    """Takes the place of pytest's parser, and keeps the options and ini values that are declared to it: name and help."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str]] = []
+
+    def getgroup(self, name: str, description: str) -> Declared:
+        return self
+
+    def addoption(self, name: str, *, help: str, metavar: str = "", choices: Sequence[str] = (), **_: Any) -> None:
+        if help != argparse.SUPPRESS:  # the names until 0.2
+            value = metavar or "|".join(choices)
+            self.rows.append((f"{name}{f'={value}' if value else ''}", help))
+
+    def addini(self, name: str, help: str, *, default: Any = "", **_: Any) -> None:
+        known = isinstance(default, str | bool) and "(" not in help
+        self.rows.append((name, f"{help} (default: {str(default).lower()})" if known else help))
+
+
+def options() -> list[str]:
+    """A table of the options, and of the ini values."""
+    from pytest_nsa.options import add_options
+
+    declared = Declared()
+    add_options(declared)  # type: ignore[arg-type]
+    old = "`--artifacts`, `--bisect-gc`, `--bisect-branch`, `--bisect-env` and `--pdb-rank`, the names until 0.2, still work."
+    rows = [
+        f"| `{name.replace('|', chr(92) + '|')}` | {text.replace('|', chr(92) + '|')} |" for name, text in declared.rows
+    ]
+    return ["| option or ini value | effect |", "| --- | --- |", *rows, "", old]
+
+
+def configuration() -> Iterator[str]:
+    """Each section of a configuration: its text, and its fields with their defaults."""
+    from nsa.sections import SECTIONS
+
+    for name, section in SECTIONS.items():
+        shown = ", ".join(f"{f.name} = {json.dumps(f.default)}" for f in dataclasses.fields(section))
+        yield from entry(name, f"{inspect.getdoc(section)}\n\nFields and defaults: `{shown}`.")
 
 
 def members(kind: type, *, is_made_by_users: bool = False) -> list[str]:

@@ -41,12 +41,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One training run. ``gc_range`` is half open: layers start <= i < end recompute in backward; with
-    ``gc_keep_selection`` they keep which blocks they selected. Figures are read from the device, which waits for it, and
-    written every ``log_every`` steps. ``compile`` by torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole
-    model in one graph, the loss and, on a CPU, the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs.
-    ``nonfinite``: a loss or gradient that is NaN or infinite stops the run, or the step is skipped, at most ``max_skips`` in a row;
-    the optimizer makes no update from it either way.
+    """One training run. A step has ``accumulation`` micro-steps of ``batch_size`` sequences of ``seq_len`` tokens per rank. ``lr``
+    rises over ``warmup_steps`` and falls to ``min_lr``; ``grad_clip`` bounds the norm of all gradients (0: no bound).
+    ``gc_range`` is half open: layers start <= i < end recompute in backward; with ``gc_keep_selection`` they keep which blocks
+    they selected. Figures are read from the device, which waits for it, and written every ``log_every`` steps. ``compile`` by
+    torch.compile: ``blocks``, each by itself, or the ``step``, which is the whole model in one graph, the loss and, on a CPU,
+    the optimizer. ``cuda_graph``: a compiled step is replayed as CUDA graphs. ``nonfinite``: a loss or gradient that is NaN or
+    infinite stops the run, or the step is skipped, at most ``max_skips`` in a row; the optimizer makes no update from it either
+    way.
     """
 
     steps: int = 100
@@ -78,7 +80,8 @@ class TrainConfig:
 class DataConfig:
     """``fineweb_edu`` reads the parquet file, or folder of them, at ``path`` (in a YAML relative to its folder), or where
     there is none streams ``hub`` (HuggingFaceFW/fineweb-edu:sample-10BT). ``tokenizer`` is byte or a tokenizer.json.
-    ``boundaries``: no token attends to another document. ``workers`` processes a rank read ahead (0: none).
+    ``boundaries``: no token attends to another document. ``workers`` processes per rank read ``prefetch`` batches ahead (0
+    workers: none). More than ``max_bad_rows`` rows that cannot be read end the run.
     """
 
     dataset: str = "synthetic"
@@ -94,8 +97,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """How ranks share the work; the DDP options keep DDP's own names. ``average``: no wrapper, gradients are averaged by hand
-    after backward. ``no_sync``: accumulation reduces in its last micro-step only. ``safe``: every known mitigation at once
-    (`SAFE`), for a run that has to go on tonight.
+    after backward. ``barrier_after_backward``: the ranks meet in a barrier then. ``no_sync``: accumulation reduces in its last
+    micro-step only. ``safe``: every known mitigation at once (`SAFE`), for a run that has to go on tonight.
     """
 
     mode: Literal["none", "ddp", "fsdp", "average"] = "none"
@@ -113,7 +116,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceConfig:
-    """Which traces a run prints; all off by default."""
+    """Which traces a run prints; all off by default. ``mem_dump_every`` (0: never) and ``stats_every`` are in steps."""
 
     grads: bool = False
     module_bwd: bool = False

@@ -126,7 +126,7 @@ class Trainer:
         return train.min_lr + (train.lr - train.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
     def step(self, batches: list[Batch], votes: tuple[bool, ...] = ()) -> None:
-        """Train on ``batches``, one a micro-step; gradients are averaged over all. What it came to: `read`.
+        """Train on ``batches``, one per micro-step; gradients are averaged over all. `read` returns the results later.
 
         Nothing waits for the device, except in steps with statistics. ``votes`` are this rank's: all ranks read how
         many there were, and so decide alike. Where the loss or the gradients' norm is not finite on any rank, no rank makes an

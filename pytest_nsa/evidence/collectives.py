@@ -1,4 +1,4 @@
-"""Compares the ranks' sequences of collectives: where they part, whether what a rank waits in can complete, who is in a group."""
+"""Compares the ranks' sequences of collectives: where they differ, whether what a rank waits in can complete, who is in a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks' last stacks as one tree: each frame once, with the ranks that are in it; where they part, a branch."""
+"""All ranks' last stacks as one tree: each frame once, with the ranks that are in it, and a branch where ranks differ."""
 
 from __future__ import annotations
 
