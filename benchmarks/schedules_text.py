@@ -1,4 +1,7 @@
-"""The schedules of `schedules.py`: healthy programs, of which it makes one statement another one."""
+"""The schedules of `schedules.py`: healthy programs, of which it makes one statement another one.
+
+More than 400 lines: a table of programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checkpoints: whole whatever happens, loadable by other numbers of ranks and other parallelism, refused by name when damaged."""
+"""Checkpoints: whole whatever happens, loadable by other numbers of ranks and other parallelism, refused by name when damaged.
+
+More than 400 lines: one subject, with helpers that train and damage for all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The plan's tree over verdicts: a pure function, so its tests are tables."""
+"""The plan's tree over verdicts: a pure function, so its tests are tables.
+
+More than 400 lines: a row per way through one tree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real faults in tests on ranks: each is named in bounded time, nothing is left behind, and the next test passes."""
+"""Real faults in tests on ranks: each is named in bounded time, nothing is left behind, and the next test passes.
+
+More than 400 lines, as all faults run in one session, which its tests read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plugins that act on outcomes run on the host only, in every launch mode; fixtures of theirs work in ranks."""
+"""Plugins that act on outcomes run on the host only, in every launch mode; fixtures of theirs work in ranks.
+
+More than 400 lines, most of them the text of plugins that the tests write.
+"""
 
 from __future__ import annotations
 
