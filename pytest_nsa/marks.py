@@ -172,7 +172,7 @@ def _check_gpu(mark: pytest.Mark) -> str | None:
     if "memory" in mark.kwargs and memory_of(mark) is None:
         return f"memory={mark.kwargs['memory']!r} must be a whole number of MiB or GiB, as in gpu(memory='8GiB')"
     if "memory" in mark.kwargs and share:
-        return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so leave out share="
+        return "memory= and share= contradict each other: with memory= a test shares its GPU as far as all fit, so remove share="
     return None
 
 

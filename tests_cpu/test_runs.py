@@ -57,7 +57,7 @@ def test_a_run_with_a_time_that_cannot_be_is_left_alone_in_a_line(
     assert main(["history", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"2 runs, from {made[1].name} to {made[2].name}")
-    assert err.startswith(f"left out: {odd.name}: ")
+    assert err.startswith(f"skipped: {odd.name}: ")
 
 
 @pytest.mark.parametrize(

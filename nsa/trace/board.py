@@ -233,9 +233,7 @@ class Board:
         self._map[self._module] = name
 
     def padded(self, name: str, field: str = "module") -> bytes:
-        """Return a text as `called` and `put` want it, cut from its front: the end of a path or of a module's name tells it
-        apart.
-        """
+        """Return a text as `called` and `put` want it, cut from its front: paths and modules' names differ at their ends."""
         size = _TEXTS[field]
         return name.encode(errors="replace")[-size:].ljust(size, b"\0")
 

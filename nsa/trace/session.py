@@ -73,7 +73,7 @@ class TraceSession:
         With ``checksums`` also those of what DDP keeps equal on all ranks; ValueError where the level lacks what they need.
         """
         if checksums and self.is_light:
-            raise ValueError(f"check_divergence needs what {LEVEL}=light leaves out: unset it")
+            raise ValueError(f"check_divergence needs what {LEVEL}=light does not record: unset it")
         self._has_begun = True
         self.recorder.forget()
         self.recorder.on_group = lambda name, ranks: record(

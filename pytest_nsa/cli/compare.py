@@ -43,7 +43,7 @@ def print_history(root: Path) -> int:
     unread: list[str] = []
     runs = sorted((run for run in runs_in(root, unread) if run.finished), key=lambda run: run.time)
     if unread:
-        print(visible(f"left out: {in_short(unread)}"), file=sys.stderr)
+        print(visible(f"skipped: {in_short(unread)}"), file=sys.stderr)
     if not runs:
         print(f"error: {str(root)!r}: no finished run here; give the folder of runs, as artifacts", file=sys.stderr)
         return 2

@@ -151,7 +151,7 @@ class Unaided:
         return (look_at(pid), *python_stacks(pid)) if self._is_there(pid) else (None, "", "")
 
     def look(self) -> None:
-        """Look twice, `BETWEEN_LOOKS_S` seconds apart."""
+        """Look twice, with `BETWEEN_LOOKS_S` seconds between."""
         before = {rank: self._look_at(pid) for rank, pid in self.pids.items()}
         began = time.monotonic()
         time.sleep(BETWEEN_LOOKS_S)

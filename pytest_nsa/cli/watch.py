@@ -122,7 +122,7 @@ class Watcher:
         return (before and before.key) != (self.finding and self.finding.key)
 
     def _load(self) -> Evidence | None:
-        """The folder's evidence; None, and `unread` says why, where it cannot be read."""
+        """The folder's evidence; None where it cannot be read, with the reason in `unread`."""
         try:
             evidence = load(self.folder, *([self.log.parent] if self._scratch is not None else []))
             is_own_job = bool(self._is_own) and all(self._is_own.values())

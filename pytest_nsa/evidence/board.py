@@ -231,7 +231,7 @@ def read_numbers(path: Path) -> dict[str, float]:
 
 
 class _Layout:
-    """What a board's header says of its fields. Raises one of `_DAMAGED` for what no board has."""
+    """The fields of a board, by its header. Raises one of `_DAMAGED` for what no board has."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields, self.ring = fields, fields["ring"]

@@ -86,7 +86,7 @@ class OutputLimit:
                 new.write(old.read(self._head).rstrip(b"\0"))
                 size = old.seek(0, os.SEEK_END)
                 start = max(end, size - self._limit // 2)
-                note = f"[nsa: {start - self._head} bytes left out here: ranks_output_limit keeps {self._limit} bytes per rank]"
+                note = f"[nsa: {start - self._head} bytes omitted here: ranks_output_limit keeps {self._limit} bytes per rank]"
                 new.write(b"\n" + note.encode() + b"\n")
                 old.seek(start)
                 new.write(old.read().partition(b"\n")[2])

@@ -68,8 +68,8 @@ def dump_stacks(
 ) -> None:
     """Ask each rank (rank -> its stacks.txt) for a dump by ``send(rank)``, and wait until the dumps are whole.
 
-    ``wants_to(rank)`` says whether the rank's process `wants_to_dump`: it is waited for longer than one that is stopped or inside
-    a system call that no signal interrupts.
+    ``wants_to(rank)`` returns whether the rank's process `wants_to_dump`: it is waited for longer than one that is stopped or
+    inside a system call that no signal interrupts.
     """
     sizes = {rank: _size(path) for rank, path in ranks.items()}
     for rank in ranks:

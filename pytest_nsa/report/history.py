@@ -23,7 +23,7 @@ class Past:
 
 
 def history(runs: Sequence[tuple[str, Run]]) -> list[Past]:
-    """Return the tests of which there is something to say; ``runs`` are (name, verdicts), oldest first."""
+    """Return the tests that have a remark; ``runs`` are (name, verdicts), oldest first."""
     found = []
     for test in dict.fromkeys(name for _, run in runs for name in run):
         verdicts = [run.get(test) for _, run in runs]

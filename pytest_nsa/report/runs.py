@@ -71,9 +71,9 @@ def finish(run: Path, failed: int, *, interrupted: bool) -> None:
 
 
 def runs_in(root: Path, unread: list[str] | None = None) -> list[Run]:
-    """Return the runs in an artifacts folder, the newest first. What is no run of ours is left out.
+    """Return the runs in an artifacts folder, the newest first. What is no run of ours is skipped.
 
-    A run that cannot be read is left out, too, and ``unread`` is given a sentence on it.
+    A run that cannot be read is skipped, too, and ``unread`` is given a sentence on it.
     """
     found = []
     for path in (path for name in _RUNS for path in root.glob(name)):

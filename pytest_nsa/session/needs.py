@@ -82,7 +82,7 @@ def tracing_of(item: pytest.Item, settings: Settings) -> dict[str, Any]:
 def why_not_light(item: pytest.Item, settings: Settings) -> str:
     """Return that a test asks for what this run's level of tracing does not record; '' where it does not."""
     if settings.traces_lightly and tracing_of(item, settings)["check_divergence"]:
-        return "check_divergence needs what NSA_TRACE_LEVEL=light leaves out: unset it"
+        return "check_divergence needs what NSA_TRACE_LEVEL=light does not record: unset it"
     return ""
 
 

@@ -30,7 +30,7 @@ def test_a_skipped_collective_is_named_without_modules_and_gradients(
     assert (verdict.cause, verdict.ranks) == ("skipped_collective", (1,))
     beats = (result.folder("test_skips") / "heartbeat_rank0.jsonl").read_text().splitlines()
     assert {json.loads(line)["modules_entered"] for line in beats} == {0}
-    assert "check_divergence needs what NSA_TRACE_LEVEL=light leaves out: unset it" in result.stdout
+    assert "check_divergence needs what NSA_TRACE_LEVEL=light does not record: unset it" in result.stdout
     assert result.outcomes == {"failed": 1, "errors": 1}
     monkeypatch.setenv("NSA_TRACE_LEVEL", "none")
     wrong = run_example(pytester, "def test_a(): pass")

@@ -141,6 +141,6 @@ def test_floods(group):
     text = output.read_text()
     assert text.startswith("this is the head\n")
     assert text.rstrip().endswith("this is the tail")
-    assert "bytes left out here: ranks_output_limit keeps 8388608 bytes per rank" in text
+    assert "bytes omitted here: ranks_output_limit keeps 8388608 bytes per rank" in text
     assert "this is the tail" in result.stdout
     assert len(result.stdout) < 100_000

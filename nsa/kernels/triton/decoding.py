@@ -47,7 +47,7 @@ def attend(
     keys = keys_for(q)
     steps = steps_of(keys, l // d, l_sel // d)
     n_cmp, n_win = cmp[0].shape[1], win[0].shape[1]
-    # As far as the last key's strides reach, of which the last may be in a block of their own.
+    # As far as the last key's strides reach, the last of which may be in another block.
     cmp_tiles = triton.cdiv(n_cmp + l // d - 1, steps.blocks * (l_sel // d)) if n_cmp else 0
     win_tiles = triton.cdiv(n_win, keys)
     each = max(1, (cmp_tiles + win_tiles) * B * G // PROGRAMS)

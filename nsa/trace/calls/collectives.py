@@ -150,7 +150,7 @@ class CollectiveRecorder:
         )
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
-        """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as a group's of its own."""
+        """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as that of a separate group."""
         original = getattr(owner, name, None)
         if original is None:
             return

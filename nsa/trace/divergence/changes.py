@@ -104,7 +104,7 @@ class _Search:
                 yield from self._in_block(inner_block, name, variables, inside, way)
 
     def _what_is(self, receiver: str, variables: set[str]) -> str:
-        """Return what the expression that is changed stands for: "gradient", "parameter", or "" for something else."""
+        """Return the kind of the expression that is changed: "gradient", "parameter", or "" for something else."""
         if re.search(r"\bgrads?\b|\.grad\b", receiver):
             return "gradient"
         is_one = receiver in variables or receiver.rpartition(".")[2] in self.attributes
