@@ -14,6 +14,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa import check_divergence
 from tests_cpu.faults.planting import AT, batch, loss_of, planted
+from tests_cpu.faults.replicas import (
+    backward,
+    batch_of,
+    inputs,
+    relu_net,
+    small,
+    small_model,
+    train_on_noise,
+    train_steps,
+    two_outputs,
+)
 
 
 def mean_in_one(parameters: list[nn.Parameter]) -> None:
@@ -78,24 +89,6 @@ def test_a_parameter_that_is_not_trained_follows_the_rank_s_load(group):
         gate.even_out()  # HERE
 
 
-def small(seed=11):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def labelled_batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator)
-
-
-def backward(model, optimizer, rank, step):
-    x, y = labelled_batch(rank, step)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return loss.item()
-
-
 def with_side_paths(model):
     torch.manual_seed(3)
     model[0].side = nn.Linear(6, 10)  # HERE
@@ -146,15 +139,6 @@ def test_replaced_layers_are_not_broadcast_by_their_owners(group):
         for i, p in enumerate(model.parameters()):
             if i < 2:
                 dist.broadcast(p.data, i % 2)
-
-
-def relu_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank, step):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
 @planted(
@@ -209,16 +193,6 @@ def test_replicas_that_are_made_from_other_seeds(group):
         model(torch.randn(4, 6)).square().mean().backward()
         reduce_gradients(model)
         optimizer.step()
-
-
-def small_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
-
-
-def batch_of(rank: int, step: int, rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * (rank + 1) + step)
-    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
 
 
 # Silent: the learning rate is scaled by the size of the rank's own shard, and the last shard is shorter.
@@ -298,16 +272,6 @@ class RankCheckpoint:
         optimizer.load_state_dict(state)
 
 
-def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> float:
-    for step in steps:
-        x, y = batch_of(rank, step)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-    return loss.item()
-
-
 @planted("silent_divergence", [1], n=4, family="numbers", origin="OneVision-Encoder#65")
 def test_optimizer_is_resumed(ddp, tmp_path):
     checkpoint = RankCheckpoint(tmp_path, ddp.rank)
@@ -351,19 +315,6 @@ def test_adapter_is_added_late(ddp):
 state_log = logging.getLogger("states")
 
 
-def two_outputs():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def train(model, optimizer, rank, steps, first=0):
-    for step in range(first, first + steps):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(50 * rank + step))
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
-
-
 @planted(
     "silent_divergence",
     [2],
@@ -377,7 +328,7 @@ def train(model, optimizer, rank, steps, first=0):
 def test_an_optimizer_s_state_that_cannot_be_loaded(group):
     net = two_outputs()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    train(DDP(net), optimizer, group.rank, 4)
+    train_on_noise(DDP(net), optimizer, group.rank, 4)
     state = optimizer.state_dict()
     if group.rank == 2:
         state["param_groups"] = state["param_groups"] * 2
@@ -386,7 +337,7 @@ def test_an_optimizer_s_state_that_cannot_be_loaded(group):
         optimizer.load_state_dict(state)  # HERE
     except ValueError as error:
         state_log.warning("starts with a fresh optimizer: %s", error)
-    train(DDP(net), optimizer, group.rank, 3, first=4)
+    train_on_noise(DDP(net), optimizer, group.rank, 3, first=4)
 
 
 @planted(
@@ -406,7 +357,7 @@ def test_a_rank_loads_an_older_model_after_ddp_was_made(group, tmp_path):
     model = DDP(net)
     newest = 2 if group.rank == 1 else 1
     model.module.load_state_dict(torch.load(tmp_path / f"{group.rank}-{newest}.pt"))  # HERE
-    train(model, torch.optim.SGD(model.parameters(), lr=0.05), group.rank, 3)
+    train_on_noise(model, torch.optim.SGD(model.parameters(), lr=0.05), group.rank, 3)
 
 
 @planted(
@@ -422,4 +373,4 @@ def test_a_rank_loads_an_older_model_after_ddp_was_made(group, tmp_path):
 def test_a_head_that_is_put_in_after_ddp_was_made(group):
     model = DDP(two_outputs())
     model.module[2] = nn.Sequential(model.module[2], nn.Linear(2, 3))  # HERE
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, 3)
+    train_on_noise(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, 3)

@@ -12,16 +12,22 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa import check_divergence, fixtures
 from tests_cpu.faults.planting import AT, Net, batch, loss_of, net, planted, train
+from tests_cpu.faults.replicas import (
+    backward,
+    batch_of,
+    inputs,
+    labelled_batch,
+    relu_net,
+    small,
+    small_model,
+    train_on_noise,
+    two_outputs,
+)
 
 
 def three_outputs():
     torch.manual_seed(11)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def labelled_batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator)
 
 
 class Adaptive:
@@ -58,19 +64,6 @@ def test_a_rate_by_the_rank_s_own_loss(group):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         adaptive.step(1.5 if group.rank == 2 and step == AT else 1.1)
-
-
-def small(seed=11):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def backward(model, optimizer, rank, step):
-    x, y = labelled_batch(rank, step)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return loss.item()
 
 
 @check_divergence
@@ -161,15 +154,6 @@ def test_a_rate_is_sought_on_one_rank(group):
         optimizer.step()
 
 
-def relu_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank, step):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
 @planted(
     "silent_divergence", [0, 1, 2], n=3, marked=True, reason="no_sync", family="numbers", origin="unseen 2026-11-25"
 )
@@ -201,16 +185,6 @@ def test_each_rank_draws_its_rate(group):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
-
-
-def small_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
-
-
-def batch_of(rank: int, step: int, rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * (rank + 1) + step)
-    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
 
 
 # Silent: the loss is computed through the inner module, past DDP's forward, and nothing is averaged
@@ -257,19 +231,6 @@ def test_accumulation(ddp):
             optimizer.step()
             optimizer.zero_grad()
     assert math.isfinite(loss.item())
-
-
-def two_outputs():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def train_on_noise(model, optimizer, rank, steps, first=0):
-    for step in range(first, first + steps):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(50 * rank + step))
-        optimizer.zero_grad()
-        model(x).square().sum().backward()
-        optimizer.step()
 
 
 @planted(

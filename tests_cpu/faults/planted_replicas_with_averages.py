@@ -9,29 +9,11 @@ import math
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa import check_divergence
 from tests_cpu.faults.planting import AT, planted
-
-
-def small(seed=11):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator)
-
-
-def backward(model, optimizer, rank, step):
-    x, y = batch(rank, step)
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return loss.item()
+from tests_cpu.faults.replicas import backward, batch_of, labelled_batch, small, small_model, train_steps
 
 
 class Average:
@@ -85,7 +67,7 @@ def test_the_average_stays_in_place(group):
         optimizer.step()
         average.follow()
         if step == AT and group.rank == 0:  # HERE
-            picture(average, batch(0, step)[0])  # HERE
+            picture(average, labelled_batch(0, step)[0])  # HERE
 
 
 @planted(
@@ -109,16 +91,6 @@ def test_a_rate_that_one_rank_cuts(group):
             for parameters in optimizer.param_groups:
                 parameters["lr"] *= 0.1  # HERE
         optimizer.step()
-
-
-def small_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
-
-
-def batch_of(rank: int, step: int, rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * (rank + 1) + step)
-    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
 
 
 # Silent: gradients are clipped after their reduction, by a norm that only this rank knows, where its node's settings
@@ -233,16 +205,6 @@ def test_statistics_are_folded(ddp):
         if step % 3 == 2:
             centred.fold()
     assert math.isfinite(loss.item())
-
-
-def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> float:
-    for step in steps:
-        x, y = batch_of(rank, step)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-    return loss.item()
 
 
 # Silent: the last rank evaluates with averaged weights, leaves the context by an exception that its caller expects, and
