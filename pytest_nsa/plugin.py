@@ -18,6 +18,7 @@ from pytest_nsa.report import runs
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import headline, short_path
+from pytest_nsa.session.failure_text import HangLines, hang_line
 from pytest_nsa.session.failures import Failures
 from pytest_nsa.session.folders import RunFolder
 from pytest_nsa.session.interrupts import Signals, signals_key
@@ -41,6 +42,7 @@ from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key
 from pytest_nsa.wire.masking import mask_with
+from pytest_nsa.wire.messages import plain_nodeid
 from pytest_nsa.wire.protocols import LaunchError
 
 # Fixtures are found by name in a plugin's module.
@@ -88,6 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[failures_key] = Failures()
     config.pluginmanager.register(config.stash[failures_key], "nsa-failures")
     worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if not worker:
+        config.pluginmanager.register(HangLines(config), "nsa-hang-lines")
     folder = RunFolder(resolved.artifacts, worker.get("nsa_run"), resolved.folder_mode)
     if config.hook.pytest_nsa_scenarios.get_hookimpls() or len(config.hook.pytest_nsa_decide.get_hookimpls()) > 1:
         folder.prefix = "test_engineer"  # a diagnostic plan
@@ -271,6 +275,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.config.stash[runner_key].recorder.expect_failure(item.stash[folder_key], verdict)
     elif verdict is not None and call.when == "call":
         report.nsa_outcome = verdict.outcome
+        if verdict.outcome == "HANG" and report.failed:
+            report.nsa_hang = hang_line(verdict, item)
         if call.excinfo is not None and getattr(call.excinfo.value, "in_setup", False):
             report.when = "setup"
     verdicts = (*item.stash.get(launched_key, ()), *([verdict] if verdict else ()))
@@ -363,10 +369,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(visible(config.stash[decision_key].sentence))
     for notice in runner.folder.notices():
         terminalreporter.write_line(visible(f"  {notice}"))
+    shown = _in_short_summary(terminalreporter)
     for entry in failed:
-        terminalreporter.write_line(f"  {visible(entry.name)}: {headline(entry.verdict)}")
+        if plain_nodeid(entry.name) not in shown:
+            terminalreporter.write_line(f"  {visible(entry.name)}: {headline(entry.verdict)}")
     for name in ("SUMMARY.md", "report.html"):
         terminalreporter.write_line(f"{name}: {short_path(runner.folder.path / name)}")
+
+
+def _in_short_summary(terminalreporter: Any) -> set[str]:
+    """Return the ids of the tests that pytest lists after this, with location and cause."""
+    return {
+        plain_nodeid(report.nodeid)
+        for letter, kind in (("f", "failed"), ("E", "error"))
+        if letter in terminalreporter.reportchars
+        for report in terminalreporter.stats.get(kind, ())
+    }
 
 
 def _is_child(config: pytest.Config) -> bool:

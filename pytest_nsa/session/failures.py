@@ -74,5 +74,6 @@ def _reason(report: Any) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return "no reason given"
-    line = lines[0] if crash is not None else lines[-1].removeprefix("E  ")  # as pytest marks what was raised
+    raised = [line.removeprefix("E  ") for line in lines if line.startswith("E  ")]  # as pytest marks it
+    line = lines[0] if crash is not None else (raised or lines)[-1]
     return line.strip()[:LONGEST]

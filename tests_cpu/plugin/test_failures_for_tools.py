@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -77,6 +78,29 @@ def test_the_short_summary_of_a_hang_fits_80_columns(
     cause = result.verdicts["test_step"].cause
     assert summary.removesuffix("...") == f"HANG test_example.py::test_step - app/loop.py:7 {cause}, rank 0 of 2"
     assert len(summary) <= 80
+    line = next(line for line in result.stdout.splitlines() if line.startswith("  HANG ["))
+    assert re.match(rf"  HANG \[\d+\.\d s\] app/loop\.py:7 {cause}, rank 0 of 2", line), line
+    assert len(line) <= 80
+    assert result.stdout.index(line) < result.stdout.index("= FAILURES =")
+
+
+def test_a_failure_is_listed_once(pytester: pytest.Pytester) -> None:
+    """By pytest's short summary; where that is switched off, by ours."""
+    for options, listed in (((), 0), (("-rN",), 1)):
+        result = run_example(pytester, SOURCE, "-k", "test_fails or test_missing", *options)
+        closing = result.stdout.partition("= nsa diagnosis =")[2].partition("short test summary")[0]
+        assert closing.count("test_example.py::test_fails[1]: FAIL: rank 1 of 2, assertion") == listed
+        assert "test_missing_fixture: fixture 'nowhere' not found" in closing
+
+
+@pytest.mark.slow
+def test_a_hang_in_a_worker_of_xdist_has_its_line_in_the_controller(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    source = (
+        "@world_size(2)\ndef test_it(group):\n    if group.rank: dist.all_reduce(torch.ones(1))\n    dist.barrier()\n"
+    )
+    result = run_example(pytester, source, "-p", "xdist", "-n", "1")
+    assert len(re.findall(r"^  HANG \[\d+\.\d s\] test_example\.py:\d+ ", result.stdout, re.M)) == 1
 
 
 def test_what_ranks_record_is_in_the_junit_file_under_their_rank(pytester: pytest.Pytester) -> None:
