@@ -67,11 +67,11 @@ def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
     for index, rank in enumerate(evidence.ranks):
         y = index * (height + gap) + 4
         is_culprit = rank.rank in culprits
-        if count < HEAT or is_culprit or index % 8 == 0:
-            label = f"rank {rank.rank}{' ◀' if is_culprit else ''}"
-            parts.append(tag("text", label, x=0, y=y + min(17, height + 2), class_="culprit" if is_culprit else None))
         drawn = tag("g", *_lane(rank, evidence, axis, y, height, is_culprit=is_culprit), data_lane=rank.rank)
         parts.append(drawn)
+        if count < HEAT or is_culprit or index % 8 == 0:  # above the lane: on a phone it is wider than its column
+            label = f"rank {rank.rank}{' ◀' if is_culprit else ''}"
+            parts.append(tag("text", label, x=0, y=y + min(17, height + 2), class_="culprit" if is_culprit else None))
     if count < HEAT:
         parts += _ticks(evidence, axis, height, gap)
     waits = waits_for(evidence)
@@ -79,7 +79,8 @@ def lanes(evidence: Evidence, culprits: Sequence[int]) -> Markup:
     parts += _scale(axis, whole - 6)
     label = f"{count} ranks over {axis.end - axis.begin:.1f} seconds"
     drawing = tag(
-        "svg", _DEFINITIONS, *parts, viewBox=f"0 0 {LEFT + WIDTH + RIGHT} {whole}", role="img", aria_label=label, class_="lanes",
+        "svg", _DEFINITIONS, *parts, viewBox=f"0 0 {LEFT + WIDTH + RIGHT} {whole}", role="img", aria_label=label,
+        class_="lanes" if count <= 8 else "lanes many",
     )  # fmt: skip
     return tag("div", drawing, *_in_words(waits), class_="zoomable", tabindex=0)
 
@@ -189,11 +190,11 @@ def _in_words(waits: Mapping[int, set[int]]) -> Iterator[Markup]:
 def _scale(axis: Axis, y: float) -> Iterator[Markup]:
     if axis.fold > axis.begin:
         x = axis.x(axis.fold)
-        yield tag("text", f"start {axis.fold - axis.begin:.1f} s", x=LEFT, y=y, class_="small")
+        yield tag("text", f"start {axis.fold - axis.begin:.1f} s", x=LEFT, y=y, class_="axis small")
         yield tag("path", d=f"M{x:.1f} 0 V{y - 12:.1f}", stroke="var(--line)", stroke_dasharray="3 3")
     else:
-        yield tag("text", "0 s", x=LEFT, y=y)
-    yield tag("text", f"{axis.end - axis.begin:.2f} s", x=LEFT + WIDTH, y=y, text_anchor="end")
+        yield tag("text", "0 s", x=LEFT, y=y, class_="axis")
+    yield tag("text", f"{axis.end - axis.begin:.2f} s", x=LEFT + WIDTH, y=y, text_anchor="end", class_="axis")
 
 
 def _steps(rank: RankEvidence) -> list[tuple[float, int]]:

@@ -152,6 +152,7 @@ box.dispatchEvent(new KeyboardEvent("keydown", { key: "0" })); found.whole = box
 const slider = document.querySelector(".slider"), range = slider.querySelector("input");
 found.last = slider.querySelectorAll("tbody tr")[0].textContent;
 range.value = 0; range.dispatchEvent(new Event("input")); found.first = slider.querySelectorAll("tbody tr")[0].textContent;
+found.axis = [...document.querySelectorAll("svg.lanes .axis")].every((t) => t.getBoundingClientRect().right <= innerWidth);
 found.wide = document.documentElement.scrollWidth <= innerWidth;
 document.title = JSON.stringify(found);
 </script>
@@ -184,6 +185,7 @@ def test_its_tools_work_in_a_browser(run: ExampleResult, page: str, tmp_path: Pa
     assert found["sorted"] == "descending"
     assert (float(found["zoom"]), float(found["whole"])) == (2, 1)
     assert found["first"] != found["last"]
+    assert found["axis"], "both ends of the axis are on the screen"
     assert found["wide"], "the page itself does not scroll sideways"
     assert len(set(re.findall(r'data-lane="(\d+)"', article(page, "test_one_of_many")))) == 12
 
