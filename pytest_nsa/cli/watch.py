@@ -65,6 +65,7 @@ class Watcher:
     _stall: StallClock = field(default_factory=StallClock)
     _gone: set[int] = field(default_factory=set)
     _delay: AnnounceDelay = field(default_factory=AnnounceDelay)
+    _printed: object = None  # the finding that `lines` had last
     _is_own: dict[int, bool] = field(
         default_factory=dict
     )  # of ranks that were seen alive, whether their process is this user's
@@ -161,16 +162,21 @@ class Watcher:
     def _world_size(self) -> int:
         return int(max(b.numbers["world_size"] for b in self.boards.values()))
 
-    def lines(self) -> list[str]:
-        """One line per rank, of many ranks one per state, the rarest first; and the verdict where there is one."""
+    def lines(self, *, again: bool = True) -> list[str]:
+        """One line per rank, of many ranks one per state, the rarest first; and the verdict where there is one, one that the last
+        lines had only if ``again``.
+        """
         found = [self._line(rank, board) for rank, board in self.boards.items()]
         if len(found) > MANY:
             found = self._states()
-        if self.finding is not None:
+        key = self.finding and self.finding.key
+        is_new, self._printed = key != self._printed, key
+        if self.finding is not None and (again or is_new):
             f = self.finding
             who = describe_ranks(f.ranks, self._world_size)
             kind = "verdict" if f.certain else "suspicion"
             found.append(f"{kind}: {f.cause} on {who}" + (f" at {f.where}" if f.where else "") + f": {f.reason}")
+            found.append(f"do: {f.advice or CAUSES[f.cause].advice}")
         return [visible(line) for line in ([*found, f"not read: {self.unread}"] if self.unread else found)]
 
     def _states(self) -> list[str]:
@@ -272,7 +278,7 @@ def _show(watchers: list[Watcher], as_json: bool, out: TextIO, shown: int, more:
         for watcher in watchers:
             print(json.dumps({**watcher.to_json(), "nccl": more}), file=out, flush=True)
         return 0
-    lines = [*(line for watcher in watchers for line in watcher.lines()), *more]
+    lines = [*(line for watcher in watchers for line in watcher.lines(again=out.isatty())), *more]
     if out.isatty() and shown:
         out.write(f"\x1b[{shown}A\x1b[J")
     print("\n".join(lines), file=out, flush=True)

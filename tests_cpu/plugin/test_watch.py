@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.cli.watch import Watcher
+
 TRAINING = """
 import atexit, os, signal, sys, time
 import torch, torch.distributed as dist
@@ -106,6 +108,14 @@ def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) 
     by_pid = run(folder, "watch", str(seen["ranks"][0]["pid"]), "--once")
     assert "suspicion: sleeping on rank 1 at " in by_pid.stdout
     assert "rank 0  step 21  backward" in by_pid.stdout
+    assert "\ndo: " in by_pid.stdout
+    watcher = Watcher(folder / "run")
+    while watcher.finding is None:
+        watcher.look()
+        time.sleep(0.1)
+    first, second = ([line.partition(":")[0] for line in watcher.lines(again=False)] for _ in range(2))
+    assert first[-2:] == ["suspicion", "do"]
+    assert not {"suspicion", "do"}.intersection(second), "a log has it once"
     told = run(folder, "diagnose", "run", "--json")
     verdict = json.loads(told.stdout)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
