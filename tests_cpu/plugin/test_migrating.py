@@ -62,7 +62,6 @@ async def test_coroutine():
 # As DeepSpeed's: a class with a number; a hook of its conftest.py starts the processes.
 DEEPSPEED = {
     "deepspeed/__init__.py": """
-import sys
 import torch.distributed as dist
 from . import comm
 
@@ -70,8 +69,7 @@ def init_distributed(dist_backend):
     if not dist.is_initialized():
         dist.init_process_group(dist_backend)
 """,
-    "deepspeed/comm/__init__.py": "from torch.distributed import barrier\nfrom . import torch\n",
-    "deepspeed/comm/torch.py": "def build_shm_op(): raise AssertionError('compiles')\n",
+    "deepspeed/comm/__init__.py": "from torch.distributed import barrier\n",
     "common.py": """
 class DistributedTest:
     world_size, backend, init_distributed, set_dist_env, is_dist_test = 2, "gloo", True, True, True
@@ -87,7 +85,6 @@ def pytest_runtest_call(item):
 """,
 }
 DEEPSPEED_TESTS = """
-import deepspeed.comm.torch
 from common import DistributedTest
 
 class TestTwo(DistributedTest):
@@ -134,6 +131,60 @@ def test_what_the_launcher_sets_is_what_ranks_have(pytester: pytest.Pytester) ->
     pytester.mkpydir("their_project").joinpath("testing.py").write_text(LAUNCHER)
     result = run_example(pytester, LAUNCHED, "-k", "test_reduces")
     assert result.outcomes["passed"] == 1, result.stdout
+
+
+# A copy of torch's base, as mmengine has it.
+COPIED = """
+import unittest
+
+class MultiProcessTestCase(unittest.TestCase):
+    def __init__(self, name="runTest"):
+        super().__init__(name)
+        if name != "runTest":
+            setattr(self, name, self.join_or_run(getattr(self, name)))
+
+    def join_or_run(self, function): raise AssertionError("joins processes")
+
+    def _spawn_processes(self): raise AssertionError("starts processes")
+
+    @classmethod
+    def _run(cls, rank, test_name, file_name, parent_pipe):
+        self = cls(test_name)
+        self.rank, self.file_name = rank, file_name
+        self.run_test(test_name, parent_pipe)
+"""
+CASES = """
+from their_project.testing import MultiProcessTestCase
+
+class TestReduces(MultiProcessTestCase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def run_test(self, test_name, parent_pipe):
+        self.value = torch.ones(1)
+        super().run_test(test_name, parent_pipe)
+
+    def test_sum(self):
+        dist.init_process_group("gloo", init_method=f"file://{self.file_name}", rank=self.rank, world_size=self.world_size)
+        dist.all_reduce(self.value)
+        self.assertEqual(self.value.item(), 2)
+
+class TestDerived(TestReduces):
+    def test_fails_on_one(self):
+        self.assertEqual(self.rank, 0)
+"""
+
+
+def test_a_copy_of_torch_s_base_by_a_conftest(pytester: pytest.Pytester) -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    (recipe,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "__bases__" in text]
+    pytester.mkpydir("their_project").joinpath("testing.py").write_text(COPIED)
+    pytester.makeconftest(recipe)
+    result = run_example(pytester, CASES)
+    assert result.outcomes == {"passed": 2, "failed": 1}, result.stdout
+    verdict = result.verdicts["TestDerived::test_fails_on_one"]
+    assert (verdict.cause, verdict.ranks) == ("assertion", (1,))
 
 
 def test_deepspeed_s_classes(pytester: pytest.Pytester) -> None:
