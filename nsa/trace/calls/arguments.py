@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 
 _KEYS = 8  # of a call that waits for many
-_ANNOUNCING = ("alltoall_base", "all_to_all_single", "allgather", "_allgather_base", "all_gather_single")
-_MOST_RANKS = 16  # ranks of a group whose counts are kept
-_WHOLE = (torch.int64, torch.int32)
 
 
 def group_of(value: Any) -> Any:
@@ -76,27 +73,15 @@ def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return ", ".join([*names, "…"] if len(keys) > _KEYS else names)
 
 
-def split_sizes(args: tuple[Any, ...]) -> str:
-    """'gives 1,2 takes 2,1': how many rows go to each rank and come from each; '' where they are even."""
-    takes, gives = ([a for a in args if isinstance(a, list) and a and isinstance(a[0], int)] + [[], []])[:2]
+def split_sizes(args: tuple[Any, ...], size: int) -> str:
+    """'gives 1,2 takes 2,1': how many rows go to each rank of a group of ``size`` and come from each; '' where both are even."""
+    takes, gives = ([a for a in args if isinstance(a, list) and all(isinstance(n, int) for n in a)] + [[], []])[:2]
+    if not takes and not gives:
+        return ""
+    if all(isinstance(a, torch.Tensor) for a in args[:2]):  # the output, and the input
+        rows = [a.shape[0] if a.dim() else 0 for a in args[:2]]
+        takes, gives = takes or [rows[0] // size] * size, gives or [rows[1] // size] * size
     return f"gives {','.join(map(str, gives))} takes {','.join(map(str, takes))}" if gives and takes else ""
-
-
-def announced_counts(name: str, args: tuple[Any, ...], size: int) -> str:
-    """'tells 4,0,2': the whole numbers, one for each rank of a group of ``size``, that a rank gives to an exchange of all with all
-    or to an all-gather: how many rows it is about to send to each, as a rule. '' of another payload, and of one on a device.
-    """
-    if name not in _ANNOUNCING or size > _MOST_RANKS or len(args) < 2:
-        return ""
-    given = args[1][0] if isinstance(args[1], list) and len(args[1]) == 1 else args[1]
-    if (
-        type(given) is not torch.Tensor
-        or given.shape != (size,)
-        or given.device.type != "cpu"
-        or given.dtype not in _WHOLE
-    ):
-        return ""
-    return f"tells {','.join(map(str, given.tolist()))}"
 
 
 def was_refused(error: Exception, name: str) -> bool:

@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa.trace.board import Board
 from nsa.trace.calls.arguments import (
-    announced_counts,
     global_rank,
     group_of,
     is_done_after_wait,
@@ -300,9 +299,8 @@ class CollectiveRecorder:
             )
             label = label_of(group)
             self._sequence[label] += 0 if point_to_point else 1
-            peer, note = -1, split_sizes(args) if name in _SPLIT else ""
             size = group.size()
-            note = note or announced_counts(name, args, size)
+            peer, note = -1, split_sizes(args, size) if name in _SPLIT else ""
             if point_to_point:
                 given, tag = ([a for a in args[1:] if isinstance(a, int)] + [-1, 0])[:2]
                 note = f"tag {tag}" if tag > 0 else ""

@@ -14,13 +14,12 @@ from pytest_nsa.diagnosis.facts import all_facts, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.one_sided import of_a_shift, of_an_earlier_call
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
 from pytest_nsa.evidence.collectives import by_place, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
-_ANNOUNCED = re.compile(r"tells -?\d+(?:,-?\d+)*$")
 NOTE = 96  # bytes of a note on the board: a longer one is cut
 
 
@@ -41,15 +40,13 @@ def aborted(evidence: Evidence) -> Finding | None:
         entered = {n: c for n, ring in rings(evidence).items() for c in ring if c.place == at.place}
         if len(entered) < at.size:
             continue
-        sizes = Counter((c.dtype, c.count) for c in entered.values()).most_common()
-        odd = tuple(n for n, c in sorted(entered.items()) if (c.dtype, c.count) != sizes[0][0])
-        clear = len(sizes) > 1 and sizes[0][1] > sizes[1][1]
+        odd = _odd_ones(evidence, entered)
         shown = "; ".join(
             f"rank {n} gave {c.dtype} x {c.count}" + (f", {c.note}" if c.note else "")
             for n, c in sorted(entered.items())
         )
         return Finding(
-            cause="collective_mismatch", ranks=odd if clear else tuple(sorted(entered)), where=at.site,
+            cause="collective_mismatch", ranks=odd, where=entered[odd[0]].site,
             reason=f"gloo aborted rank {rank.rank} inside {at.op} #{at.sequence}: others expected something else ({shown})",
             confidence=0.6, facts=all_facts(evidence.ranks),
         )  # fmt: skip
@@ -123,51 +120,17 @@ def splits_differ(evidence: Evidence) -> Finding | None:
         alike = Counter(c.note for c in entered.values())
         blamed = {rank: (count, -alike[entered[rank].note]) for rank, count in counts.items()}
         culprits = tuple(sorted(rank for rank, by in blamed.items() if by == max(blamed.values())))
-        broke = _against_announced(evidence.members(group), _counts_announced_before(evidence, entered), wrong)
-        culprits = broke or culprits
         shown = "; ".join(
             f"rank {giver} gives {gives} to rank {taker}, which takes {takes}"
             for giver, taker, gives, takes in wrong[:4]
         )
         call = entered[culprits[0]]
-        shown += (
-            f"; it is not what {describe_ranks(broke, evidence.job.world_size)} has told or been told" if broke else ""
-        )
         return Finding(
             cause="collective_mismatch", ranks=culprits, where=call.site,
             reason=f"the split sizes of {call.op} #{call.sequence} do not agree: {shown} (rows)",
-            certain=True, confidence=0.9, facts=all_facts(evidence.ranks),
+            certain=len(culprits) == 1, confidence=0.9, facts=all_facts(evidence.ranks),
         )  # fmt: skip
     return None
-
-
-def _counts_announced_before(evidence: Evidence, entered: dict[int, Collective]) -> dict[int, list[int]]:
-    """Return the counts, one for each rank of the group, that ranks told each other last before they entered an exchange; {} where
-    that was not one call.
-    """
-    announced: dict[int, Collective] = {}
-    for rank, call in entered.items():
-        calls = [c for c in evidence.ranks[rank].collectives if c.index < call.index and c.group == call.group]
-        announced.update((rank, c) for c in calls if _ANNOUNCED.match(c.note))
-    if len(announced) < len(entered) or len({c.place for c in announced.values()}) != 1:
-        return {}
-    return {rank: [*map(int, c.note.partition(" ")[2].split(","))] for rank, c in announced.items()}
-
-
-def _against_announced(
-    members: tuple[int, ...], announced: dict[int, list[int]], wrong: list[tuple[int, int, int, int]]
-) -> tuple[int, ...]:
-    """Return the ranks whose rows are not what was told before, where those of the other rank of each pair are: of what the giver
-    has told the taker, or, on the way back, the taker the giver; () where that does not tell.
-    """
-    culprits: set[int] = set()
-    for giver, taker, gives, takes in wrong if announced else ():
-        there, back = announced[giver][members.index(taker)], announced[taker][members.index(giver)]
-        promised = next((n for n in (there, back) if (gives == n) != (takes == n)), None)
-        if promised is None:
-            return ()
-        culprits.add(taker if gives == promised else giver)
-    return tuple(sorted(culprits))
 
 
 def _splits(note: str) -> tuple[list[int], list[int]]:
@@ -259,10 +222,12 @@ def _count(call: Collective, calls: Calls) -> int:
 
 def _odd_ones(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
     """Return the ranks that gave something else than most; else those that gave something else than before; else all of them."""
-    terms = {rank: _terms(c, calls) for rank, c in calls.items()}
+    terms: dict[int, object] = {rank: _terms(c, calls) for rank, c in calls.items()}
+    if len(set(terms.values())) == 1:  # each may give as much as it likes
+        terms = {rank: (c.count, c.note) for rank, c in calls.items()}
     (usual, most), *rest = Counter(terms.values()).most_common()
-    if most > rest[0][1]:
-        return tuple(rank for rank, term in terms.items() if term != usual)
+    if rest and most > rest[0][1]:
+        return tuple(sorted(rank for rank, term in terms.items() if term != usual))
     return _changed(evidence, calls) or tuple(sorted(calls))
 
 
