@@ -28,9 +28,11 @@ sys.path.insert(0, str(ROOT))
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
+from pytest_nsa.diagnosis.facts import rings  # noqa: E402
 from pytest_nsa.diagnosis.rules.absence import left_behind  # noqa: E402
-from pytest_nsa.diagnosis.rules.calls import first_mismatch, held_in_different_calls  # noqa: E402
+from pytest_nsa.diagnosis.rules.calls import held_in_different_calls  # noqa: E402
 from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
+from pytest_nsa.evidence.collectives import first_departure  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
 from tests_cpu.faults.recorded import GENERATED, unpack  # noqa: E402
@@ -52,9 +54,11 @@ CAUSES = {
 }
 # By rule, what ranks are in that it explains.
 ENTERED = {
-    "calls.departed": first_mismatch, "calls.waiting_in_different_calls": held_in_different_calls,
-    "messages.unpaired": held_in_messages, "absence.left_alone": left_behind,
-}  # fmt: skip
+    "calls.departed": lambda evidence: first_departure(rings(evidence)),
+    "calls.waiting_in_different_calls": held_in_different_calls,
+    "messages.unpaired": held_in_messages,
+    "absence.left_alone": left_behind,
+}
 Weights = dict[str, dict[str, float]]
 
 

@@ -16,8 +16,9 @@ from pytest_nsa.diagnosis.explain import choose, terms
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.rhythm import surprise
-from pytest_nsa.diagnosis.rules.calls import first_mismatch
+from pytest_nsa.diagnosis.facts import rings
 from pytest_nsa.diagnosis.rules.messages import held_in_messages
+from pytest_nsa.evidence.collectives import first_departure
 from pytest_nsa.evidence.load import load
 from tests_cpu.faults.recorded import GENERATED, unpack
 
@@ -56,7 +57,7 @@ def test_the_explanation_is_in_the_verdict(recorded: dict[str, Path]) -> None:
 
 def test_a_side_s_facts_are_the_other_s_turned_round(recorded: dict[str, Path]) -> None:
     evidence = load(recorded["test_one_batch_less_in_an_epoch"])
-    entered = first_mismatch(evidence)
+    entered = first_departure(rings(evidence))
     assert entered is not None
     one, other = (c.values for c in candidates(evidence, entered) if c.edit is Edit.SKIP)
     sides = {name.replace("they: ", "others: "): value for name, value in one.items() if name.startswith("they: ")}
@@ -72,10 +73,10 @@ def test_a_term_of_a_message_is_about_the_rank_that_waits_or_the_one_that_is_wai
     assert entered is not None
     found = candidates(evidence, entered)
     wrong = next(c for c in found if c.edit is Edit.MISDIRECTED and c.ranks == (0,))
-    assert wrong.values["waiter: wanted"] == wrong.values["waiter: new peer"] == 1
-    assert (wrong.about("waiter: wanted"), wrong.about("peer: ended")) == ((0,), (2,))
+    assert wrong.values["waiter: waited for"] == 1
+    assert (wrong.about("waiter: waited for"), wrong.about("peer: end of chain")) == ((0,), (2,))
     lacks = next(c for c in found if c.edit is Edit.UNANSWERED and c.ranks == (2,))
-    assert (lacks.about("waiter: wanted"), lacks.about("others: selected")) == ((0,), (0,))
+    assert (lacks.about("waiter: waited for"), lacks.about("others: selected")) == ((0,), (0,))
     verdict = diagnose(evidence)
     assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (0,))
     assert any(text.startswith("rank 0 ") for text in verdict.terms)
@@ -105,7 +106,7 @@ def _unpacked(archive: str, folder: Path) -> Path:
 def test_each_weight_is_of_a_term_that_there_is() -> None:
     named = {t.name for t in terms.SHARED} | {f"{side}: {t.name}" for t in terms.OWN for side in ("they", "others")}
     named |= {f"{'waiter' if t.is_of_waiter else 'peer'}: {t.name}" for t in MESSAGE}
-    named |= {*terms.Sizes(1, 1, 2).values(), "always", "ended", "messages"}
+    named |= {*terms.Sizes(1, 1, 2).values(), "always", "others there", "others went on"}
     for kind, column in choose.weights().items():
         assert set(column) <= named, kind
     assert len({t.name for t in (*terms.OWN, *terms.SHARED)}) == len(terms.OWN) + len(terms.SHARED)

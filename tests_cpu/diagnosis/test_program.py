@@ -82,22 +82,22 @@ def test_without_its_source_a_place_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("test", "ranks", "path"),
+    ("test", "path"),
     [
-        ("group.rank < 2", (0, 1), Path.SELECTS),
-        ("dist.get_rank() in (1, 3)", (1, 3), Path.SELECTS),
-        ("rank % 2 == 0", (0, 2), Path.SELECTS),
-        ("rank == 0 and step == 3", (0,), Path.SELECTS),
-        ("rank != 1", (0, 2, 3), Path.EXCLUDES),
-        ("not (rank == 1 and step == 3)", (0, 2, 3), Path.EXCLUDES),
-        ("loss > limit", (0,), Path.DATA),
-        ("not done", (0,), Path.NOT_DATA),
+        ("group.rank < 2", Path.SELECTS),
+        ("dist.get_rank() in (1, 3)", Path.SELECTS),
+        ("rank % 2 == 0", Path.SELECTS),
+        ("rank == 0 and step == 3", Path.SELECTS),
+        ("rank != 1", Path.EXCLUDES),
+        ("not (rank == 1 and step == 3)", Path.EXCLUDES),
+        ("loss > limit", Path.DATA),
+        ("not done", Path.NOT_DATA),
     ],
 )
-def test_what_leads_to_a_call(test: str, ranks: tuple[int, ...], path: Path) -> None:
+def test_what_leads_to_a_call(test: str, path: Path) -> None:
     text = f"def save(rank, group, step):\n    if {test}:\n        barrier()\n"
     frame = Frame("/tests/a.py:3 in save", {})
-    assert path_to(sources(text), [frame], ranks, 4) is path
+    assert path_to(sources(text), [frame]) is path
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_what_leads_to_a_call(test: str, ranks: tuple[int, ...], path: Path) -> 
 )
 def test_a_condition_that_leaves_the_function_before_a_call_leads_to_it(test: str, leaves: str, path: Path) -> None:
     text = f"def save(rank, loss):\n    if {test}:\n        {leaves}\n    barrier()\n"
-    assert path_to(sources(text), [Frame("/tests/a.py:4 in save", {})], (0,), 2) is path
+    assert path_to(sources(text), [Frame("/tests/a.py:4 in save", {})]) is path
 
 
 def test_no_condition() -> None:
-    assert path_to(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})], (0,), 2) is Path.PLAIN
+    assert path_to(sources("def save():\n    barrier()\n"), [Frame("/tests/a.py:2 in save", {})]) is Path.PLAIN

@@ -9,7 +9,6 @@ import re
 from pytest_nsa.evidence.source import Sources
 
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
-_ITS_RANK = re.compile(r"_?(\w+_)?rank")
 _MAIN = re.compile(r"_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coordinator)(_process|_rank|_worker)?")
 
 
@@ -51,51 +50,9 @@ def _returns_if(test: ast.expr, statement: ast.stmt) -> bool:
     return isinstance(statement.body[-1], ast.Return | ast.Raise)
 
 
-def is_for_one_rank(sources: Sources, place: str, *, alone: bool = False) -> bool:
-    """Return whether the line is under a condition that is true on one rank, ``if rank == 1:``, or behind the return of the others,
-    ``if rank != 1: return``. With ``alone``: and neither an ``else`` nor another condition beside it is for the other ranks.
-    """
-    found = sources.around(place)
-    for i, (outer, inner) in enumerate(itertools.pairwise(found)):
-        block = block_of(outer, inner)
-        before = block[: block.index(inner)] if block else []
-        returns = [s for s in before if isinstance(s, ast.If) and isinstance(s.body[-1], ast.Return)]
-        if any(_is_of_one_rank(s.test, is_not=True) and not (alone and _calls(s.body)) for s in returns):
-            return True
-        if isinstance(outer, ast.If) and inner in outer.body and _is_of_one_rank(outer.test):
-            siblings = block_of(found[i - 1], outer) if i else []
-            others = [
-                s for s in siblings if isinstance(s, ast.If) and s is not outer and _RANK.search(ast.unparse(s.test))
-            ]
-            return not (alone and (_calls(outer.orelse) or others))
-    return False
-
-
 def block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
     """Return the block of a statement that has another one."""
     return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
-
-
-def _calls(block: list[ast.stmt]) -> bool:
-    return any(isinstance(node, ast.Call) for statement in block for node in ast.walk(statement))
-
-
-def _is_of_one_rank(test: ast.expr, *, is_not: bool = False) -> bool:
-    """Return whether a condition needs that the rank is, or is not, one: ``rank == 1``, ``not rank``, ``is_main_process``."""
-    tests = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not is_not else [test]
-    return any(_holds_on_one(t) == (not is_not) for t in tests)
-
-
-def _holds_on_one(test: ast.expr) -> bool | None:
-    """Return True of a condition that holds on one rank, False of one that holds on the others; None of what does not tell."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        if _ITS_RANK.fullmatch(_last_name(test.operand)):
-            return True
-        of_operand = _holds_on_one(test.operand)
-        return None if of_operand is None else not of_operand
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and _RANK.search(ast.unparse(test)):
-        return {ast.Eq: True, ast.NotEq: False}.get(type(test.ops[0]))
-    return True if _MAIN.fullmatch(_last_name(test)) else None
 
 
 def _last_name(node: ast.expr) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pytest_nsa.diagnosis.explain.branches import are_alternatives, is_for_one_rank
+from pytest_nsa.diagnosis.explain.branches import are_alternatives
 from pytest_nsa.diagnosis.explain.conditions import Path, path_to
-from pytest_nsa.diagnosis.explain.hooks import is_in_hook
-from pytest_nsa.diagnosis.explain.locations import line_in, parts_of, recomputes, user_frames
+from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import (
     Compared,
@@ -20,8 +19,6 @@ from pytest_nsa.diagnosis.explain.program import (
     position_of,
 )
 from pytest_nsa.diagnosis.explain.rhythm import Token, counts_of_rounds, surprise, token
-from pytest_nsa.diagnosis.explain.side_threads import raced
-from pytest_nsa.diagnosis.explain.source import is_in_handler
 from pytest_nsa.diagnosis.facts import calls_before
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
@@ -114,14 +111,7 @@ class Contrast:
     def path(self) -> Path:
         """What leads the rank to its call from the function in which the two part."""
         at = next((i for i, frame in enumerate(self.position) if frame in self.compared.parted), 0)
-        return path_to(self.evidence.sources, self.position[at:], (self.number,), self.evidence.job.world_size)
-
-    @cached_property
-    def is_for_one(self) -> bool:
-        """Whether a condition that is true on one rank leads to its call, and not to the other's."""
-        sources, (here, there) = self.evidence.sources, self.parted
-        own = {here, *self.call.way} - {there, *self.other_call.way}
-        return any(is_for_one_rank(sources, place) for place in own)
+        return path_to(self.evidence.sources, self.position[at:])
 
     def costs(self, *calls: Collective) -> float:
         """Return the surprise of the last of ``calls`` where the rank makes them next, in bits."""
@@ -143,20 +133,6 @@ class Contrast:
         """Whether one of the two made its call before."""
         return self.has_made or self.turned.has_made_other
 
-    @property
-    def goes_on_with_other(self) -> bool:
-        """Whether what the rank called next in the other's group is the other's call: neither waits."""
-        following = next(
-            (c for c in self.rank.collectives if c.group == self.other_call.group and c.index > self.call.index), None
-        )
-        return following is not None and _is_alike(following, self.other_call)
-
-    @property
-    def is_in_statement(self) -> bool:
-        """Whether its latest call came from the statement that its call comes from, where the other is at another one."""
-        here, there = self.parted
-        return here != there and bool(self.before) and line_in(self.before[-1], here) == parts_of(here)[1]
-
     @cached_property
     def are_branches(self) -> bool:
         """Whether the two are in two branches of one `if`."""
@@ -168,16 +144,6 @@ class Contrast:
         """Whether a library or the interpreter has called the function that the rank is in: a hook, a handler, a finalizer."""
         parted = self.compared.parted
         return bool(parted) and is_called_back(self.rank, parted[0].place)
-
-    @property
-    def is_in_handler(self) -> bool:
-        """Whether the rank is in an `except`."""
-        return any(is_in_handler(self.evidence.sources, f.describe()) for f in user_frames(self.rank))
-
-    @property
-    def is_in_hook(self) -> bool:
-        """Whether the rank is in a gradient hook."""
-        return is_in_hook(self.rank)
 
     @property
     def is_stranger(self) -> bool:
@@ -192,29 +158,9 @@ class Contrast:
         return one.process_group != other.process_group and END not in (one.op, other.op)
 
     @property
-    def knows_other(self) -> bool:
-        """Whether the rank has made the other's operation in the other's group before, from whatever line."""
-        kind = self.other_call.op, self.other_call.process_group
-        return any((c.op, c.process_group) == kind for c in self.before)
-
-    @property
     def is_recomputed(self) -> bool:
         """Whether the rank runs a part of its forward a second time, for gradient checkpointing."""
         return recomputes(self.rank)
-
-    @cached_property
-    def is_of_a_side_thread(self) -> bool:
-        """Whether a thread beside the main one makes its call, and the other rank has that thread in another call."""
-        return raced(self.evidence, (self.number,), {self.number: self.call, self.other_number: self.other_call})
-
-    @property
-    def is_member(self) -> bool:
-        """Whether the rank is of the group of the other's call."""
-        return self.number in self.evidence.members(self.other_call.process_group)
-
-
-def _is_alike(one: Collective, other: Collective) -> bool:
-    return token(one) == token(other) and one.shape[1:] == other.shape[1:]
 
 
 def _are_one(way: tuple[str, ...], other: tuple[str, ...]) -> bool:

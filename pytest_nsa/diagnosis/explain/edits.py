@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.message_terms import message_values
@@ -93,16 +93,12 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
         contrasts.setdefault((other, one), contrast.turned)
         values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
+        values |= _others_there(evidence, ranks, entered)
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
-    elsewhere = {
-        "ended": any(c.op == END for c in entered.values()), "messages": any(c.peer != -1 for c in entered.values()),
-    }  # fmt: skip
-    if any(elsewhere.values()):  # a rank that ended, or waits for a message, made no other collective instead
-        terms = {name: 1.0 for name, holds in elsewhere.items() if holds}
-        of_calls = [c for c in found.values() if c.is_of_a_collective]
-        return [*(replace(c, values={**c.values, **terms}) for c in of_calls), *_of_messages(evidence, entered)]
+    if any(c.op == END or c.peer != -1 for c in entered.values()):  # such a rank made no other collective instead
+        return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered)]
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
@@ -184,6 +180,7 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
         if not is_for_all:
             values |= position_values(contrast)
         values |= Sizes(len(named), len(evidence.ranks) - len(named), sides).values()
+        values |= _others_there(evidence, named, entered)
         others = tuple(r for r in sorted(entered) if r not in named)
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
 
@@ -208,6 +205,21 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     circle = messages.ends & messages.pending.keys()
     add(Edit.UNASKED, circle, next((o for o in pairs if o.waiter in circle), pairs[0]), is_for_all=True)
     return list(found.values())
+
+
+def _others_there(evidence: Evidence, ranks: Ranks, entered: Calls) -> dict[str, float]:
+    """Return the terms of other ranks that are in the call of ``ranks`` by the same lines, or made it and went on: what one did
+    there, all did.
+    """
+    call = entered[ranks[0]]
+    others = [rank for rank in entered if rank not in ranks]
+    made = rings(evidence)
+    found = {
+        "others there": call.op != END and any(entered[rank].way == call.way for rank in others),
+        "others went on": call.op != END and call.peer == -1
+        and any(c.place == call.place for rank in others for c in made.get(rank, ())),
+    }  # fmt: skip
+    return {name: 1.0 for name, holds in found.items() if holds}
 
 
 def _representative(evidence: Evidence, ranks: Ranks) -> int:

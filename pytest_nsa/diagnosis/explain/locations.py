@@ -5,59 +5,36 @@ from __future__ import annotations
 import ast
 from dataclasses import replace
 
-from pytest_nsa.diagnosis.explain.source import (
-    end_of_with,
-    is_endless_generator,
-    line_that_ends,
-    loops_of,
-)
+from pytest_nsa.diagnosis.explain.source import line_that_ends, loops_of
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.source import file_name
-from pytest_nsa.evidence.stacks import Frame, ThreadStack
+from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import RankEvidence
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
-    """Return those of the test, the outermost first: what called pytest is not part of it.
-
-    One that leaves a ``with`` is past its body, whatever line Python names for it. Those of a thread that the main one has joined,
-    or waits for a result of, follow the main one's.
-    """
-    found, inner = [], ""
-    joining = main_thread_that_joins(rank)
-    outer = joining.frames if joining is not None else ()
+    """Return those of the test, the outermost first: what called pytest is not part of it."""
+    found = []
     stack = rank.last_stack
-    for frame in (*(stack.frames if stack is not None else ()), *outer):
+    for frame in stack.frames if stack is not None else ():
         if "/_pytest/" in frame.file:
             break
         if frame.is_user:
-            leaves = inner in ("__exit__", "__aexit__")
-            found.append(
-                replace(frame, line=end_of_with(rank.sources, frame.describe()) or frame.line) if leaves else frame
-            )
-        inner = frame.function
+            found.append(frame)
     return found[::-1]
 
 
 def line_of_its_loop(rank: RankEvidence) -> str:
     """Return the line that would end the loop which does not end, of the innermost function that is in one: in which line of it the
     rank was found is chance. That is its condition; of a ``while True`` the first ``if`` that leaves it. '' where no loop is known.
-    Who takes what a generator without an end yields does not end, and not the generator.
     """
     frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
-    for frame in [f for f in frames if not is_endless_generator(rank.sources, f.describe())][:3] or frames[:1]:
+    for frame in frames[:3]:
         loops = loops_of(rank.sources, frame.describe())
         loop = next((loop for loop in reversed(loops) if isinstance(loop, ast.While)), loops[-1] if loops else None)
         if loop is not None:
             return replace(frame, line=line_that_ends(loop)).describe()
     return ""
-
-
-def main_thread_that_joins(rank: RankEvidence) -> ThreadStack | None:
-    """Return the main thread of a rank, where it waits for the thread that shows what the rank does; else None."""
-    main = next((t for t in rank.threads if t.is_main), None)
-    is_elsewhere = main is not None and rank.last_stack is rank.stack is not main
-    return main if main is not None and is_elsewhere and main.waits_for_a_thread else None
 
 
 def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[Frame]]:

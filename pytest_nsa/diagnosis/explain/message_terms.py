@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.messages import Owed, line_of
 from pytest_nsa.diagnosis.explain.rhythm import share
-from pytest_nsa.evidence.board import ANY, Collective
+from pytest_nsa.evidence.board import Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +50,9 @@ MESSAGE: tuple[Term, ...] = (
         True,
         lambda o: share(o.bits_of_call()),
     ),
-    Term(
-        "new peer",
-        "exchanged messages at this line before, with other ranks",
-        True,
-        lambda o: bool(o.own) and all(c.peer != o.peer for c in o.own),
-    ),
-    Term(
-        "new tag",
-        "exchanged messages at this line before, with other tags",
-        True,
-        lambda o: bool(o.own) and all(c.note != o.call.note for c in o.own),
-    ),
     Term("odd tag", "has another tag than the other ranks had at this line", True, lambda o: o.has_odd_tag),
-    Term("odd peer", "addresses another rank than the others at this line do", True, lambda o: o.has_odd_peer),
-    Term("old tag", "used this tag with this rank before", True, lambda o: o.is_tag_used),
-    Term("wanted", "is waited for by a rank that it does not address", True, lambda o: o.is_wanted),
-    Term("offered", "has a message to answer of a rank that it does not address", True, lambda o: o.is_offered),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
     Term("sends", "sends", True, lambda o: o.call.is_send),
-    Term(
-        "same half",
-        "is at a line at which other ranks wait, too",
-        True,
-        lambda o: sum(line_of(c) == line_of(o.call) for c in o.messages.pending.values()) > 1,
-    ),
     Term(
         "once more",
         "came to this line once more than each other rank that came there",
@@ -82,43 +60,10 @@ MESSAGE: tuple[Term, ...] = (
         _of_line(lambda mine, others: set(others) == {mine - 1}, lambda o: o.counts_at_line),
     ),
     Term(
-        "as often",
-        "came to this line as often as each other rank that came there",
-        True,
-        _of_line(lambda mine, others: set(others) == {mine}, lambda o: o.counts_at_line),
-    ),
-    Term(
         "fewer answers",
         "made fewer of the other halves than each other rank that made any at that line",
         False,
         _of_line(lambda mine, others: mine < min(others), lambda o: o.counts_of_answers),
-    ),
-    Term(
-        "as many answers",
-        "made as many of the other halves as each other rank that made any at that line",
-        False,
-        _of_line(lambda mine, others: set(others) == {mine}, lambda o: o.counts_of_answers),
-    ),
-    Term(
-        "more answers",
-        "made more of the other halves than each other rank that made any at that line",
-        False,
-        _of_line(lambda mine, others: mine > max(others), lambda o: o.counts_of_answers),
-    ),
-    Term("ended", "ended its test", False, lambda o: o.theirs is None),
-    Term("in a collective", "waits in a collective", False, lambda o: _has_peers_call(o, lambda c: c.peer == -1)),
-    Term(
-        "in a message",
-        "waits for another message",
-        False,
-        lambda o: _has_peers_call(o, lambda c: c.peer != -1) and not o.is_mutual,
-    ),
-    Term("mutual", "waits for the rank that waits for it", False, lambda o: o.is_mutual),
-    Term(
-        "same direction",
-        "waits for the rank that waits for it, as both send or both receive",
-        False,
-        lambda o: o.is_mutual and _has_peers_call(o, lambda c: c.is_send == o.call.is_send),
     ),
     Term(
         "another tag",
@@ -132,22 +77,12 @@ MESSAGE: tuple[Term, ...] = (
         False,
         lambda o: o.messages.are_all_alike,
     ),
-    Term("never answered", "never made the other half for this rank", False, lambda o: not o.answers),
-    Term("never met", "exchanged messages with other ranks alone", False, lambda o: o.has_exchanged and not o.has_met),
-    Term("no messages", "exchanged no message before", False, lambda o: not o.has_exchanged),
     Term(
         "surprise of answer",
         "has no rounds that lead to the other half here",
         False,
         lambda o: share(o.bits_of_answer()),
     ),
-    Term(
-        "surprise after answer",
-        "has no rounds in which its call follows the other half",
-        False,
-        lambda o: share(o.bits_after_answer()),
-    ),
-    Term("surprise of peer's", "waits in what its rounds do not lead to", False, lambda o: share(o.bits_of_peer())),
     Term(
         "answer passed over",
         "makes what follows the other half in its rounds, which lead to the other half",
@@ -162,12 +97,6 @@ MESSAGE: tuple[Term, ...] = (
     ),
     Term("several wait", "is waited for by several ranks", False, lambda o: len(o.messages.waiters[o.peer]) > 1),
     Term("end of chain", "is where the chain of waiting ranks ends", False, lambda o: o.peer in o.messages.ends),
-    Term(
-        "in a circle",
-        "is in a circle of ranks that wait for each other",
-        False,
-        lambda o: o.peer in o.messages.ends and o.peer in o.messages.pending and o.messages.pending[o.peer].peer != ANY,
-    ),
 )
 
 

@@ -186,10 +186,6 @@ class Owed:
             return MOST_BITS
         return surprise([*self.peers_history, signature_of(self.answers[-1])], signature_of(self.theirs))
 
-    def bits_of_peer(self) -> float:
-        """Return the surprise of what the peer waits in."""
-        return MOST_BITS if self.theirs is None else surprise(self.peers_history, signature_of(self.theirs))
-
     def bits_of_call(self) -> float:
         """Return the surprise of the waiter's call."""
         return surprise(self.before, signature_of(self.call))
@@ -214,16 +210,6 @@ class Owed:
     def is_mutual(self) -> bool:
         """Whether the peer waits for the waiter, too."""
         return self.theirs is not None and self.theirs.peer == self.waiter
-
-    @property
-    def has_met(self) -> bool:
-        """Whether the peer exchanged messages with the waiter before."""
-        return any(c.peer in (self.waiter, ANY) for c in self.peers_calls)
-
-    @property
-    def has_exchanged(self) -> bool:
-        """Whether the peer sent or received anything before."""
-        return any(c.peer != -1 for c in self.peers_calls)
 
     @property
     def counts_at_line(self) -> tuple[int, list[int]]:
@@ -255,26 +241,3 @@ class Owed:
         place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]
         tags = {calls[place].note for rank, calls in at_line.items() if rank != self.waiter and len(calls) > place}
         return len(tags) == 1 and self.call.note not in tags
-
-    @property
-    def has_odd_peer(self) -> bool:
-        """Whether two others or more at the line address one rank, or the one as far from each, and the waiter another."""
-        world_size = len(self.messages.evidence.ranks)
-        at_line = [
-            (rank, calls[-1].peer)
-            for rank, calls in self.messages.at_line[line_of(self.call)].items()
-            if rank != self.waiter and calls[-1].peer >= 0
-        ]
-        for of in (lambda rank, peer: peer, lambda rank, peer: (peer - rank) % world_size):
-            others = {of(*pair) for pair in at_line}
-            if len(at_line) > 1 and len(others) == 1:
-                return of(self.waiter, self.peer) not in others
-        return False
-
-    @property
-    def is_tag_used(self) -> bool:
-        """Whether the waiter completed the same exchange with its tag before."""
-        kind = self.call.op, self.call.peer, self.call.note
-        return bool(self.call.note) and any(
-            (c.op, c.peer, c.note) == kind for c in self.messages.completed[self.waiter]
-        )

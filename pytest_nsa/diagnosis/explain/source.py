@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
 
 from pytest_nsa.evidence.source import LOCATION, Sources
 
@@ -74,35 +72,6 @@ def where_its_loss_is_computed(sources: Sources, place: str) -> str:
     return f"{match['file']}:{max(computed)} in {place[match.end() :]}" if computed else ""
 
 
-def is_endless_generator(sources: Sources, place: str) -> bool:
-    """Return whether a line is in a ``while True`` that yields and that nothing leaves: a ``for`` over it ends by a break alone."""
-    for loop in loops_of(sources, place):
-        nodes = list(ast.walk(loop))
-        is_endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
-        leaves = any(isinstance(n, ast.Break | ast.Return | ast.Raise) for n in nodes)
-        if is_endless and not leaves and any(isinstance(n, ast.Yield | ast.YieldFrom) for n in nodes):
-            return True
-    return False
-
-
-def loops_around(sources: Sources, place: str) -> tuple[str, ...]:
-    """Return the kinds of the loops around a line, outermost first: 'for', 'while', or 'endless' for one over what has no end."""
-    kinds = []
-    for loop in loops_of(sources, place):
-        over = ast.unparse(loop.iter) if isinstance(loop, ast.For) else ""
-        endless = re.search(r"\b(count|cycle|repeat|iter)\(", over)
-        kinds.append("while" if not over else "endless" if endless else "for")
-    return tuple(kinds)
-
-
-def is_in_handler(sources: Sources, place: str) -> bool:
-    """Return whether a line is in an ``except``: what runs there runs where that exception was raised alone."""
-    match = LOCATION.match(place)
-    line = int(match["line"]) if match else 0
-    tries = [statement for statement in sources.around(place) if isinstance(statement, ast.Try)]
-    return any(handler.lineno < line <= (handler.end_lineno or 0) for found in tries for handler in found.handlers)
-
-
 def is_unwound_at(sources: Sources, place: str) -> bool:
     """Return whether an exception that is handled at a line is raised again after it: in a ``finally``, at the end of a
     ``with``, in an ``except`` that ends in a bare ``raise``.
@@ -130,36 +99,8 @@ def is_in_retries(sources: Sources, place: str) -> bool:
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
-def end_of_with(sources: Sources, place: str) -> int:
-    """Return the line behind the body of the ``with`` that begins at a line; 0 where none does."""
-    match = LOCATION.match(place)
-    line = int(match["line"]) if match else 0
-    found = [s for s in sources.around(place) if isinstance(s, ast.With | ast.AsyncWith) and s.lineno == line]
-    return (found[-1].end_lineno or 0) + 1 if found else 0
-
-
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
     """Return the expressions that a statement's own line evaluates: of a compound one not its body."""
     if isinstance(statement, COMPOUND):
         return [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.expr | ast.withitem)]
     return [] if isinstance(statement, BLOCKS) else [statement]
-
-
-class _Undecided(Exception):
-    """What a line calls depends on a value: a conditional expression, ``and``, a chain of comparisons."""
-
-
-def _evaluated(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield calls in the order in which Python makes them. Raises `_Undecided` where it may leave one out."""
-    may_leave_out = isinstance(node, ast.IfExp | ast.BoolOp) or (isinstance(node, ast.Compare) and len(node.ops) > 1)
-    if may_leave_out and any(isinstance(n, ast.Call) for n in ast.walk(node)):
-        raise _Undecided
-    children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        children.sort(
-            key=lambda child: child is not node.value
-        )  # before what it is assigned to; `+=` takes its target first
-    for child in children:
-        yield from _evaluated(child)
-    if isinstance(node, ast.Call):
-        yield node

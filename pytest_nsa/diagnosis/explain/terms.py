@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.explain.conditions import Path
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
-from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import share, token
 
@@ -54,10 +53,6 @@ def _order(order: Order, *, counted: bool) -> Callable[[Contrast], float]:
     return lambda c: c.order is order and (c.compared.is_counted or c.compared.is_likely) == counted
 
 
-def _interposed(c: Contrast) -> float:
-    return (1 - _bits("other")(c)) * (not c.is_known)
-
-
 def _passed_over(c: Contrast) -> float:
     return (1 - _bits("other")(c)) * (1 - _bits("other", "own")(c))
 
@@ -65,97 +60,62 @@ def _passed_over(c: Contrast) -> float:
 OWN: tuple[Term, ...] = (
     Term("new", "makes this call for the first time", lambda c: not c.has_made),
     Term("other's is new", "never made the others' call", lambda c: not c.has_made_other),
-    Term("surprise", "makes a call that its rounds do not lead to", _bits("own")),
     Term("surprise of other's", "has no rounds that lead to the others' call here", _bits("other")),
     Term("surprise after other's", "has no rounds in which its call follows the others'", _bits("other", "own")),
     Term("surprise before other's", "has no rounds in which the others' call follows its own", _bits("own", "other")),
     Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
     Term(
-        "as many", "made as many calls like this one as in each round before", _rounds(lambda now, usual: now == usual)
-    ),
-    Term("more", "made more calls like this one than in each round before", _rounds(lambda now, usual: now > usual)),
-    Term("interposed", "makes a call that no rank made before, where its rounds lead to the others' call", _interposed),
-    Term(
         "passed over", "makes the call that follows the others' in its rounds, which lead to the others'", _passed_over
     ),
     Term("no rounds", "made no whole round before", lambda c: len(c.counts) == 1),
-    Term("same statement", "made its latest call from the same statement", lambda c: c.is_in_statement),
     Term("again", "makes its latest call again", lambda c: c.history[-1:] == [token(c.call)]),
-    Term("after other's", "made the others' call just before", lambda c: c.history[-1:] == [token(c.other_call)]),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
     Term("not excluded", "is let through by a condition that excludes other ranks", _path(Path.EXCLUDES)),
     Term("on data", "is under a condition that does not name the rank", _path(Path.DATA)),
     Term("unless data", "is here unless a condition holds that does not name the rank", _path(Path.NOT_DATA)),
-    Term("for one", "is under a condition that is true on one rank", lambda c: c.is_for_one),
-    Term("goes on", "made the others' call next, and does not wait", lambda c: c.goes_on_with_other),
     Term("called back", "is in a function that a library or the interpreter called", lambda c: c.is_called_back),
     Term("recomputed", "recomputes a checkpointed forward", lambda c: c.is_recomputed),
-    Term("handler", "is in an `except`", lambda c: c.is_in_handler),
-    Term("hook", "is in a gradient hook", lambda c: c.is_in_hook),
     Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
-    Term("DDP", "is in a call that DDP makes", lambda c: c.call.op.startswith("ddp")),
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
     Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
-    Term("knows other's", "made the others' operation in that group before", lambda c: c.knows_other),
-    Term("ended", "ended its test", lambda c: c.call.op == END),
-    Term("member", "belongs to the group of the others' call", lambda c: c.is_member),
 )
 
 
+def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
+    """Return the terms of the two positions in the program, where the named side is 'ahead' of the others, or 'behind' them."""
+    return (
+        Term(f"{side}, counted", f"is {side} in the program, by steps and loop counters", _order(order, counted=True)),
+        Term(f"{side} by lines", f"is {side} in the program, by its lines", _order(order, counted=False)),
+        Term(
+            f"steps {side}",
+            f"is {side} by the steps of the training alone",
+            lambda c: c.compared.is_likely and c.order is order,
+        ),
+        Term(
+            f"{side}, new",
+            f"is {side}, in a call that no rank made before",
+            lambda c: c.order is order and not c.is_known,
+        ),
+        Term(
+            f"{side}, other's new",
+            f"is {side}, and no rank made the others' call before",
+            lambda c: c.order is order and not c.turned.is_known,
+        ),
+        Term(
+            f"assumed {side}",
+            f"is {side} where a loop has begun again",
+            lambda c: c.compared.is_assumed and c.order is order,
+        ),
+    )
+
+
 SHARED: tuple[Term, ...] = (
-    Term("ahead, counted", "is ahead in the program, by steps and loop counters", _order(Order.AFTER, counted=True)),
-    Term("behind, counted", "is behind in the program, by steps and loop counters", _order(Order.BEFORE, counted=True)),
-    Term(
-        "steps ahead",
-        "is ahead by the steps of the training alone",
-        lambda c: c.compared.is_likely and c.order is Order.AFTER,
-    ),
-    Term(
-        "steps behind",
-        "is behind by the steps of the training alone",
-        lambda c: c.compared.is_likely and c.order is Order.BEFORE,
-    ),
-    Term("ahead by lines", "is ahead in the program, by its lines", _order(Order.AFTER, counted=False)),
-    Term("behind by lines", "is behind in the program, by its lines", _order(Order.BEFORE, counted=False)),
-    Term(
-        "ahead, new",
-        "is ahead, in a call that no rank made before",
-        lambda c: c.order is Order.AFTER and not c.is_known,
-    ),
-    Term(
-        "ahead, other's new",
-        "is ahead of a call that no rank made before",
-        lambda c: c.order is Order.AFTER and not c.turned.is_known,
-    ),
-    Term(
-        "behind, new",
-        "is behind, in a call that no rank made before",
-        lambda c: c.order is Order.BEFORE and not c.is_known,
-    ),
-    Term(
-        "behind, other's new",
-        "is behind a call that no rank made before",
-        lambda c: c.order is Order.BEFORE and not c.turned.is_known,
-    ),
-    Term(
-        "assumed ahead",
-        "is ahead where a loop has begun again",
-        lambda c: c.compared.is_assumed and c.order is Order.AFTER,
-    ),
-    Term(
-        "assumed behind",
-        "is behind where a loop has begun again",
-        lambda c: c.compared.is_assumed and c.order is Order.BEFORE,
-    ),
+    *_order_terms("ahead", Order.AFTER),
+    *_order_terms("behind", Order.BEFORE),
     Term("left", "left a loop that the others are in", lambda c: c.has_left),
     Term("in a loop", "is in a loop that the others left", lambda c: c.turned.has_left),
-    Term("same line", "is at the others' line", lambda c: c.order is Order.SAME),
     Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE),
-    Term("not comparable", "is in another function than the others", lambda c: c.order is Order.UNKNOWN),
-    Term("another thread", "makes its call in another thread than the others", lambda c: c.is_of_a_side_thread),
     Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches),
-    Term("later step", "is in a later step of the training", lambda c: c.call.step > c.other_call.step),
-    Term("earlier step", "is in an earlier step of the training", lambda c: c.call.step < c.other_call.step),
     Term(
         "all new",
         "makes a call that no rank made before, as the others do",
@@ -166,23 +126,7 @@ SHARED: tuple[Term, ...] = (
         "makes a call that no rank made before, and the others do not",
         lambda c: not c.is_known and c.turned.is_known,
     ),
-    Term(
-        "other's alone new",
-        "does not make the others' call, which no rank made before",
-        lambda c: c.is_known and not c.turned.is_known,
-    ),
-    Term(
-        "one knows",
-        "and the others do not both know the operations of both",
-        lambda c: c.knows_other != c.turned.knows_other,
-    ),
-    Term("same operation", "makes the others' operation", lambda c: c.call.op == c.other_call.op),
     Term("same call", "makes the others' call by the same lines", lambda c: c.call.way == c.other_call.way),
-    Term(
-        "another caller",
-        "makes the others' call from other lines",
-        lambda c: c.call.site == c.other_call.site and c.call.way != c.other_call.way,
-    ),
     Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4]),
     Term("another group", "calls in another group", lambda c: c.is_in_another_group),
 )
@@ -195,19 +139,14 @@ _ALONE = (
     "behind by lines",
     "left",
     "in a loop",
-    "same line",
     "exclusive",
-    "same call",
 )
 _OF_A_SIDE = (
     "selected",
     "not excluded",
     "on data",
     "unless data",
-    "for one",
     "recomputed",
-    "handler",
-    "hook",
     "backward",
     "called back",
 )
@@ -233,7 +172,7 @@ class Sizes:
         """Return the values of the terms of numbers."""
         bits = math.log2((self.others + 0.5) / (self.named + 0.5))
         return {
-            "minority": max(-2.0, min(2.0, bits)), "tie": float(self.named == self.others),
+            "minority": max(-2.0, min(2.0, bits)),
             "majority": float(self.named > self.others), "two ranks": float(self.named + self.others == 2),
             "more sides": float(self.sides > 2), "several": float(self.named > 1),
         }  # fmt: skip
