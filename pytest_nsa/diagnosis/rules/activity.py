@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, parts_of
-from pytest_nsa.diagnosis.explain.source import (
-    calls_nothing,
-    is_endless_generator,
-    is_in_while,
-    loops_around,
-)
+from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.rules.keys import waits_for
@@ -33,7 +28,6 @@ _IO = re.compile(
     r"\.recv\w*\(|\.send(all|msg|to|file)?\(|\.accept\(|\.read\w*\(|\bopen\(|\.connect\(|\binput\(|urlopen|\.flock\(|\.lockf\("
     r"|\bselect\((?!\[\], \[\], \[\])|\.poll\(|\.eventfd_read\(|\.sigwait(info)?\("
 )
-_FILE_LOCKS = ("/file_baton.py", "/filelock/", "/portalocker/", "/fasteners/")
 _IO_FILES = ("/socket.py", "/ssl.py", "/http/client.py", "/multiprocessing/connection.py")
 _IO_WAITS = (
     "pipe", "fifo", "nfs", "unix_stream", "tcp_recv", "wait_for_partner", "wait_woken", "sk_wait", "csk_accept", "skb_wait",
@@ -67,8 +61,8 @@ def activity_of(rank: RankEvidence) -> Activity | None:
     """Return what a rank is blocked in; None when no evidence shows it. Each rule is on one kind of evidence, the surest first."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
-        _loader, _child, _pool, _device, _gil_held, _busy, _store, _meets, _file_lock, _polled_file, _polled_lock, _lock_by_frame,
-        _asyncio, _sleeping, _starved, _io, _lock, _io_by_source, _backward,
+        _loader, _child, _pool, _device, _gil_held, _store, _meets, _file_lock, _polled_file,
+        _asyncio, _sleeping, _busy, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((activity for rule in rules if (activity := rule(rank)) is not None), None)
 
@@ -177,11 +171,7 @@ def _symbol(rank: RankEvidence) -> str:
 
 
 def _busy(rank: RankEvidence) -> Activity | None:
-    return _what_computes(rank) if computes(rank.process) else None
-
-
-def _starved(rank: RankEvidence) -> Activity | None:
-    """Find that it computes, on a machine that is too busy to let it: a rank that waits uses next to nothing."""
+    """Find that it computes, on a busy machine too: a rank that waits uses next to nothing."""
     share = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
     return _what_computes(rank) if share >= STARVED else None
 
@@ -217,14 +207,6 @@ def _what_computes(rank: RankEvidence) -> Activity:
         recursion = _recursion(rank)
         if recursion:
             return Activity("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
-        inner = frame.describe() if frame is not None else ""
-        places = (inner, *rank.lines_seen, *rank.streams)
-        generator = next((place for place in places if is_endless_generator(rank.sources, place)), "")
-        if generator and (_is_in_for_loops(rank) or generator == inner):
-            description = f"takes what it does not need from a generator without an end, {generator}"
-            return Activity("infinite_loop", description, 0.8, line_of_its_loop(rank))
-        if _is_in_for_loops(rank):
-            return Activity("slow", "computes in a for loop that has not come to its end", 0.6)
         return Activity("infinite_loop", "runs in Python without making progress", 0.8, line_of_its_loop(rank))
     return Activity("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
 
@@ -241,15 +223,6 @@ def _recursion(rank: RankEvidence) -> str:
     is_cut = len(rank.stack.frames) >= MOST_FRAMES if rank.stack is not None else False
     outer = depth[-1] + 1
     return frames[outer].describe() if outer < len(frames) else frames[depth[-1]].describe() if is_cut else ""
-
-
-def _is_in_for_loops(rank: RankEvidence) -> bool:
-    """Return whether the innermost functions have ``for`` loops alone around the rank's line: they end. One that a ``while`` begins
-    again and again may have ended often.
-    """
-    frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
-    kinds = [kind for f in frames[:3] for kind in loops_around(rank.sources, f.describe())]
-    return bool(kinds) and all(kind == "for" for kind in kinds)
 
 
 def _sleeping(rank: RankEvidence) -> Activity | None:
@@ -338,22 +311,6 @@ def _polled_file(rank: RankEvidence) -> Activity | None:
 def _sleeps(rank: RankEvidence) -> bool:
     in_kernel = any(word in _wchan(rank) for word in ("nanosleep", "pause", "sigsuspend"))
     return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
-
-
-def _polled_lock(rank: RankEvidence) -> Activity | None:
-    """Find that it sleeps between attempts to take a lock on a file: a library's, or torch's for compiling extensions."""
-    frame = next((f for f in _library_frames(rank) if any(part in f.file for part in _FILE_LOCKS)), None)
-    if frame is None:
-        return None
-    return Activity("lock_deadlock", f"polls a lock on a file ({frame.describe()}) that is not released", 0.85)
-
-
-def _lock_by_frame(rank: RankEvidence) -> Activity | None:
-    """Find that its innermost frame takes a lock, in whatever file: a logging handler's, a library's own."""
-    frames = _library_frames(rank)
-    if not frames or frames[0].function not in ("acquire", "_acquire_restore", "_wait_for_tstate_lock"):
-        return None
-    return Activity("lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9)
 
 
 def _in_hook(rank: RankEvidence) -> str:

@@ -95,8 +95,7 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     without = [r for r in evidence.ranks if r.gradients_missing]
     asserted = [(r, error) for r in without if (error := _asserts_on_it(r)) is not None]
     waited_for = [r for r in without if r.needs_every_gradient]
-    uneven = without if len(without) < len(evidence.ranks) and _reduce_by_hand(evidence) else []
-    blamed = waited_for or uneven or [r for r, _ in asserted]
+    blamed = waited_for or [r for r, _ in asserted]
     if not blamed:
         return None
     ranks, n = tuple(r.rank for r in blamed), evidence.job.world_size
@@ -117,11 +116,6 @@ def never_arrived(evidence: Evidence) -> Finding | None:
             *all_facts(tuple(r for r in evidence.ranks if r not in blamed)),
         ),
     )
-
-
-def _reduce_by_hand(evidence: Evidence) -> bool:
-    """Return whether the ranks have one model each, equal, that nothing wraps: what one lacks, the others reduce."""
-    return all(r.parallel is None and r.parameter_names == evidence.ranks[0].parameter_names for r in evidence.ranks)
 
 
 def _asserts_on_it(rank: RankEvidence) -> RaisedException | None:

@@ -7,7 +7,6 @@ from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.groups import of_other_members
 from pytest_nsa.diagnosis.rules.one_sided import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
@@ -20,7 +19,7 @@ _OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  
 
 def departed(evidence: Evidence) -> Finding | None:
     """Find that ranks entered different collectives at the same place of their group's sequence."""
-    entered = first_mismatch(evidence)
+    entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
     return of_a_shift(evidence) or of_an_earlier_call(evidence, entered) or finding_of(evidence, entered)
@@ -103,16 +102,6 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
         terms=terms_of(found, n),
     )  # fmt: skip
-
-
-def first_mismatch(evidence: Evidence) -> Calls | None:
-    """Return what each rank entered where calls first differ, of groups that have one set of members on all ranks."""
-    calls = rings(evidence)
-    entered = first_departure(calls)
-    clashing = of_other_members(evidence) if entered is not None else ()
-    if clashing:  # who is in such a group's call met no other rank there
-        entered = first_departure({r: tuple(c for c in ring if c.group not in clashing) for r, ring in calls.items()})
-    return entered
 
 
 def _raised_before(evidence: Evidence, entered: Calls) -> bool:

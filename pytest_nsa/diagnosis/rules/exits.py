@@ -4,11 +4,8 @@ victim's message is known as such.
 
 from __future__ import annotations
 
-import ast
 import re
-from dataclasses import replace
 
-from pytest_nsa.diagnosis.explain.source import loops_of
 from pytest_nsa.diagnosis.facts import (
     all_facts,
     exception_fact,
@@ -160,7 +157,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         return None  # what came after a death may well be its consequence
     same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
     failed = _failed_in_a_checkpoint(error)
-    culprits = tuple(sorted(failed if failed else (r.rank for r, _ in same)))
+    culprits = tuple(sorted(failed or (r.rank for r, _ in same)))
     others = [r for r in evidence.ranks if r.rank not in {s.rank for s, _ in same}]
     waited = [r.rank for r in others if (r.by_us and r.is_waiting) or any(is_victim(e) for e in r.exceptions)]
     if error.type in LEAVES:
@@ -179,8 +176,6 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
         where = last_seen(first_rank) or where  # no line of the test's own: at the test
-    if cause == "dataloader_stuck":
-        where = _loop_over_the_loader(evidence, error) or where
     advice = ""
     if cause == "assertion" and others:
         who = describe_ranks(culprits, evidence.job.world_size)
@@ -189,7 +184,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     if late:
         reason += f"; {LATE_HINT}"
     if waited:
-        reason += f" (meanwhile {describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
+        reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     return Finding(
         cause=cause,
         ranks=culprits,
@@ -201,17 +196,6 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         advice=advice,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
     )
-
-
-def _loop_over_the_loader(evidence: Evidence, error: RaisedException) -> str:
-    """Return the ``for`` around where torch raised for a lost worker: its signal comes in whatever line the rank is at. ''
-    where there is none.
-    """
-    for frame in (f for f in error.frames if f.is_user):
-        loops = [loop for loop in loops_of(evidence.sources, frame.describe()) if isinstance(loop, ast.For)]
-        if loops:
-            return replace(frame, line=loops[-1].lineno).describe()
-    return ""
 
 
 def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:

@@ -63,9 +63,7 @@ def groups_differ(evidence: Evidence) -> Finding | None:
             + (f": {others}" if others else ""),
         )  # fmt: skip
     call = next(iter(making.values()))
-    outside = tuple(
-        sorted(m for m in members_of_new(call, n) - set(making) if not _has_entered(evidence.ranks[m], call))
-    )
+    outside = tuple(sorted(members_of_new(call, n) - set(making)))
     if outside:
         does = {m: f"{doing(evidence.ranks[m])}, without group {call.note}" for m in outside}
         return _finding(
@@ -83,12 +81,6 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
         f"the ranks make groups in different orders, or of different members: {shown}",
     )  # fmt: skip
-
-
-def _has_entered(rank: RankEvidence, making: Collective) -> bool:
-    """Return whether a rank has been in the making of the same group."""
-    note = _common_note(making)
-    return any(c.op == NEW_GROUP and _common_note(c) == note for c in rank.collectives)
 
 
 def _finding(
@@ -212,19 +204,6 @@ def made_by(rank: RankEvidence) -> list[Collective]:
 
 def all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:
     return {members_of_new(call, world_size) for call in calls}
-
-
-def of_other_members(evidence: Evidence) -> set[str]:
-    """Return the names that stand for other members on some ranks than on the others: who is in such a call has not met there."""
-    found: dict[str, set[tuple[int, ...]]] = {}
-    for rank in evidence.ranks:
-        for name, members in rank.groups.items():
-            found.setdefault(name, set()).add(members)
-        for call in made_by(rank):
-            name, _, ranks = call.note.partition(": ")
-            if ranks and not ITSELF.search(call.note):
-                found.setdefault(name, set()).add(tuple(sorted(_named_in(ranks, evidence.job.world_size))))
-    return {name for name, kinds in found.items() if len(kinds) > 1}
 
 
 _CLAIM = re.compile(r"[^:]*: rank (?P<number>-?\d+) of (?P<size>-?\d+), by (?P<place>.+)")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.explain.program import Order, compare_ranks
 from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen
-from pytest_nsa.diagnosis.rules.one_sided import extra, of_a_shift, skipped
+from pytest_nsa.diagnosis.rules.one_sided import extra, skipped
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -45,13 +45,9 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
     context = f"; {_who_waits(ranks, n)} for a key of a store"
-    found = (
-        of_a_shift(evidence)
-        or _past_a_call(evidence, ranks, waits, context)
-        or _not_set_by_its_owner(evidence, waiting)
-    )
+    found = _past_a_call(evidence, ranks, waits, context) or _not_set_by_its_owner(evidence, waiting)
     if len(waiting) == len(alive):
-        found = found or _out_of_its_series(evidence, waiting) or _ahead_of_the_others(evidence, waiting)
+        found = found or _out_of_its_series(evidence, waiting)
     if found is not None:
         return found
     # A loop that looks for it has more lines than one.
@@ -171,32 +167,6 @@ def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Findi
         ranks=(owner,),
         where=usual,
         reason=f"{waits} for a key of a store that is not set: {key}; rank {owner} has set such keys at {usual}, {latest} last",
-        confidence=0.75,
-        facts=all_facts(evidence.ranks),
-    )
-
-
-def _ahead_of_the_others(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
-    """Find, where each waits for keys, the few that are in a later round of their loops than all others, which are in the same one:
-    they went on without what is to set the others' key.
-    """
-    kinds: dict[str, list[RankEvidence]] = {}
-    for rank in waiting:
-        kinds.setdefault(key_of(rank), []).append(rank)
-    if len(kinds) != 2 or not all(kinds):
-        return None
-    few, others = sorted(kinds.values(), key=len)
-    orders = {compare_ranks(evidence.sources, few[0], r).order for r in others}
-    if len(few) == len(others) or orders != {Order.AFTER}:
-        return None
-    n, culprits = evidence.job.world_size, tuple(r.rank for r in few)
-    who, waits = describe_ranks(culprits, n), _who_waits(tuple(r.rank for r in others), n)
-    reason = f"{waits} for a key of a store that is not set: {key_of(others[0])}; {who} went on without it, and is a round ahead"
-    return Finding(
-        cause="missing_collective",
-        ranks=culprits,
-        where=last_seen(others[0]),
-        reason=reason,
         confidence=0.75,
         facts=all_facts(evidence.ranks),
     )

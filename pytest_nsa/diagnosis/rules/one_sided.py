@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pytest_nsa.diagnosis.explain.branches import names_the_rank
-from pytest_nsa.diagnosis.explain.locations import user_frames, where_ways_part
+from pytest_nsa.diagnosis.explain.locations import where_ways_part
 from pytest_nsa.diagnosis.facts import all_facts, awaited, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
-from pytest_nsa.diagnosis.rules.shifts import first_at_different_lines, first_left_out, first_shift, parted_before
+from pytest_nsa.diagnosis.rules.shifts import first_at_different_lines, first_shift, parted_before
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import by_place
@@ -118,10 +116,6 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
         who = describe_ranks(culprits, evidence.job.world_size)
         since = f"; one call apart since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
         return Origin(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
-    first = first_left_out(evidence, culprits[0], missed) if culprits else None
-    if first is not None and first != missed.way:
-        since = f"; in its rounds so far that follows the call at {first[0]}, which it left out too"
-        return Origin(first[0], first[1] if len(first) > 1 else "", since)
     return Origin(missed.site)
 
 
@@ -131,16 +125,14 @@ _OF_A_CHOICE = ("skipped_collective", "extra_collective", "collective_mismatch",
 
 def weakened(evidence: Evidence, finding: Finding) -> Finding:
     """Return the finding, not certain where it rests on a tie."""
-    if finding.cause == "group_order_deadlock":
-        rests = not _has_had_both(evidence)
-    else:
-        rests = finding.cause in _OF_A_CHOICE and _is_a_tie(evidence, finding)
-    return replace(finding, certain=False, confidence=min(finding.confidence, CONFIDENCE)) if rests else finding
+    if finding.cause not in _OF_A_CHOICE or not _is_a_tie(evidence, finding):
+        return finding
+    return replace(finding, certain=False, confidence=min(finding.confidence, CONFIDENCE))
 
 
 def _is_a_tie(evidence: Evidence, finding: Finding) -> bool:
-    """Return whether half of the ranks that a call concerns are named, no round before had one of the calls that the two sides are
-    in, and those that are said to have made one alone are under no condition on the rank.
+    """Return whether half of the ranks that a call concerns are named, and no round before had one of the calls that the two sides
+    are in.
     """
     named, waits = set(finding.ranks), {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
     made = [(r.rank, c) for r in evidence.ranks for c in r.collectives if c.site == finding.where]
@@ -156,24 +148,4 @@ def _is_a_tie(evidence: Evidence, finding: Finding) -> bool:
         sites = {call.site, *(c.site for rank, c in waits.items() if rank in concerned)}
     if 2 * len(named) != len(concerned) or not concerned > named:
         return False
-    if any(c.site in sites and c.left for rank in concerned for c in evidence.ranks[rank].collectives):
-        return False
-    return finding.cause != "extra_collective" or not _is_under_a_condition(evidence, finding)
-
-
-def _is_under_a_condition(evidence: Evidence, finding: Finding) -> bool:
-    frames = [f.describe() for f in user_frames(evidence.ranks[finding.ranks[0]])]
-    around = (s for place in (finding.where, *frames) for s in evidence.sources.around(place))
-    return any(isinstance(s, ast.If) and names_the_rank(s.test) for s in around)
-
-
-def _has_had_both(evidence: Evidence) -> bool:
-    """Return whether each rank that waits in one of several groups has made calls of another one of them before: only then is it
-    known that their order is what differs.
-    """
-    waits = {r.rank: c for r in evidence.ranks if not r.finished and (c := awaited(r)) is not None}
-    groups = {c.process_group for c in waits.values()}
-    return all(
-        any(c.process_group in groups - {waits[rank].process_group} for c in evidence.ranks[rank].collectives)
-        for rank in waits
-    )
+    return not any(c.site in sites and c.left for r in evidence.ranks if r.rank in concerned for c in r.collectives)

@@ -84,9 +84,6 @@ def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
     return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
 
 
-HABIT = 0.5  # of a rank's steps: what happens so often is how this program trains
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
     """What some ranks did in a step and the others did not; ``reason`` is the reason of the plan's list, with what is known.
@@ -103,15 +100,12 @@ class Anomaly:
 def anomaly(evidence: Evidence) -> Anomaly | None:
     """Return the last step that went otherwise on some ranks, but not on all."""
     by_step: dict[tuple[int, str], dict[int, dict[str, object]]] = {}
-    habits = [_habits(rank) for rank in evidence.ranks]
-    # A program that evaluates with gradients on does so on every rank, whichever has made more of it so far.
-    everywhere = {"no_backward"} & set().union(*habits)
-    for rank, usual in zip(evidence.ranks, habits, strict=True):
+    for rank in evidence.ranks:
         for event in rank.anomalies:
             if event["kind"] == "not_finite" or (event["kind"] == "forward_failed" and _is_no_cause(rank, event)):
                 continue
             is_consequence = any(error.time <= event["time"] for error in rank.exceptions)
-            if event["kind"] not in usual | everywhere and not is_consequence:
+            if not is_consequence:
                 by_step.setdefault((event["step"], event["kind"]), {})[rank.rank] = event
     for (step, kind), ranks in sorted(by_step.items(), reverse=True):
         if len(ranks) < len(evidence.ranks):
@@ -119,13 +113,6 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
             is_habit = kind == "not_synchronised"
             return Anomaly(ranks=tuple(sorted(ranks)), step=step, reason=_reason_of(kind, event), is_habit=is_habit)
     return None
-
-
-def _habits(rank: RankEvidence) -> set[str]:
-    """Return the kinds of anomaly that most of a rank's steps have, and more than one."""
-    steps = rank.board.numbers["step"] if rank.board is not None else 0.0
-    kinds = [e["kind"] for e in rank.anomalies]
-    return {kind for kind in kinds if kinds.count(kind) >= max(2.0, HABIT * steps)}
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
@@ -159,24 +146,12 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
         return ""
     for a, b in zip(mine[1], others[0][1], strict=False):
         if a != b:
-            if _is_another_model(evidence, culprits, a) or _is_another_model(evidence, culprits, b):
-                return ""
             return f"entered {a} where the others entered {b}"
     left_out = others[0][1][len(mine[1]) :]
     is_whole = len(whole) == 1 and 0.0 not in whole
-    if not left_out or not left_out[0] or not is_whole or _is_another_model(evidence, culprits, left_out[0]):
+    if not left_out or not left_out[0] or not is_whole:
         return ""
     return f"has not entered {left_out[0]}, as the others have"
-
-
-def _is_another_model(evidence: Evidence, culprits: tuple[int, ...], module: str) -> bool:
-    """Return whether a module with parameters is in the culprits' model or in the others' alone: stages of a pipeline differ so."""
-    has = {
-        rank.rank in culprits: any(name.startswith(f"{module}.") for name in rank.parameter_names)
-        for rank in evidence.ranks
-        if rank.parameter_names
-    }
-    return len(set(has.values())) > 1
 
 
 def _step_of_backward(rank: RankEvidence) -> float:

@@ -1,4 +1,4 @@
-"""Calls that are one off, and rounds over all groups: what each rank's own calls so far expect, and who departs from it."""
+"""Calls that are one off: the first that ranks made from different lines, before they met in different calls."""
 
 from __future__ import annotations
 
@@ -131,80 +131,3 @@ def parted_before(
 
 def _calls(evidence: Evidence, rank: int) -> list[Collective]:
     return [c for c in evidence.ranks[rank].collectives if c.peer == -1 and c.op != NEW_GROUP]
-
-
-LATEST = 64  # calls of a rank that are looked at
-AHEAD = 16  # calls that a rank may have left out at once
-
-Token = tuple[str, str, int, tuple[str, ...]]  # group, operation, peer, and the way to the call
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A rank's latest round: the call ``expected`` that it did not make, None where it made all of them, and what it made instead.
-
-    ``before`` has its calls up to there; its rounds have ``length`` calls.
-    """
-
-    expected: Token | None
-    made: Collective
-    before: tuple[Collective, ...]
-    length: int
-
-
-def first_left_out(evidence: Evidence, rank: int, missed: Collective) -> tuple[str, ...] | None:
-    """Return the way to the first of the calls, of any group, that a rank's round so far has where it went on without
-    ``missed``; None where its rounds do not show that.
-    """
-    board = evidence.ranks[rank].board
-    at = board.waits_in if board is not None else None
-    found = _latest_round(evidence, rank, at) if at is not None else None
-    if found is None or found.expected is None:
-        return None
-    if found.made.group == missed.group and found.made.sequence < missed.sequence:
-        return None  # the others answered it, so it was none that they did not know
-    # What its rounds have next, up to what it made instead; to the end, where it has left the loop.
-    following, made = _following(found), token(found.made)
-    left_out = following[: following.index(made)] if made in following else following
-    own = [t for t in left_out if not t[0].startswith("ddp")]  # DDP's own calls are no line of the user's
-    return own[0][3] if any((op, way) == (missed.op, missed.way) for _, op, _, way in own) else None
-
-
-def token(call: Collective) -> Token:
-    """Return what tells a rank's calls apart, whatever they carry."""
-    return call.group, call.op, call.peer, call.way
-
-
-def _latest_round(evidence: Evidence, rank: int, at: Collective) -> Round | None:
-    """Return a rank's round up to the call that it waits in; None where its calls do not repeat."""
-    ring = [c for c in evidence.ranks[rank].collectives if c.op != NEW_GROUP and c.index <= at.index]
-    calls = ring[-LATEST:]
-    tokens = [token(c) for c in calls]
-    found = _period(tokens)
-    if found is None:
-        return None
-    length, end = found
-    for place in range(end, len(tokens)):
-        if tokens[place] != tokens[place - length]:
-            return Round(tokens[place - length], calls[place], tuple(calls[:place]), length)
-    return Round(None, at, tuple(calls[:-1]), length)
-
-
-def _period(tokens: list[Token]) -> tuple[int, int] | None:
-    """Return the length of the rounds that explains most of the latest calls, and where the regular ones end; None where no two
-    rounds are alike. What is not regular is less than a round, and comes last.
-    """
-    best: tuple[int, int, int] | None = None
-    for length in range(1, len(tokens) // 2 + 1):
-        run = 0  # of calls that repeat the one a round before
-        for place in range(length, len(tokens)):
-            run = run + 1 if tokens[place] == tokens[place - length] else 0
-            end = place + 1
-            if run >= length and end >= len(tokens) - length and (best is None or run + length > best[0]):
-                best = (run + length, length, end)
-    return None if best is None else best[1:]
-
-
-def _following(found: Round) -> list[Token]:
-    """Return what a rank's rounds have next, from the call that it did not make."""
-    return [token(c) for c in found.before[-found.length :]][:AHEAD]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from pytest_nsa.diagnosis.explain.locations import line_of_its_loop
 from pytest_nsa.diagnosis.explain.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
@@ -16,7 +14,6 @@ RECENT = 20  # collectives, and all of the last seconds
 WINDOW_S = 5.0
 OFTEN = 0.7
 LATE = 0.4  # of the time
-AGAIN = 0.25  # of the time that the others wait now: what it was late by before
 MANY_TIMES = 50  # a round that makes so many times what all rounds before made
 WITHOUT_END = 500  # times what any rank has made in all
 _ENGINE = "_engine_run_backward"
@@ -59,7 +56,7 @@ def _many_nodes(rank: RankEvidence) -> bool:
 
 def straggler(evidence: Evidence) -> Finding | None:
     """Find that the ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
-    if evidence.stop not in ("deadline", "host_died") or not (evidence.moved_at_stop or _is_between_steps(evidence)):
+    if evidence.stop not in ("deadline", "host_died") or not evidence.moved_at_stop:
         return None
     late = _always_last(evidence) or _waited_for(evidence)
     if not late:
@@ -109,19 +106,6 @@ def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
     return f"it has called modules {since:,} times since its latest collective; before, and on other ranks, {usual:,} at most"
 
 
-def _is_between_steps(evidence: Evidence) -> bool:
-    """Return whether the stall at the end is no longer than those before it were: with slow steps nothing moves for a while."""
-    times = sorted(
-        b["time"]
-        for r in evidence.ranks
-        for a, b in itertools.pairwise(r.heartbeats)
-        if a["collectives"] != b["collectives"]
-    )
-    gaps = [b - a for a, b in itertools.pairwise(times)]
-    long = [gap for gap in gaps if gap > 0.5 * evidence.stalled_s]
-    return len(long) >= 2 and evidence.stalled_s <= 2 * max(gaps)
-
-
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     """Who came last to the latest collectives of all ranks, and by how much."""
     by_place: dict[tuple[str, int], dict[int, float]] = {}
@@ -138,43 +122,23 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     )  # of short steps more than a few: a busy machine lets one rank come last to some in a row
     whole = [call for place, call in enumerate(whole) if call[0] >= since or place >= len(whole) - RECENT]
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
-    end = max(max(e.values()) for _, e in whole)
-    awaited = _awaited_now(evidence, by_place)
-    if awaited is not None and any(last == awaited[1] and span >= AGAIN * awaited[0] for span, last in spans):
-        spans.append(awaited)  # it was as late before
-        end = evidence.stop_time
     if len(spans) < 3:
         return None
     waited = sum(span for span, _ in spans)
-    time = end - whole[0][0]
+    time = max(max(e.values()) for _, e in whole) - whole[0][0]
     if waited < LATE * time:
         return None
     blame: dict[int, float] = {}
     for span, last in spans:
         blame[last] = blame.get(last, 0.0) + span
     culprit, most = max(blame.items(), key=lambda entry: entry[1])
-    if most < OFTEN * waited or _now_waits_itself(evidence, culprit):
+    if most < OFTEN * waited:
         return None
     count = sum(last == culprit for _, last in spans)
     return (culprit,), (
         f"rank {culprit} came last to {count} of the last {len(spans)} collectives; the others waited for it "
         f"{min(100.0, 100 * most / max(time, 1e-9)):.0f}% of the time"
     )
-
-
-def _awaited_now(evidence: Evidence, by_place: dict[tuple[str, int], dict[int, float]]) -> tuple[float, int] | None:
-    """Return for how long all others have waited for one rank, and that rank; None where they do not."""
-    for entered in by_place.values():
-        absent = [r.rank for r in evidence.ranks if r.rank not in entered]
-        if len(absent) == 1 and evidence.stop_time > max(entered.values()):
-            return evidence.stop_time - min(entered.values()), absent[0]
-    return None
-
-
-def _now_waits_itself(evidence: Evidence, culprit: int) -> bool:
-    """Return whether a rank waits while others do not: whatever it did before, they are the late ones now."""
-    others = [r for r in evidence.ranks if r.rank != culprit and not r.finished]
-    return evidence.ranks[culprit].is_waiting and any(not r.is_waiting for r in others)
 
 
 def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
@@ -189,7 +153,7 @@ def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
 
 def slow(evidence: Evidence) -> Finding | None:
     """Find that the deadline came while the ranks still moved."""
-    if evidence.stop != "deadline" or not (evidence.moved_at_stop or _is_between_steps(evidence)):
+    if evidence.stop != "deadline" or not evidence.moved_at_stop:
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
     moving = moving or [r for r in evidence.ranks if not r.finished]

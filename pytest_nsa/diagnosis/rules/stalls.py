@@ -6,8 +6,7 @@ from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.activity import activity_of
 from pytest_nsa.diagnosis.rules.keys import of_keys
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.values import Evidence, RankEvidence
-from pytest_nsa.evidence.waiting import torch_s_wait
+from pytest_nsa.evidence.values import Evidence
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
 
@@ -32,10 +31,6 @@ def blocked(evidence: Evidence) -> Finding | None:
     rank = next(r for r in absent if r.rank in activities)
     activity = activities[rank.rank]
     culprits = tuple(r for r, other in activities.items() if other.cause == activity.cause)
-    served = tuple(r for r in culprits if _waits_in_a_thread(evidence.ranks[r]))
-    if len(served) < len(culprits):  # these get what they wait for when another rank answers their thread
-        culprits = tuple(r for r in culprits if r not in served)
-        rank, activity = evidence.ranks[culprits[0]], activities[culprits[0]]
     # One that waits for a lock which it holds itself holds up all the others that want it.
     themselves = tuple(r for r in culprits if r in activities[r].holders)
     if themselves:
@@ -45,9 +40,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     holders = tuple(h for h in activity.holders if evidence.ranks[h].is_waiting)
     if holders:
         culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders
-    held_up = {r for r, other in activities.items() if themselves and set(other.holders) <= set(themselves)} | set(
-        served
-    )
+    held_up = {r for r, other in activities.items() if themselves and set(other.holders) <= set(themselves)}
     waiting = tuple(
         r.rank
         for r in alive
@@ -70,9 +63,3 @@ def blocked(evidence: Evidence) -> Finding | None:
         confidence=activity.confidence,
         facts=all_facts(evidence.ranks),
     )
-
-
-def _waits_in_a_thread(rank: RankEvidence) -> bool:
-    """Return whether a thread of the user's, beside the one that shows what the rank does, waits for other ranks."""
-    threads = [t for t in rank.threads if t is not rank.stack and t.user_frame is not None and not t.is_ours]
-    return any(torch_s_wait(t.frames) for t in threads)
