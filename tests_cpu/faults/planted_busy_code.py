@@ -132,7 +132,15 @@ class Draws:
         return kept
 
 
-@planted("infinite_loop", [2], n=3, marked=True, family="endless", origin="unseen 2026-11-26")
+@planted(
+    "infinite_loop",
+    [2],
+    n=3,
+    marked=True,
+    family="endless",
+    origin="unseen 2026-11-26",
+    miss="a rank that waits now, and was late before",
+)
 def test_no_draw_is_of_use_on_one_rank(group):
     model = small()
     for step in range(5):
@@ -163,7 +171,7 @@ class Samples:
     [1],
     n=2,
     marked=True,
-    reason="from a generator without an end",
+    reason="runs in Python without making progress",
     family="endless",
     origin="unseen 2026-11-26",
 )

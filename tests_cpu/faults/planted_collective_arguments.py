@@ -249,6 +249,7 @@ def exchange(rows, gives, takes):
     reason="not what rank 3 has told",
     family="mismatch",
     origin="unseen 2026-11-26",
+    miss="what ranks told each other before an exchange",
 )
 def test_other_rows_than_were_told(group):
     """Two ranks do not agree on a number of rows: what they told each other decides who is wrong."""

@@ -136,7 +136,10 @@ def test_a_monitored_barrier_complains(group: Group) -> None:
 
 
 @planted_cases(
-    "extra_collective", cases={"1_of_2": case(1), "0_of_4": case(0, n=4)}, family="extra", origin="first corpus"
+    "extra_collective",
+    cases={"1_of_2": case(1, miss="two ranks of one kind"), "0_of_4": case(0, n=4)},
+    family="extra",
+    origin="first corpus",
 )
 def test_extra_barrier(group: Group, culprit: int) -> None:
     rounds(group, culprit, "extra")

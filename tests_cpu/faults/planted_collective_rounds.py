@@ -159,7 +159,14 @@ def test_a_reduction_more_among_those_begun_together(group):
             work.wait()
 
 
-@planted("collective_mismatch", [0], n=3, marked=True, family="swap", origin="unseen 2026-11-25")
+@planted(
+    "collective_mismatch",
+    [0],
+    n=3,
+    marked=True,
+    family="swap",
+    origin="unseen 2026-11-25",
+)
 def test_calls_that_are_begun_in_another_order_from_a_step_on(group):
     """What a step begins is waited for a step later: all have begun as many calls when they wait."""
     before: list[dist.Work] = []

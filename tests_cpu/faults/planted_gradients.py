@@ -116,6 +116,7 @@ def test_missing_on_one_of_three_ranks_without_ddp(group: Group, trace: Trace) -
     reason=f"on rank 1 for {MISSING}; on the other rank all arrived",
     family="unused",
     origin="plan",
+    miss="replicas that nothing wraps",
 )
 def test_missing_on_one_rank_of_replicas_that_reduce_by_hand(group: Group, trace: Trace) -> None:
     model = TwoHeads(both=group.rank == 0)

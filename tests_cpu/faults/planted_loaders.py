@@ -124,7 +124,15 @@ class Films(Dataset):
         return torch.full((5,), float(index))
 
 
-@planted("dataloader_stuck", [2], n=3, marked=True, family="loader", origin="unseen 2026-11-26")
+@planted(
+    "dataloader_stuck",
+    [2],
+    n=3,
+    marked=True,
+    family="loader",
+    origin="unseen 2026-11-26",
+    miss="the line: the loop over a loader that lost its worker",
+)
 def test_a_worker_is_killed_while_its_rank_trains(group):
     """torch raises for it in whatever line the rank is at."""
     model = DDP(nn.Linear(5, 2))

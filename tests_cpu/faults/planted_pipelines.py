@@ -389,7 +389,15 @@ class CreditStage:
             self.credits.release()
 
 
-@planted("lock_deadlock", [2], n=4, marked=True, family="lock", origin="unseen 2026-11-25")
+@planted(
+    "lock_deadlock",
+    [2],
+    n=4,
+    marked=True,
+    family="lock",
+    origin="unseen 2026-11-25",
+    miss="a thread that waits for another rank's answer",
+)
 def test_credits_that_a_stage_does_not_give_back(group):
     """The stage behind it waits in a queue, too: for what its reader is to receive."""
     CreditStage(group.rank, 16).run(16)

@@ -131,7 +131,15 @@ def test_evaluates_again(ddp):
     Trainer(ddp, 1, "evaluates again", [Norm(), Pair(5)], at=2).fit()
 
 
-@planted("extra_collective", [0], n=2, marked=True, family="extra", origin="generated 2026-11-23")
+@planted(
+    "extra_collective",
+    [0],
+    n=2,
+    marked=True,
+    family="extra",
+    origin="generated 2026-11-23",
+    miss="two ranks of one kind",
+)
 def test_a_table_of_one_rank(ddp):
     Trainer(ddp, 0, "a table", [Loss(), Norm()], at=2).fit()
 

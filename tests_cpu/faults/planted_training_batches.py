@@ -13,7 +13,15 @@ from pytest_nsa import fixtures
 from tests_cpu.faults.planting import batch, loss_of, net, planted
 
 
-@planted("skipped_collective", [1], n=2, marked=True, family="skip", origin="generated 2026-11-23")
+@planted(
+    "skipped_collective",
+    [1],
+    n=2,
+    marked=True,
+    family="skip",
+    origin="generated 2026-11-23",
+    miss="a habit of one rank in its steps",
+)
 def test_two_forwards_a_step_and_fewer_steps(group):
     """Every other forward has no backward of its own: that is this program's habit."""
     model = nn.Linear(5, 2)

@@ -42,7 +42,14 @@ class TooLong(Exception):
 
 
 @planted(
-    "extra_collective", [1], n=3, marked=True, reason="in an `except`", family="extra", origin="generated 2026-11-23"
+    "extra_collective",
+    [1],
+    n=3,
+    marked=True,
+    reason="in an `except`",
+    family="extra",
+    origin="generated 2026-11-23",
+    miss="a call in a handler of one rank",
 )
 def test_a_batch_again_in_halves(group):
     def forward(rows: int, most: int) -> None:
@@ -256,7 +263,15 @@ def norm_of(model, is_expert):
         dist.all_reduce(torch.stack([g.square().sum() for g in gradients]).sum())  # HERE
 
 
-@planted("skipped_collective", [2], n=4, marked=True, family="skip", origin="unseen 2026-11-25")
+@planted(
+    "skipped_collective",
+    [2],
+    n=4,
+    marked=True,
+    family="skip",
+    origin="unseen 2026-11-25",
+    miss="models that differ from rank to rank",
+)
 def test_a_stage_that_has_no_experts_has_no_norm_of_them(group):
     """Its model is another one: that it did not enter a module which it has not is no branch."""
     model = Dense(0 if group.rank == 2 else 2)

@@ -165,7 +165,7 @@ def inner(model: nn.Module) -> Net:
     return model.module
 
 
-@planted("extra_collective", [1], family="extra", origin="first corpus")
+@planted("extra_collective", [1], family="extra", origin="first corpus", miss="two ranks of one kind")
 def test_a_collective_in_the_forward_of_one_rank(ddp: fixtures.DDP) -> None:
     model = ddp.wrap(net())
 
@@ -218,6 +218,7 @@ class Narrow(nn.Module):
     reason="forward aborted by a swallowed exception",
     family="skip",
     origin="unseen 2026-11-26",
+    miss="the line: two calls of one step",
 )
 def test_the_last_batch_finds_no_memory(group):
     """No forward comes after the one that was aborted: it is known when it happens."""

@@ -131,12 +131,13 @@ class Case:
 
     n: int
     reason: str
+    miss: str = ""
     arguments: Mapping[str, Any]
 
 
-def case(culprit: int, *, n: int = 2, reason: str = "", **arguments: Any) -> Case:
+def case(culprit: int, *, n: int = 2, reason: str = "", miss: str = "", **arguments: Any) -> Case:
     """Return a case of `planted_cases`: the test receives ``culprit``, the rank with the fault, and ``arguments``."""
-    return Case(n=n, reason=reason, arguments={"culprit": culprit, **arguments})
+    return Case(n=n, reason=reason, miss=miss, arguments={"culprit": culprit, **arguments})
 
 
 def planted_cases(
@@ -156,7 +157,7 @@ def planted_cases(
     expected = {
         f"[{name}]": Planted(
             cause=cause, ranks=(of.arguments["culprit"],), n=of.n, where=where, reason=of.reason, family=family, origin=origin,
-            marked=marked, miss=miss, arguments=of.arguments,
+            marked=marked, miss=of.miss or miss, arguments=of.arguments,
         )
         for name, of in cases.items()
     }  # fmt: skip
