@@ -22,27 +22,27 @@ MADE = {ROOT / "docs" / "api.md"}  # from docstrings, which are counted where th
 
 # A word: its forms, and how often it may be used at most. A limit only falls.
 LIMITS: dict[str, tuple[str, int]] = {
-    "stand": (r"stands?|standing|stood", 4),
-    "tell": (r"tells?|telling|told", 18),
-    "say": (r"says?|saying|said", 10),
-    "apart": (r"apart", 9),
-    "beside": (r"besides?", 9),
+    "stand": (r"stands?|standing|stood", 3),
+    "tell": (r"tells?|telling|told", 6),
+    "say": (r"says?|saying|said", 9),
+    "apart": (r"apart", 8),
+    "beside": (r"besides?", 6),
     "anew": (r"anew", 1),
-    "left out": (r"(leaves?|leaving|left) out", 7),
+    "left out": (r"(leaves?|leaving|left) out", 5),
     "of its own": (r"of (its|their|his|your|our) own", 5),
-    "whose": (r"whose", 82),
-    "is none": (r"(is|are|was|were) none", 28),
-    "what it is": (r"what (it|they) (is|are|was|were)", 38),
-    "has not come": (r"(has|have|had) not come", 6),
+    "whose": (r"whose", 80),
+    "is none": (r"(is|are|was|were) none", 26),
+    "what it is": (r"what (it|they) (is|are|was|were)", 36),
+    "has not come": (r"(has|have|had) not come", 5),
     "but for": (r"but for", 4),
-    "meanwhile": (r"meanwhile", 1),
+    "meanwhile": (r"meanwhile", 0),
     "nobody": (r"nobody|somebody|whoever|no one|someone", 0),
     "heed": (r"heed(s|ed|ing)?", 0),
 }
 
 # The same words in the names of modules, functions, classes, arguments, variables and fields. Other repositories read
 # `Verdict.stood_still_s`, `Fact.says`, `ExternalFact.says` and `Evidence.told`, names of an earlier version.
-IN_NAMES: dict[str, int] = {"stand": 1, "tell": 1, "say": 2, "left out": 7}
+IN_NAMES: dict[str, int] = {"stand": 1, "tell": 1, "say": 2, "left out": 3}
 
 
 def _prose(path: Path) -> Iterator[tuple[int, str]]:
