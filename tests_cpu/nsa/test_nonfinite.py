@@ -253,10 +253,10 @@ def test_skipped_steps_are_recorded_and_push_no_finite_checkpoint_out(
     kept: dict[int, list[int]] = {}
     from nsa.training import run
 
-    plain = run.Run.say
+    plain = run.Run.log
     monkeypatch.setattr(
         run.Run,
-        "say",
+        "log",
         lambda self, line: (
             kept.update({self.trainer.steps_done: saved(out)}) if line.startswith("saved") else plain(self, line)
         ),

@@ -178,7 +178,7 @@ def test_that_passes(group): pass
     assert result.verdicts["test_as_foreseen"].expected
     assert result.verdicts["test_by_another_cause"].failed
     assert result.verdicts["test_that_passes"].failed
-    assert "test_that_passes: FAIL" in text
+    assert "::test_that_passes - Failed: expected to fail as rank_e" in text
 
 
 def test_a_cause_that_is_none_is_refused(pytester: pytest.Pytester) -> None:
