@@ -48,7 +48,7 @@ _REGISTRY = (
             "payloads.aborted_in_different_calls",
             "messages.unpaired",
             "absence.left_alone",
-            "absence.left_out_of_a_request",
+            "absence.skipped_in_a_request",
             "stalls.blocked",
         ),
         of_the_rank=True,

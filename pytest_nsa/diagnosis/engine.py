@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     speed.graph_explosion,
     speed.straggler,
     speed.slow,
-    absence.left_out_of_a_request,
+    absence.skipped_in_a_request,
     stalls.blocked,
     absence.not_entered,
     exits.only_victims,
@@ -105,7 +105,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     absence.left_alone,
     speed.graph_explosion,
     speed.straggler,
-    absence.left_out_of_a_request,
+    absence.skipped_in_a_request,
     stalls.blocked,
     absence.not_entered,
 )

@@ -98,7 +98,7 @@ def not_entered(evidence: Evidence) -> Finding | None:
     )
 
 
-def left_out_of_a_request(evidence: Evidence) -> Finding | None:
+def skipped_in_a_request(evidence: Evidence) -> Finding | None:
     """Find the ranks that read from the process that started them, without the call that all others wait in.
 
     They have ended a request without it: who waits for their answer sends no other. That one of them got no request is as

@@ -45,7 +45,7 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     made_alone = None
     if all(is_numbered(c) for c in making.values()):
-        made_alone = _made_by_some(evidence) or _left_out(evidence, making)
+        made_alone = _made_by_some(evidence) or _made_by_makers_alone(evidence, making)
     if made_alone is not None:
         makers, call = made_alone
         who = describe_ranks(makers, n)
@@ -121,7 +121,9 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
     return None
 
 
-def _left_out(evidence: Evidence, making: dict[int, Collective]) -> tuple[tuple[int, ...], Collective] | None:
+def _made_by_makers_alone(
+    evidence: Evidence, making: dict[int, Collective]
+) -> tuple[tuple[int, ...], Collective] | None:
     """Return the ranks that have made a group which others, that wait in something else now, have made no group after; its call."""
     made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     elsewhere = [rank for rank in made if rank not in making]

@@ -83,10 +83,10 @@ def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidenc
         r.rank: usual for r, call in ((sender, sent[taken]), (rank, at)) if (usual := _expected(r, call)) is not None
     }
     culprits = tuple(found) if len(found) == 1 else tuple(sorted((rank.rank, sender.rank)))
-    left_out = f"; rank {culprits[0]} left out {found[culprits[0]].describe()}" if len(found) == 1 else ""
+    omitted = f"; rank {culprits[0]} left out {found[culprits[0]].describe()}" if len(found) == 1 else ""
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=found[culprits[0]].site if len(found) == 1 else at.site,
-        reason=f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}{left_out}",
+        reason=f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}{omitted}",
         certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 

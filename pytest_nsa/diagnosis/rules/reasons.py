@@ -147,11 +147,11 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
     for a, b in zip(mine[1], others[0][1], strict=False):
         if a != b:
             return f"entered {a} where the others entered {b}"
-    left_out = others[0][1][len(mine[1]) :]
+    omitted = others[0][1][len(mine[1]) :]
     is_whole = len(whole) == 1 and 0.0 not in whole
-    if not left_out or not left_out[0] or not is_whole:
+    if not omitted or not omitted[0] or not is_whole:
         return ""
-    return f"has not entered {left_out[0]}, as the others have"
+    return f"has not entered {omitted[0]}, as the others have"
 
 
 def _step_of_backward(rank: RankEvidence) -> float:
