@@ -1,4 +1,4 @@
-"""What conditions in a line's source tell: which rank it is for, what it is an alternative to, what may leave it out."""
+"""Whether a condition in the source names the rank, and whether two lines are alternatives of one condition."""
 
 from __future__ import annotations
 

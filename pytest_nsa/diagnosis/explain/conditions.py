@@ -1,4 +1,4 @@
-"""Which ranks a condition in the source lets through: by its value for each rank, where it names the rank."""
+"""What leads to a call in the source: a condition that names the rank, or one on data, in its body or where it does not hold."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ ODD_BITS = 2.0  # by which a rank's call is less expected than others' are
 
 Ranks = tuple[int, ...]
 Calls = Mapping[int, Collective]  # what each rank is in
+Makers = dict[tuple[str, int], set[int]]  # by the place of a call, the ranks that made it
 
 
 class Edit(enum.Enum):
@@ -81,7 +82,7 @@ class Candidate:
 
 def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     """Return the edits that would explain ``entered``, in which ranks are in different calls of one place or wait in several."""
-    sides = _sides(entered)
+    sides, made = _sides(entered), _made_by(evidence, entered)
     places = {c.place for c in entered.values()}
     pairs = _of_one_place(sides) if len(places) == 1 and len(sides) > 1 else _of_waits(evidence, entered, sides)
     found: dict[tuple[Edit, Ranks, Ranks], Candidate] = {}
@@ -93,12 +94,12 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
         contrasts.setdefault((other, one), contrast.turned)
         values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
-        values |= _others_there(evidence, ranks, entered)
+        values |= _others_there(made, ranks, entered)
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
     if any(c.op == END or c.peer != -1 for c in entered.values()):  # such a rank made no other collective instead
-        return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered)]
+        return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered, made)]
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
@@ -157,7 +158,7 @@ def _of_waits(
     yield (Edit.ORDER, Edit.SKIP), odd, tuple(r for r in sorted(entered) if r not in odd)
 
 
-def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
+def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candidate]:
     """Return the edits that would explain that sends and receives do not pair: of each rank that waits for one, of each rank that
     others wait for, and of those together that do the same.
     """
@@ -180,7 +181,7 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
         if not is_for_all:
             values |= position_values(contrast)
         values |= Sizes(len(named), len(evidence.ranks) - len(named), sides).values()
-        values |= _others_there(evidence, named, entered)
+        values |= _others_there(made, named, entered)
         others = tuple(r for r in sorted(entered) if r not in named)
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
 
@@ -207,18 +208,27 @@ def _of_messages(evidence: Evidence, entered: Calls) -> list[Candidate]:
     return list(found.values())
 
 
-def _others_there(evidence: Evidence, ranks: Ranks, entered: Calls) -> dict[str, float]:
+def _made_by(evidence: Evidence, entered: Calls) -> Makers:
+    """Return the ranks that made each of the calls that ranks are in, by the call's place."""
+    found: Makers = {c.place: set() for c in entered.values()}
+    for rank, ring in rings(evidence).items():
+        for c in ring:
+            if rank in entered and c.place in found:
+                found[c.place].add(rank)
+    return found
+
+
+def _others_there(made: Makers, ranks: Ranks, entered: Calls) -> dict[str, float]:
     """Return the terms of other ranks that are in the call of ``ranks`` by the same lines, or made it and went on: what one did
     there, all did.
     """
-    call = entered[ranks[0]]
-    others = [rank for rank in entered if rank not in ranks]
-    made = rings(evidence)
+    call, named = entered[ranks[0]], set(ranks)
+    if call.op == END:
+        return {}
     found = {
-        "others there": call.op != END and any(entered[rank].way == call.way for rank in others),
-        "others went on": call.op != END and call.peer == -1
-        and any(c.place == call.place for rank in others for c in made.get(rank, ())),
-    }  # fmt: skip
+        "others there": any(c.way == call.way for rank, c in entered.items() if rank not in named),
+        "others went on": call.peer == -1 and not made[call.place] <= named,
+    }
     return {name: 1.0 for name, holds in found.items() if holds}
 
 
