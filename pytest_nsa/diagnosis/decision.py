@@ -1,4 +1,6 @@
-"""Verdicts to decision: one sentence over a whole run. A repository that has a plan supplies its own (`pytest_nsa_decide`)."""
+"""Verdicts to decision: one sentence on a whole run. A repository that has a plan supplies its own
+(`pytest_nsa_decide`).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,12 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The decision over a run: one sentence on what is wrong, what to do, and the steps that led there.
+    """The decision on a run: what is wrong, what to do, and the steps that led there.
 
-    A plan may add how sure it is (0 to 1), its ``hypotheses`` as rows (hypothesis, state, what it rests on), and one line on
-    whether what was tested is ready, and by which criteria. ``tree`` is the plan's whole tree, (question, exits ...) in the order
-    in which they are asked, and ``taken`` the exit that was taken; each step of ``path`` begins with its question.
+    A plan may add a confidence (0 to 1), ``hypotheses`` as rows of (hypothesis, state, grounds), and one line on
+    whether the system under test is ready, with the criteria. ``tree`` is the plan's whole tree as (question, exits
+    ...) in the order of the questions; ``taken`` is the exit that was taken. Each step of ``path`` begins with its
+    question.
     """
 
     sentence: str
@@ -52,7 +55,7 @@ class Decision:
 
 
 def decide(verdicts: Mapping[str, Verdict]) -> Decision:
-    """Return the decision by the verdicts alone: the surest one is read first."""
+    """Return the decision that the verdicts support; the verdict with the highest confidence leads it."""
     failed = {name: v for name, v in verdicts.items() if v.failed}
     if not verdicts:
         return Decision(
@@ -69,7 +72,7 @@ def decide(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
-    """That of a run in which nothing failed."""
+    """Return the decision on a run without failures."""
     counts = [
         (sum(v.outcome == "PASS" for v in verdicts.values()), "passed"),
         (sum(v.expected for v in verdicts.values()), "failed as expected"),
@@ -81,20 +84,24 @@ def nothing_wrong(verdicts: Mapping[str, Verdict]) -> Decision:
 
 
 def without_ranks(verdicts: Mapping[str, Verdict]) -> Decision | None:
-    """Return the decision where each failure is that no ranks could be started, which is no information on the tests; else None."""
+    """Return the decision where every failure is that no ranks could be started, so that nothing is known of the tests;
+    else None.
+    """
     failed = [v for v in verdicts.values() if v.failed]
     if not failed or any(v.rule != REFUSED for v in failed):
         return None
     reason, noun = failed[0].reason, _noun(verdicts)
     return Decision(
         sentence=f"{reason[:1].upper()}{reason[1:]}. {len(failed)} of {count(len(verdicts), noun)} did not run.",
-        action="mend what kept the ranks from starting, and run again: nothing is known of the tests",
+        action="fix what kept the ranks from starting, and run again: nothing is known about the tests",
         path=(f"could the ranks be started? no, of {len(failed)} of {count(len(verdicts), noun)}",),
     )
 
 
 def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: Mapping[str, str]) -> Decision:
-    """Return the decision of a run in which pytest counts failures that no verdict explains: ``others``, with their reasons."""
+    """Return the decision on a run in which pytest counts failures that no verdict explains: ``others``, with their
+    reasons.
+    """
     if not others:
         return decision
     name, reason = next(iter(others.items()))
@@ -119,20 +126,20 @@ def with_failures(decision: Decision, verdicts: Mapping[str, Verdict], others: M
 
 
 def most_frequent(failed: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    """Return the verdicts of the cause that most have; of equals, the one that came first."""
+    """Return the verdicts of the most frequent cause; among equals, the cause that occurred first."""
     causes = [v.cause for v in failed.values()]
     most = max(causes, key=causes.count)
     return {name: v for name, v in failed.items() if v.cause == most}
 
 
 def surest(failed: Mapping[str, Verdict]) -> tuple[str, Verdict]:
-    """Return the verdict of the highest confidence, the first of equals."""
+    """Return the verdict with the highest confidence; among equals, the first."""
     order = sorted(failed.items(), key=lambda entry: (-entry[1].confidence, list(failed).index(entry[0])))
     return order[0]
 
 
 def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], name: str, first: Verdict) -> str:
-    """State what is wrong: how many fail of which causes, and the scenario, rank, line and cause of the verdict ``first``."""
+    """State what is wrong: the number of failures by cause, and the scenario, rank, line and cause of ``first``."""
     where = f" at {first.where}" if first.where else ""
     share = f"{len(failed)} of {count(len(verdicts), _noun(verdicts))} fail{'s' if len(failed) == 1 else ''}"
     cause = f" ({first.cause})" if first.cause else ""
@@ -148,7 +155,7 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
 
 
 def advice_of(failed: Mapping[str, Verdict], name: str, first: Verdict) -> tuple[str, str]:
-    """Return what to do by the verdict ``first``, and the step that led there."""
+    """Return the advice for the verdict ``first``, and the step of the path that led to it."""
     causes = sorted({v.cause for v in failed.values() if v.cause})
     step = f"do the verdicts name one cause? {'yes' if len(causes) == 1 else 'no'}: {', '.join(causes) or 'none'}"
     if len(causes) > 1:

@@ -1,4 +1,4 @@
-"""Evidence to verdict: the rules in order, the first that answers wins."""
+"""Evidence to verdict: the rules run in a fixed order, and the first that returns a finding decides."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refused(evidence: Evidence) -> Finding | None:
 
 
 def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
-    """Conclude that no rule fits: report each rank's location, and all the evidence."""
+    """Return the finding for evidence that no rule explains: each rank's location, with all facts."""
     where = "; ".join(f"rank {r.rank} at {place}" for r in evidence.ranks if not r.passed and (place := last_seen(r)))
     note = (
         "no rule fits" if evidence.was_stalled else "the process that ran the ranks was killed while they made progress"
@@ -56,14 +56,14 @@ def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
     )
 
 
-# What torch states; what the collectives prove; which rank raised or died first; what each rank is blocked in.
+# In order: torch's own error messages, the recorded collectives, the first exception or death, what each rank is blocked in.
 RULES: tuple[Rule, ...] = (
     refused,
     absence.left_by_choice,
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,
-    autograd.never_arrived,  # DDP's reductions of such a step go wrong in many ways: what follows is its consequence
+    autograd.never_arrived,  # DDP's reductions of such a step fail in many ways, all of them consequences
     groups.numbers_differ,
     calls.departed,
     groups.groups_differ,
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-# Of ranks that stall, or are waited for, while the test runs.
+# For ranks that stall while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
     exits.rank_gone,
     groups.numbers_differ,
@@ -110,7 +110,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     absence.not_entered,
 )
 
-# Of ranks that all ended well: what is wrong all the same.
+# For ranks that all passed: errors that no rank raises.
 OF_THE_PASSED: tuple[Rule, ...] = (
     payloads.splits_differ,
     payloads.wrong_numbers,
@@ -120,15 +120,16 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 )
 
 
-# Modules of rules: of what ranks wait for. That may follow from what one of them has raised, and not got further with.
+# Modules of rules on waits, which may follow from an exception that a rank has raised and not yet left.
 _OF_STALLS = ("calls", "groups", "messages", "absence", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:
-    """Return the first rule's finding, and a fact per rule that failed before it. What a rank's own exception explains is that
-    exception's (`unwinding`, `unwinding.raised_in_a_thread`).
+    """Return the first rule's finding, and a fact for each rule that failed before it.
 
-    A diagnosis must never be the failure: a rule that raises, or names a cause that is not in the registry, is passed over.
+    A finding that follows from a rank's own exception is replaced by one on that exception (`unwinding`). A rule that
+    raises, or that names a cause outside the registry, is skipped: a failure of the diagnosis must never hide the
+    test's.
     """
     failures: list[Fact] = []
     for rule in rules:
@@ -140,7 +141,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
                 finding = one_sided.weakened(evidence, finding)
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
                 finding = unwinding.raised_in_a_thread(evidence, unwinding.in_cleanup(evidence, finding))
-        except Exception as error:  # a rule reads what any program left: whatever it trips over is a fact
+        except Exception as error:  # rules read evidence of arbitrary programs: any exception becomes a fact
             failures.append(_failure(name, f"{type(error).__name__}: {error}", error.__traceback__))
             continue
         if finding is None:
@@ -153,7 +154,7 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
 
 
 def name_of(rule: Rule) -> str:
-    """'calls.departed', as the registry names rules."""
+    """Return a rule's name as the registry has it, 'calls.departed'."""
     return f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
 
 
@@ -167,7 +168,7 @@ def _failure(rule: str, error: str, traceback: TracebackType | None = None) -> F
 
 
 def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
-    """Return the verdict on a test's evidence. ``more`` are a repository's own rules, which are asked first."""
+    """Return the verdict on a test's evidence. ``more`` are a repository's own rules, which run first."""
     ranks, job = evidence.ranks, evidence.job
     common: dict[str, Any] = {
         "scenario": job.scenario, "reads_as": job.reads_as, "nodeid": job.nodeid,
@@ -206,13 +207,13 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
 
 
 def caller_of(evidence: Evidence, where: str) -> str:
-    """Return the user's line that called the function of ``where``; '' where that is the test itself, or not known."""
+    """Return the user's line that called the function of ``where``; '' where that is the test itself, or unknown."""
     for rank in evidence.ranks:
         frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
         for inner, outer in itertools.pairwise(frames):
             if inner.describe() == where:
                 return outer.describe()
-    for rank in evidence.ranks:  # a rank that has ended left its calls alone
+    for rank in evidence.ranks:  # the stack of a rank that has ended is gone
         for call in reversed(rank.collectives):
             if call.site == where and call.callers:
                 return call.way[1]
@@ -220,13 +221,13 @@ def caller_of(evidence: Evidence, where: str) -> str:
 
 
 def suspect(evidence: Evidence) -> Finding | None:
-    """Return what the rules make of ranks that stall, or are waited for, while the test runs; None where none of them fits."""
+    """Return the verdict on ranks that stall while the test runs; None where no rule fits."""
     found, _ = first_finding(SUSPICIONS, evidence)
     return None if found is None else _relative(found, evidence.job.root)
 
 
 def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
-    """Return the verdict that a finding comes to; paths below ``root`` are shortened, ``fields`` are what no rule knows."""
+    """Return the verdict for a finding, with paths below ``root`` made relative; ``fields`` are what no rule sets."""
     finding = _relative(finding, root)
     return Verdict(
         cause=finding.cause,
@@ -246,7 +247,7 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
 
 
 def _relative(finding: Finding, root: str) -> Finding:
-    """Return the finding with paths below the tests' root shortened to it, so that a verdict reads the same on any machine."""
+    """Return the finding with paths relative to the tests' root, so that a verdict reads the same on every machine."""
     if not root:
         return finding
     prefix = root.rstrip("/") + "/"
@@ -260,7 +261,7 @@ def _relative(finding: Finding, root: str) -> Finding:
 
 
 def _of_the_interrupted(evidence: Evidence, common: dict[str, Any]) -> Verdict:
-    """Ctrl-C on a hang is what users do first: report the stall until then, as far as it is known."""
+    """Report the stall up to the interrupt, as far as it is known: Ctrl-C is what users press first on a hang."""
     found, by = None, evidence.stopped_by or "the user"
     if not evidence.moved_at_stop:
         found, _ = first_finding(RULES, replace(evidence, stop="deadline"))
@@ -290,12 +291,12 @@ def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
 
 def _outcome(evidence: Evidence, finding: Finding) -> Outcome:
     cause = CAUSES[finding.cause]
-    if cause.outcome:  # whatever the others were stopped for
+    if cause.outcome:  # regardless of why the others were stopped
         return cause.outcome
     if evidence.stop in ("departed", "left_alone", "certain", "deadline", "hang_after", "start"):
         return "HANG"
     fell = {r.rank for r in evidence.ranks if r.signal and not r.by_us}
     if fell:
-        # Gloo may abort a rank that receives what it did not request: the ranks would have waited for ever all the same.
+        # Gloo may abort a rank that receives an unexpected message; without the abort the ranks would wait forever.
         return "HANG" if cause.unmet and not fell & set(finding.ranks) else "CRASH"
     return "HANG" if evidence.stop == "host_died" and evidence.stalled_s else "FAIL"

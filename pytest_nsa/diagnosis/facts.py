@@ -11,11 +11,11 @@ from pytest_nsa.evidence.collectives import Rings
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
-STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")  # ends of a test at which ranks stalled
+STOPS = ("departed", "certain", "deadline", "hang_after", "host_died")  # stop reasons with which ranks stalled
 
 
 def signal_text(number: int) -> str:
-    """'SIGKILL' for 9."""
+    """Return a signal's name: 'SIGKILL' for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -59,7 +59,7 @@ def counters_fact(rank: RankEvidence) -> Fact | None:
 
 
 def board_fact(rank: RankEvidence) -> Fact | None:
-    """Step, phase, gradients and the collective that the rank is in, from its board."""
+    """Return step, phase, gradients and the collective that the rank is in, from its board."""
     board = rank.board
     if board is None:
         return None
@@ -70,7 +70,7 @@ def board_fact(rank: RankEvidence) -> Fact | None:
     if board.parameter and board.phase == "backward":
         parts.append(f"last {board.parameter}")
     if n.get("gil_late", 0.0) > 0.5:
-        parts.append(f"its heartbeat waited {n['gil_late']:.1f} s for the interpreter's lock")
+        parts.append(f"its heartbeat waited {n['gil_late']:.1f} s for the GIL")
     if n.get("nodes", 0.0) >= 1000:
         parts.append(f"{n['nodes']:,.0f} autograd nodes")
     if board.inside:
@@ -79,7 +79,7 @@ def board_fact(rank: RankEvidence) -> Fact | None:
 
 
 def process_fact(rank: RankEvidence) -> Fact | None:
-    """State, CPU share and wait channel from /proc."""
+    """Return state, CPU share and wait channel from /proc."""
     if not rank.process:
         return None
     p = rank.process
@@ -100,7 +100,7 @@ def native_fact(rank: RankEvidence) -> Fact | None:
 
 
 def ddp_fact(rank: RankEvidence) -> Fact | None:
-    """DDP's own numbers of an earlier step: its buckets, and what a backward took."""
+    """Return DDP's own numbers for an earlier step: its buckets, and the time of a backward."""
     n = rank.ddp
     if not n.get("bucket_sizes"):
         return None
@@ -110,20 +110,22 @@ def ddp_fact(rank: RankEvidence) -> Fact | None:
     )
     text = (
         f"DDP before step {n['step']}: {len(n['bucket_sizes'])} buckets ({sizes} MB); a backward took {compute:.1f} ms, "
-        f"its reductions {reduce:.1f} ms, {hidden:.1f} of them beside it"
+        f"its reductions {reduce:.1f} ms, {hidden:.1f} ms of them overlapped"
     )
     return Fact(rank=rank.rank, kind="ddp", file=f"rank{rank.rank}/events.jsonl", text=text)
 
 
 def in_backward(evidence: Evidence, ranks: Sequence[int]) -> RankEvidence | None:
-    """Return the first of ``ranks`` (of all where it is empty) that did not leave its last backward; None without one."""
+    """Return the first of ``ranks`` (of all ranks where it is empty) that did not leave its last backward; None where
+    all did.
+    """
     of = [r for r in evidence.ranks if r.rank in ranks] or evidence.ranks
     return next((r for r in of if r.board is not None and r.board.phase == "backward"), None)
 
 
 def parameters_missing(evidence: Evidence, ranks: Sequence[int] = ()) -> tuple[str, ...]:
-    """Return the parameters whose gradient never arrived: in the backward that one of ``ranks`` did not leave, by its board; else
-    after any backward, on any rank, as the requested trace found.
+    """Return the parameters that got no gradient: in the backward that one of ``ranks`` did not leave, by its board;
+    else after any backward of any rank, by the trace where it was requested.
     """
     stalled = in_backward(evidence, ranks)
     if stalled is not None:
@@ -141,11 +143,13 @@ def missing_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="gradients_missing", file=f"rank{rank.rank}/events.jsonl", text=text)
 
 
-ENOUGH = 0.8  # of the memory that there is: what holds less does not stall for want of it
+ENOUGH = 0.8  # share of all memory below which no rank stalls for lack of it
 
 
 def memory_fact(evidence: Evidence) -> Fact | None:
-    """Return what the ranks held as they stalled, and whether that is about memory at all; None where it is not known."""
+    """Return the memory that the ranks held when they stalled, and whether it explains the stall; None where it is
+    unknown.
+    """
     ranks = [rank for rank in evidence.ranks if "rss_mib" in rank.process]
     if not ranks:
         return None
@@ -166,7 +170,7 @@ def _held(rank: RankEvidence) -> str:
 
 
 def _share_of_gpu(rank: RankEvidence) -> float | None:
-    """Return the share of its GPU's memory that a rank has reserved: 0 without a GPU, None where the whole is not known."""
+    """Return the share of its GPU's memory that a rank has reserved: 0 without a GPU, None where the total is unknown."""
     on_gpu, total = _on_gpu(rank), rank.gpu.get("memory.total")
     if not on_gpu:
         return 0.0
@@ -174,7 +178,9 @@ def _share_of_gpu(rank: RankEvidence) -> float | None:
 
 
 def _on_gpu(rank: RankEvidence) -> tuple[float, float] | None:
-    """Return what CUDA's allocator had given out and reserved, in MiB, by the latest heartbeat that has it."""
+    """Return the memory, in MiB, that CUDA's allocator had allocated and reserved, by the latest heartbeat that reports
+    it.
+    """
     for beat in reversed(rank.heartbeats):
         if beat.get("cuda_reserved_mib") is not None:
             return beat.get("cuda_allocated_mib") or 0.0, beat["cuda_reserved_mib"]
@@ -182,19 +188,19 @@ def _on_gpu(rank: RankEvidence) -> tuple[float, float] | None:
 
 
 def few(names: Iterable[str]) -> str:
-    """Return the first five names, and how many more there are."""
+    """Return the first five names, and the number of further ones."""
     shown = list(names)
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
 
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:
-    """Every rank's location: cited by every verdict on a stall."""
+    """Return every rank's location, which every verdict on a stall cites."""
     kinds = stack_fact, counters_fact, board_fact, missing_fact, process_fact, native_fact, ddp_fact
     return tuple(fact for rank in ranks for kind in kinds if (fact := _made(kind, rank)) is not None)
 
 
 def _made(kind: Callable[[RankEvidence], Fact | None], rank: RankEvidence) -> Fact | None:
-    """Return a fact; None where the evidence for it is not what a rank writes: every verdict has facts, and none fails by one."""
+    """Return a fact; None where the evidence for it is malformed, so that no verdict fails by one fact."""
     try:
         return kind(rank)
     except (TypeError, ValueError, LookupError, ArithmeticError):
@@ -202,14 +208,16 @@ def _made(kind: Callable[[RankEvidence], Fact | None], rank: RankEvidence) -> Fa
 
 
 def last_seen(rank: RankEvidence) -> str:
-    """Return the best-known line of a rank: its stack's user frame, else the line of its phase, else the last that was seen."""
+    """Return the best-known line of a rank: its stack's user frame, else the line of its phase, else the last recorded
+    line.
+    """
     frame = user_frame(rank)
     if frame is not None:
         return frame.describe()
     board = rank.board
     if board is None:
         return ""
-    # In a phase of the model the line that began it: a recomputed forward inside backward has another line.
+    # In a phase of the model, the line that began it: a forward that is recomputed in backward has another line.
     if board.phase in ("forward", "backward", "optimizer") and board.phase_line:
         return board.phase_line
     last = board.collectives[-1] if board.collectives else None
@@ -222,12 +230,14 @@ def user_frame(rank: RankEvidence) -> Frame | None:
 
 
 def owning_module(rank: RankEvidence) -> str:
-    """In backward the module whose gradients came last ('blocks.4.attn'), else the one entered last."""
+    """Return the module whose gradients came last, in a backward ('blocks.4.attn'); else the module that was entered
+    last.
+    """
     board = rank.board
     if board is None:
         return ""
     if board.phase == "backward" and board.parameter:
-        owner = board.parameter.rsplit(".", 1)[0]  # the module that holds the parameter, a Linear as a rule
+        owner = board.parameter.rsplit(".", 1)[0]  # the module that holds the parameter, usually a Linear
         return owner.rsplit(".", 1)[0] if owner.count(".") >= 2 else owner
     return board.module
 
@@ -238,7 +248,7 @@ def awaited(rank: RankEvidence) -> Collective | None:
 
 
 def doing(rank: RankEvidence) -> str:
-    """Return what a rank is in or at, in words."""
+    """Return the rank's call or location in words."""
     call = awaited(rank)
     if call is not None:
         return f"in {call.describe()}"
@@ -251,5 +261,5 @@ def rings(evidence: Evidence) -> Rings:
 
 
 def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
-    """Return what a rank entered before ``at``, of all groups, sends and receives too."""
+    """Return the calls that a rank entered before ``at``, in all groups, including sends and receives."""
     return [c for c in evidence.ranks[rank].collectives if c.index < at.index and c.op != NEW_GROUP]

@@ -1,4 +1,4 @@
-"""The verdict: outcome, culprit, cause, the evidence it rests on, and what to do. Written as verdict.json, schema 1."""
+"""The verdict: outcome, culprits, cause, evidence and advice. Written as verdict.json, schema 2."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pytest_nsa.wire.messages import check_kinds
 
 Outcome = Literal["PASS", "FAIL", "CRASH", "HANG", "SLOW", "SKIP", "INTERRUPTED"]
 SCHEMA = 2  # 2: stalled_s, which was stood_still_s
-NO_RANK = -1  # of a fact that is not of one rank
-FACT_IN_FILE = {"text": "says"}  # fields of a fact that have another name in verdict.json
-RULE_FAILED = "rule_failed"  # the kind of the fact that a rule of ours raised
+NO_RANK = -1  # the rank of a fact that concerns no rank in particular
+FACT_IN_FILE = {"text": "says"}  # fields of a fact with another name in verdict.json
+RULE_FAILED = "rule_failed"  # the kind of the fact that one of our rules raised an exception
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a rule found: a cause of the closed list and what it rests on. ``confidence`` from 0 to 1."""
+    """What a rule found: a cause of the registry and its evidence. ``confidence`` is from 0 to 1."""
 
     cause: str
     ranks: tuple[int, ...]
@@ -43,11 +43,11 @@ class Finding:
     certain: bool = False
     confidence: float = 0.5
     facts: tuple[Fact, ...] = ()
-    rule: str = ""  # that found it, as the registry of causes names rules
-    called_from: str = ""  # where a rule knows it; else the stacks tell
-    advice: str = ""  # in place of the cause's own
-    terms: dict[str, float] = field(default_factory=dict)  # what an explanation rests on, and how much each counts
-    is_permanent: bool = False  # no rank can go on, whichever of them is to blame
+    rule: str = ""  # the rule that found it, by its name in the registry of causes
+    called_from: str = ""  # where a rule knows it; else it is taken from the stacks
+    advice: str = ""  # replaces the cause's advice
+    terms: dict[str, float] = field(default_factory=dict)  # the terms of an explanation, with their weights
+    is_permanent: bool = False  # no rank can go on, whatever the cause
 
     @property
     def ends_the_test(self) -> bool:
@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
-        """Findings of the same key report the same; the rest of them grows with the evidence."""
+        """What identifies a finding: findings with the same key report the same fault, with more or less evidence."""
         return (self.cause, self.ranks, self.where)
 
 
@@ -143,7 +143,7 @@ def _fact(data: object) -> Fact:
 
 
 def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
-    """Ranks in words: 'ranks 0-6 and 8'; more than three in a row are given as the first and the last."""
+    """Return ranks in words: 'ranks 0-6 and 8'. Runs of more than three ranks are shortened to the first and the last."""
     if not ranks:
         return "no rank in particular"
     if len(ranks) == 1:
@@ -155,7 +155,7 @@ def describe_ranks(ranks: tuple[int, ...], world_size: int) -> str:
 
 
 def by_ranks(texts: Mapping[int, str], world_size: int) -> str:
-    """Return the text of each rank, once for ranks of the same text: 'rank 0 in barrier #1; ranks 1-3 in send (...)'."""
+    """Return the text of each rank, once for ranks with the same text: 'rank 0 in barrier #1; ranks 1-3 in send (...)'."""
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
@@ -163,7 +163,7 @@ def by_ranks(texts: Mapping[int, str], world_size: int) -> str:
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:
-    """Return ranks in runs without a gap: [[0, 1, 2], [5]]."""
+    """Return ranks as runs without gaps: [[0, 1, 2], [5]]."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -46,7 +46,7 @@ def told(*ranks: dict[str, Any], equal_first: bool = False) -> Finding:
             "train.py:7 in run",
         ),
         ([SETTINGS] * 3 + [{"settings": [{"lr": 0.05}]}], "lr differs", FOUND.where),
-        ([{"added": ["head.weight"]}] * 4, "DDP does not know head.weight", FOUND.where),
+        ([{"added": ["head.weight"]}] * 4, "DDP does not track head.weight", FOUND.where),
         (
             [{"added": [["head.weight", "train.py:5 in swap"]]}] * 4,
             "since it wrapped the model, at train.py:5",

@@ -13,7 +13,7 @@ from tests_cpu.faults.planting import AT, planted
     [0],
     n=3,
     marked=True,
-    reason="one call apart since barrier #12",
+    reason="off by one call since barrier #12",
     family="skip",
     origin="generated 2026-11-23",
 )
@@ -68,7 +68,7 @@ def test_a_call_that_is_refused(group):
     "skipped_collective",
     [1],
     marked=True,
-    reason="met the others in it",
+    reason="paired with the others",
     family="skip",
     origin="public reports 2026-11-25",
 )

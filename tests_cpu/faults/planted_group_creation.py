@@ -104,7 +104,7 @@ def group_of(rank, members):
     return dist.new_group(members)  # HERE
 
 
-@planted("init_timeout", [0, 1], n=4, marked=True, reason="made group 1", family="group", origin="unseen 2026-11-26")
+@planted("init_timeout", [0, 1], n=4, marked=True, reason="group 1", family="group", origin="unseen 2026-11-26")
 def test_two_groups_have_one_number(group):
     """What two ranks made alone is number 1 to them; to the others that is the group of all, which comes next."""
     first = group_of(group.rank, [0, 1])
@@ -158,7 +158,7 @@ def mesh_of(size, width):
     [3],
     n=4,
     marked=True,
-    reason="rank 3 did not make group",
+    reason="rank 3 did not create group",
     family="group",
     origin="unseen 2026-11-26",
 )
@@ -215,7 +215,7 @@ def test_new_group_stale_table():
         router.balance(torch.rand(4))
 
 
-@planted("init_timeout", [3], n=4, marked=True, reason="alone made group", family="group", origin="unseen 2026-11-24")
+@planted("init_timeout", [3], n=4, marked=True, reason="alone created", family="group", origin="unseen 2026-11-24")
 def test_a_layout_that_was_used_before(group):
     """One rank goes back to the layout of the first part, whose groups the others have made then, too."""
     for part, wide in enumerate((1, 2, 2)):

@@ -350,7 +350,7 @@ def test_a_mesh_s_two_dimensions_in_another_order(group):
     [0, 1, 2, 3],
     n=4,
     marked=True,
-    reason="none makes the other half first",
+    reason="none makes the matching call first",
     family="swap",
     origin="unseen 2026-11-25",
 )

@@ -103,7 +103,7 @@ def with_side_paths(model):
     [0, 1, 2],
     n=3,
     marked=True,
-    reason="DDP does not know",
+    reason="DDP does not track",
     family="numbers",
     origin="unseen 2026-11-26",
 )
@@ -365,7 +365,7 @@ def test_a_rank_loads_an_older_model_after_ddp_was_made(group, tmp_path):
     [0, 1, 2],
     n=3,
     marked=True,
-    reason="DDP does not know 2.1.weight and 1 more",
+    reason="DDP does not track 2.1.weight and 1 more",
     family="numbers",
     origin="unseen 2026-11-25",
 )

@@ -136,7 +136,7 @@ def batch(rank, step):
     [3],
     n=5,
     marked=True,
-    reason="made fewer of the other halves",
+    reason="made fewer matching calls",
     family="skip",
     origin="unseen 2026-11-25",
 )

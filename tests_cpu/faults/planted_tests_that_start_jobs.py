@@ -54,7 +54,7 @@ def test_a_host_name_that_resolves_nowhere(group: Group) -> None:
 @planted(
     "init_timeout",
     [0],
-    reason="tries to reach the host where the ranks of a group meet, or waits for them there",
+    reason="tries to reach the rendezvous host of a group, or waits there for other ranks",
     family="meeting",
     origin="network",
 )
@@ -83,7 +83,7 @@ def form_again(**arguments: object) -> None:
     [2],
     n=3,
     where="in form_again",
-    reason="ranks 0 and 2 call themselves rank 0 of 3",
+    reason="ranks 0 and 2 claim to be rank 0 of 3",
     family="meeting",
     origin="network",
 )
@@ -97,7 +97,7 @@ def test_the_number_within_a_node(group: Group, tmp_path: Path) -> None:
     [1, 2],
     n=3,
     where="in form_again",
-    reason="all 3 ranks call themselves rank 0 of 3",
+    reason="all 3 ranks claim to be rank 0 of 3",
     family="meeting",
     origin="network",
 )
@@ -125,7 +125,7 @@ def test_sizes_of_the_world_that_differ(group: Group) -> None:
     "init_timeout",
     [0, 1],
     where="in form_again",
-    reason="the group is to have 3 ranks, and there are 2",
+    reason="the group expects 3 ranks, but there are 2",
     family="meeting",
     origin="network",
 )

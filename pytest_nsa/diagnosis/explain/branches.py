@@ -13,13 +13,13 @@ _MAIN = re.compile(r"_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coord
 
 
 def names_the_rank(test: ast.expr) -> bool:
-    """Return whether a condition is one on the rank, of whatever form."""
+    """Return whether a condition tests the rank, in any form."""
     return bool(_RANK.search(ast.unparse(test)) or _MAIN.fullmatch(_last_name(test)))
 
 
 def are_alternatives(sources: Sources, place: str, other: str) -> bool:
-    """Return whether one line is in the branch of an ``if`` whose other branch has the other line: or what follows it, where the
-    first returns, or an ``if`` behind it with the same condition does.
+    """Return whether two lines are alternatives: in the two branches of one ``if``, or one in a branch that returns and
+    the other after it, or under a second ``if`` with the same condition.
     """
     a, b = sources.around(place), sources.around(other)
     for statement in (n for n in a if isinstance(n, ast.If) and n in b):
@@ -31,7 +31,7 @@ def are_alternatives(sources: Sources, place: str, other: str) -> bool:
 
 
 def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
-    """Return whether ``a`` is in an ``if`` that ends in a return, and ``b`` behind it in the same block."""
+    """Return whether ``a`` is in an ``if`` that ends in a return, and ``b`` follows it in the same block."""
     for outer, inner in itertools.pairwise(a):
         block = getattr(outer, "body", [])
         if not isinstance(inner, ast.If) or inner not in block or not any(s in inner.body for s in a) or outer not in b:
@@ -44,18 +44,20 @@ def _returns_before(a: tuple[ast.stmt, ...], b: tuple[ast.stmt, ...]) -> bool:
 
 
 def _returns_if(test: ast.expr, statement: ast.stmt) -> bool:
-    """Return whether a statement is an ``if`` with this condition that ends in a return."""
+    """Return whether a statement is an ``if`` on this condition that ends in a return."""
     if not isinstance(statement, ast.If) or ast.unparse(statement.test) != ast.unparse(test):
         return False
     return isinstance(statement.body[-1], ast.Return | ast.Raise)
 
 
 def block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
-    """Return the block of a statement that has another one."""
+    """Return the list of statements in ``statement`` that contains ``inner``."""
     return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])
 
 
 def _last_name(node: ast.expr) -> str:
-    """Return the name that an expression ends in: of ``trainer.is_main_process``, of ``is_main_process()``."""
+    """Return the last name of an expression: 'is_main_process' for ``trainer.is_main_process`` and
+    ``is_main_process()``.
+    """
     node = node.func if isinstance(node, ast.Call) and not node.args else node
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,7 +1,8 @@
-"""The edit that explains best that ranks are in different calls: the highest score, and how far it is ahead of the next.
+"""The edit that best explains why ranks are in different calls.
 
-The scores of all candidates, by the softmax, are probabilities: the weights were fitted as those of a conditional logit model
-(McFadden, 1974) on recorded faults. The best one's probability is the confidence; its terms are what the report prints.
+Each candidate has a score; the softmax of the scores gives probabilities. The weights were fitted as those of a
+conditional logit model (McFadden, 1974) on recorded faults. The best candidate's probability is the confidence, and its
+terms are what the report prints.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from pytest_nsa.diagnosis.explain.edits import Calls, Candidate, candidates
 from pytest_nsa.diagnosis.explain.terms import words_of
 from pytest_nsa.evidence.values import Evidence
 
-CERTAIN = 0.98  # of a probability: of 1,052 recorded verdicts above it none was wrong, of 1,384 above 0.95 two
-MOST_TERMS = 4  # that a verdict prints
+CERTAIN = 0.98  # a probability: of 1,052 recorded verdicts above it none was wrong; of 1,384 above 0.95, two were
+MOST_TERMS = 4  # number of terms that a verdict prints
 Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The best edit, its probability, the next best one that names other ranks or another edit, and the terms that decided.
+    """The best edit, its probability, the next best one that differs in edit or ranks, and the terms that decided.
 
-    ``terms`` are (name, words, by how much it raises the score above the next one's), the largest first.
+    ``terms`` are (name, words, by how much the term raises the score above the next one's), the largest first.
     """
 
     candidate: Candidate
@@ -48,7 +49,7 @@ def weights() -> Weights:
 
 
 def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
-    """Return the best explanation that ranks are in the different calls ``entered``; None where all are in one."""
+    """Return the best explanation of why ranks are in the different calls ``entered``; None where all are in one call."""
     found = candidates(evidence, entered)
     if not found:
         return None
@@ -67,7 +68,7 @@ def _score(candidate: Candidate) -> float:
 
 
 def _terms(candidate: Candidate, rival: Candidate | None) -> tuple[tuple[str, str, float], ...]:
-    """Return the terms that speak for a candidate; what they give the rival is taken off where it takes the same side."""
+    """Return the terms that support a candidate, less what they give to a rival that names the same ranks."""
     column = weights().get(candidate.kind, {})
     gains = {name: column.get(name, 0.0) * value for name, value in candidate.values.items()}
     if rival is not None and rival.ranks == candidate.ranks:

@@ -1,4 +1,6 @@
-"""What leads to a call in the source: a condition that names the rank, or one on data, in its body or where it does not hold."""
+"""What leads to a call in the source: a condition on the rank or on data, and whether the call is in its body or in its
+else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
 
 
 class Path(enum.Enum):
-    """What leads to a call from the function in which the ranks part."""
+    """What leads to a call, from the function in which the ranks' stacks diverge."""
 
     PLAIN = "no condition"
     SELECTS = "a condition that selects these ranks"  # if rank == 0:
@@ -25,7 +27,7 @@ class Path(enum.Enum):
 
 
 def path_to(sources: Sources, frames: Sequence[Frame]) -> Path:
-    """Return what leads a rank to its call through ``frames``, the outermost first."""
+    """Return what leads a rank to its call through ``frames``, outermost first."""
     found = Path.PLAIN
     for frame in frames:
         for test, is_else in _conditions(sources.around(frame.place), frame.line):
@@ -37,8 +39,10 @@ def path_to(sources: Sources, frames: Sequence[Frame]) -> Path:
 
 
 def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast.expr, bool]]:
-    """Yield the condition of each ``if`` around a line, and of each one before it that leaves the block, as `if rank == 1: return`
-    does; with whether the line is reached where it does not hold. ``statements`` enclose the line, outermost first.
+    """Yield (condition, negated) for each ``if`` around a line, and for each earlier one that leaves the block, such as
+    `if rank == 1: return`.
+
+    ``negated`` is true where the line runs if the condition is false. ``statements`` enclose the line, outermost first.
     """
     for outer, inner in itertools.zip_longest(statements, statements[1:]):
         if isinstance(outer, ast.If):
@@ -56,7 +60,7 @@ def _has(node: ast.stmt, line: int) -> bool:
 
 
 def _is_negative(test: ast.expr) -> bool:
-    """Return whether a condition says for what it does not hold: ``rank != 1``, ``not (rank == 1 and ...)``, ``not done``."""
+    """Return whether a condition is a negation: ``rank != 1``, ``not (rank == 1 and ...)``, ``not done``."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return not _is_negative(test.operand)
     if isinstance(test, ast.BoolOp):

@@ -1,4 +1,4 @@
-"""What is known of one rank in one call against another rank in another call: positions, rhythms, conditions, payloads."""
+"""One rank in one call compared with another rank in another call: positions, rhythms, conditions, payloads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 @dataclass(frozen=True)
 class Contrast:
-    """A rank in ``call``, and another one, ``other``, in ``other_call`` of the same or of another group."""
+    """A rank in ``call``, compared with rank ``other`` in ``other_call`` of the same or another group."""
 
     evidence: Evidence
     number: int
@@ -37,9 +37,9 @@ class Contrast:
 
     @cached_property
     def turned(self) -> Contrast:
-        """Seen from the other rank."""
+        """The same comparison with the two ranks swapped."""
         other = Contrast(self.evidence, self.other_number, self.other_call, self.number, self.call)
-        other.__dict__["turned"] = self  # what is known of the one is computed once
+        other.__dict__["turned"] = self  # facts about one rank are computed once
         return other
 
     @property
@@ -48,7 +48,7 @@ class Contrast:
 
     @cached_property
     def before(self) -> list[Collective]:
-        """What the rank called before, of all groups."""
+        """The rank's earlier calls, in all groups."""
         return calls_before(self.evidence, self.number, self.call)
 
     @cached_property
@@ -61,25 +61,27 @@ class Contrast:
 
     @cached_property
     def latest(self) -> Collective | None:
-        """The last call before these that both ranks have made, from the same lines, or one by a wrapper."""
+        """The latest earlier call that both ranks made from the same lines, or that one made through a wrapper."""
         theirs = {c.place: c for c in self.turned.before if c.peer == -1}
         mine = (c for c in reversed(self.before) if c.peer == -1)
         return next((c for c in mine if c.place in theirs and _are_one(c.way, theirs[c.place].way)), None)
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many calls like its own the rank made since the latest of the other's, and in each round before."""
+        """The number of calls like its own that the rank made since its latest call like the other's, then the number
+        in each earlier round.
+        """
         return counts_of_rounds(self.before, self.other_call, self.call)
 
     @property
     def goes_on(self) -> bool:
-        """Whether its visit to the line of its call has not come to its usual end."""
+        """Whether the rank has not finished its visit to the line of its call, by its earlier rounds."""
         now, *earlier = self.counts
         return len(set(earlier)) == 1 and now < earlier[0]
 
     @cached_property
     def compared(self) -> Compared:
-        """Where the rank is in the program, from the other one."""
+        """The position of the rank in the program relative to the other rank."""
         if "compared" in self.turned.__dict__:
             seen = self.turned.compared
             return replace(seen, order=seen.order.turned, parted=seen.parted[::-1])
@@ -94,13 +96,15 @@ class Contrast:
 
     @property
     def parted(self) -> tuple[str, str]:
-        """The lines of the function in which the ranks part; those of their calls where it is not known."""
+        """The lines at which the two stacks diverge; the lines of the calls where that is unknown."""
         frames = self.compared.parted
         return (frames[0].place, frames[1].place) if frames else (self.call.site, self.other_call.site)
 
     @cached_property
     def has_left(self) -> bool:
-        """Whether the rank is ahead of a loop that the other is in: of the function in which they part, or of one called there."""
+        """Whether the rank is ahead of a loop that the other is in, in the function in which they diverge or one called
+        there.
+        """
         if self.order is not Order.AFTER or not self.compared.parted:
             return False
         return self.compared.left or is_in_loop_below(
@@ -109,60 +113,60 @@ class Contrast:
 
     @cached_property
     def path(self) -> Path:
-        """What leads the rank to its call from the function in which the two part."""
+        """What leads the rank to its call from the function in which the two diverge."""
         at = next((i for i, frame in enumerate(self.position) if frame in self.compared.parted), 0)
         return path_to(self.evidence.sources, self.position[at:])
 
     def costs(self, *calls: Collective) -> float:
-        """Return the surprise of the last of ``calls`` where the rank makes them next, in bits."""
+        """Return the surprise, in bits, of the last of ``calls`` if the rank makes them next."""
         *first, last = map(token, calls)
         return surprise([*self.history, *first], last)
 
     @property
     def has_made(self) -> bool:
-        """Whether the rank has made its call before."""
+        """Whether the rank made its call before."""
         return token(self.call) in self.history
 
     @property
     def has_made_other(self) -> bool:
-        """Whether the rank has made the other's call before."""
+        """Whether the rank made the other's call before."""
         return token(self.other_call) in self.history
 
     @property
     def is_known(self) -> bool:
-        """Whether one of the two made its call before."""
+        """Whether one of the two ranks made this rank's call before."""
         return self.has_made or self.turned.has_made_other
 
     @cached_property
     def are_branches(self) -> bool:
-        """Whether the two are in two branches of one `if`."""
+        """Whether the two calls are in the two branches of one `if`."""
         sources, pairs = self.evidence.sources, ((self.call.site, self.other_call.site), self.parted)
         return self.call.way != self.other_call.way and any(are_alternatives(sources, *pair) for pair in pairs)
 
     @property
     def is_called_back(self) -> bool:
-        """Whether a library or the interpreter has called the function that the rank is in: a hook, a handler, a finalizer."""
+        """Whether a library or the interpreter called the function that the rank is in: a hook, a handler, a finalizer."""
         parted = self.compared.parted
         return bool(parted) and is_called_back(self.rank, parted[0].place)
 
     @property
     def is_stranger(self) -> bool:
-        """Whether the rank has made no call of the other's group before, which is another one than its own."""
+        """Whether the two calls are in different groups and the rank made no call in the other's group before."""
         group = self.other_call.process_group
         return group != self.call.process_group and all(c.process_group != group for c in self.before)
 
     @property
     def is_in_another_group(self) -> bool:
-        """Whether the two calls are of different groups: the end of a test is of none."""
+        """Whether the two calls are in different groups. The end of a test belongs to no group."""
         one, other = self.call, self.other_call
         return one.process_group != other.process_group and END not in (one.op, other.op)
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether the rank runs a part of its forward a second time, for gradient checkpointing."""
+        """Whether the rank recomputes a part of its forward for gradient checkpointing."""
         return recomputes(self.rank)
 
 
 def _are_one(way: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    depth = min(len(way), len(other))  # of a caller's file the name alone is known
+    depth = min(len(way), len(other))  # only the name of a caller's file is known
     return [*map(file_name, way[-depth:])] == [*map(file_name, other[-depth:])]

@@ -1,4 +1,4 @@
-"""Which of two ranks is in a later round of the loops that both are in, by the loops' own counters."""
+"""Which of two ranks is in a later round of the loops that both are in, by the loops' counters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence
 
-MOST_KINDS = 64  # of ranks, each compared with each
-_AROUND = ("tqdm", "trange", "list", "tuple", "iter", "islice", "track")  # of an iterator: it keeps its order
-_STEP_AT = {"range": 2, "trange": 2, "count": 1}  # the place of the step among what is given to each
+MOST_KINDS = 64  # kinds of ranks, each compared with each
+_AROUND = ("tqdm", "trange", "list", "tuple", "iter", "islice", "track")  # functions of an iterator that keep its order
+_STEP_AT = {"range": 2, "trange": 2, "count": 1}  # index of the argument that is the step
 
 
 def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[int]) -> list[list[int]]:
-    """Return ranks in lists of those that nothing here tells apart: one of each list is compared for all. [] where there are more
-    than `MOST_KINDS`: then it is not known.
+    """Return lists of ranks with equal evidence, so that one rank of each list is compared for all of it.
+
+    [] where there are more than `MOST_KINDS` lists: then the comparison is not made.
     """
     kinds: dict[object, list[int]] = {}
     for r in ranks:
@@ -27,10 +28,12 @@ def alike(evidence: Evidence, found: Mapping[int, Collective], ranks: Iterable[i
 def counter_of(
     loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None = None
 ) -> int | None:
-    """Return the number of the round that a line of a loop is in; larger ones are later. None where no counter shows it, or one
-    that may begin elsewhere on another rank (`range(rank, n, world_size)`). ``scope`` is the function.
+    """Return the number of the round that a line of a loop is in; larger is later.
+
+    None where no counter shows it, or where the counter may start differently on each rank (`range(rank, n,
+    world_size)`). ``scope`` is the function.
     """
-    if line < loop.body[0].lineno:  # about to begin another round, or none
+    if line < loop.body[0].lineno:  # the next round has not begun
         return None
     if isinstance(loop, ast.For):
         name, sign = _counter(loop.target, loop.iter)
@@ -42,10 +45,10 @@ def counter_of(
 def _counted_by_hand(
     loop: ast.For | ast.While, line: int, counts: Mapping[str, int], scope: ast.stmt | None
 ) -> int | None:
-    """Return the number of the round by a variable that each round adds to (``n += 1``); None without one."""
+    """Return the round by a variable that each round increments (``n += 1``); None without one."""
     for statement in loop.body:
         if any(isinstance(node, ast.Continue) for node in ast.walk(statement)):
-            return None  # what is added to below it counts some of the rounds
+            return None  # an increment below it counts only some of the rounds
         if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
             continue
         by = _number(statement.value)
@@ -56,7 +59,7 @@ def _counted_by_hand(
 
 
 def has_made_round(loop: ast.For | ast.While, inside: Mapping[str, int], left: Mapping[str, int]) -> bool:
-    """Return whether a rank that has left a loop had made the round that another one is in, by the counter's last value."""
+    """Return whether a rank that has left a loop made the round that another rank is in, by the counter's last value."""
     name, sign = _counter(loop.target, loop.iter) if isinstance(loop, ast.For) else ("", 0)
     return name in inside and name in left and sign * left[name] >= sign * inside[name]
 
@@ -64,7 +67,9 @@ def has_made_round(loop: ast.For | ast.While, inside: Mapping[str, int], left: M
 def is_first_round(
     loop: ast.For | ast.While, counts: Mapping[str, int], scope: ast.stmt | None = None, line: int = 0
 ) -> bool | None:
-    """Return whether the counter of a loop has its first value: of a range, an enumerate, or one by hand; None without one."""
+    """Return whether a loop's counter has its first value (range, enumerate, or a variable incremented by hand); None
+    without a counter.
+    """
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call):
         name, sign = _counter(loop.target, loop.iter)
         called = getattr(loop.iter.func, "id", "")
@@ -78,13 +83,13 @@ def is_first_round(
 
 
 def _is_taken(name: str, loop: ast.For) -> bool:
-    """Return whether a loop inside of another takes its variable, as two that count by ``_`` do."""
+    """Return whether an inner loop assigns the variable of an outer one, as nested loops over ``_`` do."""
     inner = (n for statement in loop.body for n in ast.walk(statement) if isinstance(n, ast.For))
     return any(isinstance(n, ast.Name) and n.id == name for found in inner for n in ast.walk(found.target))
 
 
 def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:
-    """Return whether all that is assigned to a variable in a function are numbers of the source."""
+    """Return whether every value assigned to a variable in a function is a literal number."""
     assigned = [
         node.value
         for node in (ast.walk(scope) if scope is not None else ())
@@ -94,7 +99,7 @@ def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:
 
 
 def _number(node: ast.expr) -> int | None:
-    """Return a whole number as the source has it; None for anything else."""
+    """Return the integer literal of an expression; None for anything else."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _number(node.operand)
         return -value if value is not None else None
@@ -102,7 +107,9 @@ def _number(node: ast.expr) -> int | None:
 
 
 def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
-    """Return the variable of a ``for`` that counts its rounds, and 1, or -1 where it counts down; ('', 0) where none does."""
+    """Return the variable of a ``for`` that counts its rounds, with 1, or -1 where it counts down; ('', 0) where none
+    does.
+    """
     if not isinstance(over, ast.Call):
         return "", 0
     called = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")

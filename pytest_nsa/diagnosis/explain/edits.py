@@ -1,4 +1,4 @@
-"""Which edits of the ranks' common program would explain that they are in different calls."""
+"""The edits of the ranks' common program that would explain why ranks are in different calls."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence
 
-MOST_SIDES = 24  # of different calls that ranks are in
-MOST_PAIRS = 64  # of ranks that wait for messages
-ODD_BITS = 2.0  # by which a rank's call is less expected than others' are
+MOST_SIDES = 24  # sides that are compared
+MOST_PAIRS = 64  # pairs of a waiting rank and its peer
+ODD_BITS = 2.0  # excess surprise that makes a rank's call odd
 
 Ranks = tuple[int, ...]
-Calls = Mapping[int, Collective]  # what each rank is in
-Makers = dict[tuple[str, int], set[int]]  # by the place of a call, the ranks that made it
+Calls = Mapping[int, Collective]  # by rank, the call that it is in
+Makers = dict[tuple[str, int], set[int]]  # by place of a call, the ranks that made it
 
 
 class Edit(enum.Enum):
-    """What some ranks did to the program that all run."""
+    """What some ranks did differently from the program that all ranks run."""
 
     SKIP = enum.auto()
     EXTRA = enum.auto()
     MISMATCH = enum.auto()
     ORDER = enum.auto()
     UNANSWERED = enum.auto()  # they did not make the other half of a message
-    MISDIRECTED = enum.auto()  # they addressed another rank than the one that waits for them
-    UNASKED = enum.auto()  # they made a send or receive that no other rank owes them
+    MISDIRECTED = enum.auto()  # they addressed a rank that does not wait for them
+    UNASKED = enum.auto()  # they made a send or receive that no rank answers
 
     @property
     def cause(self) -> str:
-        """The cause in the registry."""
+        """The edit's cause in the registry."""
         return {
             Edit.SKIP: "skipped_collective", Edit.EXTRA: "extra_collective", Edit.MISMATCH: "collective_mismatch",
             Edit.ORDER: "group_order_deadlock",
@@ -47,27 +47,28 @@ class Edit(enum.Enum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An edit by ``ranks``: they skipped the call of ``others``, made one more, another one, or groups' calls in another order.
+    """An edit by ``ranks``: they skipped the call of ``others``, made an extra or a different call, or used groups in
+    another order.
 
-    ``is_for_all``: it names all ranks, as it is not known which of them are right.
+    ``is_for_all``: the edit names all ranks, because nothing shows which of them are right.
     """
 
     edit: Edit
     ranks: Ranks
     others: Ranks
     contrast: Contrast
-    values: Mapping[str, float]  # of its terms, by name
+    values: Mapping[str, float]  # values of its terms, by name
     is_for_all: bool = False
-    owed: Owed | None = None  # the message that is waited for
+    owed: Owed | None = None  # the message that a rank waits for
 
     @property
     def is_of_a_collective(self) -> bool:
-        """Whether it is about a collective that ranks wait in, which some ranks alone have skipped, or made."""
+        """Whether the edit is that some ranks alone skipped, or made, a collective that ranks wait in."""
         calls = {Edit.SKIP: self.contrast.other_call, Edit.EXTRA: self.contrast.call}
         return self.edit in calls and calls[self.edit].peer == -1 and calls[self.edit].op != END
 
     def about(self, term: str) -> Ranks:
-        """Return the ranks that a term, by its name in the table of weights, is a fact of."""
+        """Return the ranks that a term describes. ``term`` is a name of the table of weights."""
         side = term.partition(": ")[0]
         if self.owed is None:
             return self.others if side == "others" else self.ranks
@@ -76,12 +77,14 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """The column of the table of weights."""
+        """The edit's column in the table of weights."""
         return self.edit.name.lower() + (" by all" if self.is_for_all else "")
 
 
 def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
-    """Return the edits that would explain ``entered``, in which ranks are in different calls of one place or wait in several."""
+    """Return the edits that would explain ``entered``: ranks in different calls at one place of a sequence, or waiting
+    at several places.
+    """
     sides, made = _sides(entered), _made_by(evidence, entered)
     places = {c.place for c in entered.values()}
     pairs = _of_one_place(sides) if len(places) == 1 and len(sides) > 1 else _of_waits(evidence, entered, sides)
@@ -98,7 +101,9 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
-    if any(c.op == END or c.peer != -1 for c in entered.values()):  # such a rank made no other collective instead
+    if any(
+        c.op == END or c.peer != -1 for c in entered.values()
+    ):  # such a rank made no collective in place of this one
         return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered, made)]
     if found:
         contrast = next(iter(found.values())).contrast
@@ -110,7 +115,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
 
 
 def _sides(entered: Calls) -> list[Ranks]:
-    """Return the ranks in one call each, the largest sides first."""
+    """Return the ranks grouped by call, the largest group first."""
     found: dict[object, list[int]] = {}
     for rank, call in sorted(entered.items()):
         found.setdefault((call.place, call.shape), []).append(rank)
@@ -118,7 +123,7 @@ def _sides(entered: Calls) -> list[Ranks]:
 
 
 def _of_one_place(sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
-    """Yield (edits, ranks, others) of ranks that met in one place of a group's sequence by different calls."""
+    """Yield (edits, ranks, others) for ranks that made different calls at one place of a group's sequence."""
     edits = (Edit.SKIP, Edit.EXTRA, Edit.MISMATCH)
     for side in sides[:MOST_SIDES]:
         yield edits, side, next(s for s in sides if s is not side)
@@ -129,8 +134,10 @@ def _of_one_place(sides: Sequence[Ranks]) -> Iterable[tuple[Sequence[Edit], Rank
 def _of_waits(
     evidence: Evidence, entered: Calls, sides: Sequence[Ranks]
 ) -> Iterable[tuple[Sequence[Edit], Ranks, Ranks]]:
-    """Yield (edits, ranks, others) of ranks that wait in several places: for each place, those inside and those that it lacks; of
-    one call in several groups, as each of them has it, those of all these groups together as well.
+    """Yield (edits, ranks, others) for ranks that wait at several places: for each place, the ranks inside and the
+    ranks missing.
+
+    Where ranks make one call in several groups of the same kind, these groups are also taken together.
     """
     lacks = lacking(entered.values(), entered, rings(evidence), evidence.members)
     of_absent, of_inside = (Edit.SKIP, Edit.MISMATCH, Edit.ORDER), (Edit.EXTRA, Edit.MISMATCH, Edit.ORDER)
@@ -148,7 +155,7 @@ def _of_waits(
             yield of_inside, inside, absent
             for some in _sides({r: entered[r] for r in absent})[:MOST_SIDES]:
                 yield of_absent, some, inside
-    bits: dict[object, float] = {}  # of thousands of ranks, most made the same calls
+    bits: dict[object, float] = {}  # of thousands of ranks, most have the same history
     costs = {}
     for rank, call in entered.items():
         history = tuple(token(c) for c in calls_before(evidence, rank, call))
@@ -159,8 +166,8 @@ def _of_waits(
 
 
 def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candidate]:
-    """Return the edits that would explain that sends and receives do not pair: of each rank that waits for one, of each rank that
-    others wait for, and of those together that do the same.
+    """Return the edits that would explain unpaired sends and receives: of each waiting rank, of each peer, and of all
+    ranks in the same position.
     """
     messages = Messages(evidence, {rank: c for rank, c in entered.items() if c.op != END})
     pairs = [owed for owed in messages.pairs() if owed.peer in entered]
@@ -190,7 +197,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
     for owed in pairs[:MOST_PAIRS]:
         lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)
         add(Edit.UNASKED, (owed.waiter,), owed)
-        if not owed.is_recomputed:  # a second time: the peer owes nothing
+        if not owed.is_recomputed:  # recomputed: the peer has already answered
             add(Edit.UNANSWERED, (owed.peer,), owed)
         if owed.is_wanted or owed.is_offered:
             add(Edit.MISDIRECTED, (owed.waiter,), owed)
@@ -209,7 +216,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
 
 
 def _made_by(evidence: Evidence, entered: Calls) -> Makers:
-    """Return the ranks that made each of the calls that ranks are in, by the call's place."""
+    """Return, by the place of each call in ``entered``, the ranks that made it."""
     found: Makers = {c.place: set() for c in entered.values()}
     for rank, ring in rings(evidence).items():
         for c in ring:
@@ -219,9 +226,7 @@ def _made_by(evidence: Evidence, entered: Calls) -> Makers:
 
 
 def _others_there(made: Makers, ranks: Ranks, entered: Calls) -> dict[str, float]:
-    """Return the terms of other ranks that are in the call of ``ranks`` by the same lines, or made it and went on: what one did
-    there, all did.
-    """
+    """Return the terms on other ranks that are in the call of ``ranks`` by the same lines, or made it and went on."""
     call, named = entered[ranks[0]], set(ranks)
     if call.op == END:
         return {}
@@ -233,5 +238,5 @@ def _others_there(made: Makers, ranks: Ranks, entered: Calls) -> dict[str, float
 
 
 def _representative(evidence: Evidence, ranks: Ranks) -> int:
-    """Return a rank that left a stack, if any: who was aborted left none."""
+    """Return a rank that left a stack, if any; an aborted rank leaves none."""
     return next((r for r in ranks if evidence.ranks[r].last_stack is not None), ranks[0])

@@ -1,4 +1,4 @@
-"""Gradient hooks, in which ranks make calls: who is in one, and what those left out whose hook did not run."""
+"""Calls from gradient hooks: which ranks are in one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pytest_nsa.evidence.values import RankEvidence
 
 
 def is_in_hook(rank: RankEvidence) -> bool:
-    """Return whether a rank is in a gradient hook: by its stack; of one that left none, or had raised when it was taken, by
-    the lines that led to its call.
+    """Return whether a rank is in a gradient hook: by its stack, or, without a usable one, by the lines that led to its
+    call.
     """
     call = awaited(rank)
     if call is None or (rank.stack is not None and not rank.exceptions):

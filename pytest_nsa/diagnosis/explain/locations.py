@@ -1,4 +1,4 @@
-"""The relative location of two ranks in the program, by their stacks: the function in which they diverge, and the lines."""
+"""Locations in stacks: the user's frames, the line of an endless loop, the lines at which two call paths diverge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_nsa.evidence.values import RankEvidence
 
 
 def user_frames(rank: RankEvidence) -> list[Frame]:
-    """Return those of the test, the outermost first: what called pytest is not part of it."""
+    """Return the test's frames, outermost first, without the frames that called pytest."""
     found = []
     stack = rank.last_stack
     for frame in stack.frames if stack is not None else ():
@@ -25,8 +25,10 @@ def user_frames(rank: RankEvidence) -> list[Frame]:
 
 
 def line_of_its_loop(rank: RankEvidence) -> str:
-    """Return the line that would end the loop which does not end, of the innermost function that is in one: in which line of it the
-    rank was found is chance. That is its condition; of a ``while True`` the first ``if`` that leaves it. '' where no loop is known.
+    """Return the line that would end the innermost function's endless loop; '' where no loop is known.
+
+    The sampled line inside the loop is arbitrary. The line returned is the loop's condition, or, for a ``while True``,
+    the first ``if`` that leaves it.
     """
     frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
     for frame in frames[:3]:
@@ -38,7 +40,7 @@ def line_of_its_loop(rank: RankEvidence) -> str:
 
 
 def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[Frame]]:
-    """Return both paths from the outermost frame that both have: a dump of a deep stack is cut off at its outer end."""
+    """Return both paths from the outermost frame that both have: the dump of a deep stack is cut at its outer end."""
     if not (mine and others):
         return mine, others
     if mine[0] in others:
@@ -47,7 +49,7 @@ def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[
 
 
 def line_in(call: Collective, place: str) -> int:
-    """Return the line of the function of ``place`` that led to a call; 0 where none is known to have."""
+    """Return the line, in the function of ``place``, that led to a call; 0 where none is known."""
     file, _, function = parts_of(place)
     for at_file, line, at_function in map(parts_of, call.way):
         if (file_name(at_file), at_function) == (file_name(file), function):
@@ -56,18 +58,20 @@ def line_in(call: Collective, place: str) -> int:
 
 
 def where_ways_part(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
-    """Return the outermost lines of two ways to a call that differ; the calls' own where none does."""
+    """Return the outermost lines at which the paths to two calls diverge; the calls' own lines where the paths are
+    equal.
+    """
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next(((a, b) for a, b in pairs if a != b), (one[0], other[0]))
 
 
 def parts_of(place: str) -> tuple[str, int, str]:
-    """Return file, line and function of a location; the line is 0 where it names none."""
+    """Return file, line and function of a location; the line is 0 where the location has none."""
     at, _, function = place.rpartition(" in ")
     file, _, line = at.rpartition(":")
     return file, int(line) if line.isdigit() else 0, function
 
 
 def recomputes(rank: RankEvidence) -> bool:
-    """Return whether a rank runs a part of its forward a second time, for gradient checkpointing: that is not a round of a loop."""
+    """Return whether a rank recomputes a part of its forward for gradient checkpointing, which is no round of a loop."""
     return rank.stack is not None and any("torch/utils/checkpoint.py" in f.file for f in rank.stack.frames)

@@ -1,4 +1,4 @@
-"""The terms of a message that is waited for: facts about the rank that waits, and about the one that is waited for, with words."""
+"""The terms of a message that a rank waits for: facts about the waiting rank and about its peer, with words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_nsa.evidence.board import Collective
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A fact about a message that is waited for: of the rank that waits (``is_of_waiter``), or of the one that is waited for."""
+    """A fact about a message: about the rank that waits (``is_of_waiter``), or about the peer that it waits for."""
 
     name: str
     words: str
@@ -27,7 +27,9 @@ def _has_peers_call(o: Owed, kind: Callable[[Collective], bool]) -> bool:
 def _of_line(
     compares: Callable[[int, list[int]], bool], counts: Callable[[Owed], tuple[int, list[int]]]
 ) -> Callable[[Owed], float]:
-    """Return whether a rank's count at a line and those of the other ranks there compare; 0 where a ring is not whole."""
+    """Return a value that compares a rank's count at a line with the other ranks' counts; 0 where a ring has lost
+    calls.
+    """
 
     def value(o: Owed) -> float:
         mine, others = counts(o)
@@ -46,7 +48,7 @@ MESSAGE: tuple[Term, ...] = (
     ),
     Term(
         "surprise of half",
-        "waits for a message that its rounds do not lead to",
+        "waits for a message that its earlier rounds do not predict",
         True,
         lambda o: share(o.bits_of_call()),
     ),
@@ -55,37 +57,37 @@ MESSAGE: tuple[Term, ...] = (
     Term("sends", "sends", True, lambda o: o.call.is_send),
     Term(
         "once more",
-        "came to this line once more than each other rank that came there",
+        "came to this line more often than each other rank that came there",
         True,
         _of_line(lambda mine, others: set(others) == {mine - 1}, lambda o: o.counts_at_line),
     ),
     Term(
         "fewer answers",
-        "made fewer of the other halves than each other rank that made any at that line",
+        "made fewer matching calls than each other rank at that line",
         False,
         _of_line(lambda mine, others: mine < min(others), lambda o: o.counts_of_answers),
     ),
     Term(
         "another tag",
-        "waits for the other half with another tag",
+        "waits in the matching call with another tag",
         False,
         lambda o: o.is_mutual and _has_peers_call(o, lambda c: c.is_send != o.call.is_send and c.note != o.call.note),
     ),
     Term(
         "all alike",
-        "waits in the same half at the same line, as every rank does",
+        "waits in the same direction at the same line, as every rank does",
         False,
         lambda o: o.messages.are_all_alike,
     ),
     Term(
         "surprise of answer",
-        "has no rounds that lead to the other half here",
+        "has no earlier rounds that predict the matching call here",
         False,
         lambda o: share(o.bits_of_answer()),
     ),
     Term(
         "answer passed over",
-        "makes what follows the other half in its rounds, which lead to the other half",
+        "makes the call that follows the matching call in its earlier rounds",
         False,
         lambda o: (1 - share(o.bits_of_answer())) * (1 - share(o.bits_after_answer())),
     ),

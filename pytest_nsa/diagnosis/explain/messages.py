@@ -1,4 +1,4 @@
-"""Sends and receives that wait for their other half: who waits for whom, and what the ranks' exchanges so far show of each pair."""
+"""Unpaired sends and receives: which rank waits for which, and what each pair exchanged before."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pytest_nsa.diagnosis.facts import calls_before
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
-FEW_BITS = 3.0  # of a call that is expected
-END = "end"  # in place of the call of a rank that ended its test
-Signature = tuple[str, tuple[str, ...], int]  # operation, the lines that led to the call, and its peer
-Line = tuple[bool, str]  # whether it sends, and its line
+FEW_BITS = 3.0  # a call with less surprise is expected
+END = "end"  # operation of the call that represents the end of a test
+Signature = tuple[str, tuple[str, ...], int]  # operation, call path, peer
+Line = tuple[bool, str]  # whether it sends, its line
 
 
 def signature_of(call: Collective) -> Signature:
-    """Return what is equal where a rank exchanges a message with the same peer again."""
+    """Return what repeats when a rank exchanges a message with the same peer again."""
     return call.op, call.way, call.peer
 
 
@@ -31,12 +31,12 @@ def line_of(call: Collective) -> Line:
 
 
 def has_forgotten(rank: RankEvidence) -> bool:
-    """Return whether a rank's ring no longer has its first calls."""
+    """Return whether a rank's ring has lost its first calls."""
     return bool(rank.collectives) and rank.collectives[0].index > 0
 
 
 def ended(rank: RankEvidence) -> Collective:
-    """Return what counts as the call of a rank that ended its test."""
+    """Return the call that represents the end of a rank's test."""
     step = int(rank.board.numbers["step"]) if rank.board is not None else 0
     return Collective(
         index=sys.maxsize, op=END, group="", sequence=0, dtype="", count=0, site="", step=step, phase="", peer=-1, size=0,
@@ -45,7 +45,9 @@ def ended(rank: RankEvidence) -> Collective:
 
 
 class Messages:
-    """The sends and receives of all ranks. ``waits`` has the call that each rank waits in; a rank that ended is not in it."""
+    """The sends and receives of all ranks. ``waits`` has the call that each rank waits in; a rank that ended is not in
+    it.
+    """
 
     def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
         self.evidence, self.waits = evidence, waits
@@ -61,7 +63,7 @@ class Messages:
 
     @cached_property
     def at_line(self) -> dict[Line, dict[int, list[Collective]]]:
-        """By direction and line, the sends or receives that each rank entered there, in their order."""
+        """By direction and line, the sends or receives that each rank entered there, oldest first."""
         found: dict[Line, dict[int, list[Collective]]] = {}
         for rank in self.evidence.ranks:
             for c in rank.collectives:
@@ -70,25 +72,27 @@ class Messages:
         return found
 
     def counts(self, call: Collective, rank: int) -> tuple[int, list[int]]:
-        """Return how often a rank entered the line of a call, and how often each other rank did that came there."""
+        """Return how often a rank entered the line of a call, and how often each other rank that came there did."""
         made = {r: len(calls) for r, calls in self.at_line.get(line_of(call), {}).items()}
         return made.pop(rank, 0), list(made.values())
 
     @cached_property
     def are_all_alike(self) -> bool:
-        """Whether every rank waits in a send at one line, or every one in a receive: none offers what another one waits for."""
+        """Whether every rank waits in a send at one line, or every rank in a receive, so that no wait can match
+        another.
+        """
         kinds = set(map(line_of, self.pending.values()))
         return len(self.pending) == len(self.evidence.ranks) and len(kinds) == 1
 
     @cached_property
     def has_forgotten(self) -> bool:
-        """Whether a rank's ring no longer has its first calls: then counts are not those of the whole program."""
+        """Whether a rank's ring has lost its first calls, so that counts do not cover the whole program."""
         return any(map(has_forgotten, self.evidence.ranks))
 
     @cached_property
     def offers(self) -> dict[tuple[bool, int], set[int]]:
         """By direction and addressee, the ranks that entered more sends or receives than the addressee answered."""
-        made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, who, to or from whom
+        made: Counter[tuple[bool, int, int]] = Counter()  # whether it sends, caller, peer
         for rank in self.evidence.ranks:
             made.update((c.is_send, rank.rank, c.peer) for c in rank.collectives if c.peer != -1)
         found: dict[tuple[bool, int], set[int]] = defaultdict(set)
@@ -99,7 +103,7 @@ class Messages:
 
     @cached_property
     def ends(self) -> set[int]:
-        """The ranks at which the chains of ranks that wait for each other end, and those of the circles that they run into."""
+        """The ranks at the ends of the wait-for chains, and those in the cycles that the chains run into."""
         found: set[int] = set()
         seen: set[int] = set()
         for at in self.pending:
@@ -107,7 +111,7 @@ class Messages:
             while at in self.pending and at not in seen:
                 seen.add(at)
                 way.append(at)
-                if not 0 <= self.pending[at].peer < len(self.evidence.ranks):  # from any rank
+                if not 0 <= self.pending[at].peer < len(self.evidence.ranks):  # a receive from any rank
                     found.add(at)
                     break
                 at = self.pending[at].peer
@@ -118,7 +122,7 @@ class Messages:
         return found
 
     def pairs(self) -> Iterator[Owed]:
-        """Yield each rank that waits for a message, with the rank that it waits for: each other rank, of a receive from any."""
+        """Yield each waiting rank with the rank that it waits for; for a receive from any rank, with every other rank."""
         for rank, call in sorted(self.pending.items()):
             peers = range(len(self.evidence.ranks)) if call.peer == ANY else (call.peer,)
             for peer in peers:
@@ -128,7 +132,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Owed:
-    """A rank ``waiter`` waits in ``call``, for a message of ``peer`` or for it to take one."""
+    """Rank ``waiter`` waits in ``call`` for rank ``peer`` to send or to receive."""
 
     messages: Messages
     waiter: int
@@ -147,12 +151,12 @@ class Owed:
 
     @cached_property
     def theirs(self) -> Collective | None:
-        """What the peer waits in; None where it ended its test."""
+        """The call that the peer waits in; None where its test ended."""
         return self.messages.waits.get(self.peer)
 
     @cached_property
     def peers_calls(self) -> list[Collective]:
-        """What the peer called before what it waits in."""
+        """The peer's calls before the one that it waits in."""
         rank, mine = self.messages.evidence.ranks[self.peer], self.theirs
         return calls_before(self.messages.evidence, self.peer, mine) if mine is not None else list(rank.collectives)
 
@@ -162,7 +166,7 @@ class Owed:
 
     @cached_property
     def answers(self) -> list[Collective]:
-        """The other halves that the peer made for the waiter before."""
+        """The matching calls that the peer made for the waiter before."""
         return [
             c
             for c in self.peers_calls
@@ -170,18 +174,18 @@ class Owed:
         ]
 
     def bits_of_answer(self) -> float:
-        """Return the surprise of the peer's next answer, where it made it in place of what it waits in."""
+        """Return the surprise of the peer's next answer, if it had made one in place of the call that it waits in."""
         return surprise(self.peers_history, signature_of(self.answers[-1])) if self.answers else MOST_BITS
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether the peer waits in a collective, or in a message that its rounds have next after its answer."""
+        """Whether the peer waits in a collective, or in the message that follows its answer in earlier rounds."""
         if not self.answers:
             return False
         return self.theirs is None or self.theirs.peer == -1 or self.bits_after_answer() < FEW_BITS
 
     def bits_after_answer(self) -> float:
-        """Return the surprise of what the peer waits in, after its answer."""
+        """Return the surprise of the call that the peer waits in, if it follows an answer."""
         if not self.answers or self.theirs is None:
             return MOST_BITS
         return surprise([*self.peers_history, signature_of(self.answers[-1])], signature_of(self.theirs))
@@ -192,18 +196,18 @@ class Owed:
 
     @cached_property
     def is_recomputed(self) -> bool:
-        """Whether the waiter is in its call a second time, as it recomputes a checkpointed forward."""
+        """Whether the waiter makes its call a second time, while it recomputes a checkpointed forward."""
         return recomputes(self.messages.evidence.ranks[self.waiter])
 
     @property
     def is_wanted(self) -> bool:
-        """Whether another rank than the peer waits for the waiter in the other half."""
+        """Whether a rank other than the peer waits for the waiter in a matching call."""
         waits = self.messages.pending
         return any(r != self.peer and waits[r].is_send != self.call.is_send for r in self.messages.waiters[self.waiter])
 
     @property
     def is_offered(self) -> bool:
-        """Whether another rank than the peer entered more of the other halves for the waiter than it answered."""
+        """Whether a rank other than the peer entered more matching calls for the waiter than the waiter answered."""
         return bool(self.messages.offers[not self.call.is_send, self.waiter] - {self.waiter, self.peer})
 
     @property
@@ -213,17 +217,19 @@ class Owed:
 
     @property
     def counts_at_line(self) -> tuple[int, list[int]]:
-        """How often the waiter entered the line of its call, and how often each other rank did that came there."""
+        """How often the waiter entered the line of its call, and how often each other rank that came there did."""
         return self.messages.counts(self.call, self.waiter)
 
     @property
     def counts_of_answers(self) -> tuple[int, list[int]]:
-        """How often the peer entered the line of its answers, and how often each other rank did that came there."""
+        """How often the peer entered the line of its answers, and how often each other rank that came there did."""
         return self.messages.counts(self.answers[-1], self.peer) if self.answers else (0, [])
 
     @property
     def entered_as_often(self) -> bool:
-        """Whether the peer entered the two lines of the exchange as often as the waiter has: with other ranks."""
+        """Whether the peer entered both lines of the exchange as often as the waiter did, and so exchanged with other
+        ranks.
+        """
         counts = [
             (line, len(made[self.waiter]), len(made.get(self.peer, ())))
             for line, made in self.messages.at_line.items()
@@ -235,7 +241,7 @@ class Owed:
 
     @property
     def has_odd_tag(self) -> bool:
-        """Whether the other ranks that came to the line as often had one tag there, another than the waiter's."""
+        """Whether the other ranks, at the same count of this line, all used one tag, and the waiter used another."""
         if self.messages.has_forgotten:
             return False
         place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]

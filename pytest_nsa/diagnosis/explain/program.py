@@ -1,9 +1,10 @@
-"""Where ranks are in their program, and which of two is ahead: by the lines of their stacks, the loops around them, their counters.
+"""Where ranks are in their program, and which of two is ahead: by the lines of their stacks, the loops around them,
+their counters.
 
-`compare` is the one question. It walks both paths from the outermost frame to the first function in which the ranks part. There the
-loops around both lines decide first, by their counters (of a range, an enumerate, or a hand-written one; never of data), then the
-order of the statements. Where a loop has no counter, the latest call that both ranks have made decides: from its line on, the
-program goes down, and round the loop once.
+`compare` walks both stacks from the outermost frame to the first function in which they diverge. There the counters of
+the loops around both lines decide first (a range, an enumerate, a variable incremented by hand; never data), then the
+order of the statements. Where a loop has no counter, the latest call that both ranks made decides: after it the program
+continues downwards, and around the loop at most once.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ Loop = ast.For | ast.While
 
 
 class Order(enum.Enum):
-    """Where a rank is, seen from another one."""
+    """The position of a rank relative to another rank."""
 
     BEFORE = "before"
     AFTER = "after"
     SAME = "same"
-    EXCLUSIVE = "exclusive"  # in two branches: neither comes to the other's line in this round
+    EXCLUSIVE = "exclusive"  # in two branches: neither rank reaches the other's line in this round
     UNKNOWN = "unknown"
 
     @property
     def turned(self) -> Order:
-        """Seen from the other rank."""
+        """The order with the two ranks swapped."""
         return {Order.BEFORE: Order.AFTER, Order.AFTER: Order.BEFORE}.get(self, self)
 
 
@@ -48,7 +49,7 @@ class Frame:
 
     @property
     def function(self) -> tuple[str, str]:
-        """The file's name and the function's: the lines that led to a call have no more."""
+        """(file name, function name): call paths have no more than that."""
         file, _, name = parts_of(self.place)
         return file_name(file), name
 
@@ -62,7 +63,7 @@ Position = tuple[Frame, ...]  # outermost first
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How two positions lie, and where they part: the frames of the function in which their lines differ, () without one.
+    """How two positions compare. ``parted`` are the frames at which the stacks diverge, () where they do not.
 
     ``left``: the rank that is ahead has left a loop that the other is in.
     """
@@ -70,23 +71,23 @@ class Compared:
     order: Order
     parted: tuple[Frame, ...] = ()
     left: bool = False
-    is_counted: bool = False  # by counters of all shared loops, or in no loop
-    is_likely: bool = False  # by the steps of the ranks' training, of which one may have made more in a round
-    is_assumed: bool = False  # it may be that one is in a further round of a loop that nothing counts
+    is_counted: bool = False  # all shared loops have counters, or there are none
+    is_likely: bool = False  # by training steps, of which a round may contain several
+    is_assumed: bool = False  # one rank may be in a later round of a loop without a counter
 
 
 def position_of(rank: RankEvidence, call: Collective) -> Position:
-    """Return where a rank is in a call: by its stack, with the counters that it wrote, while it is at the line of the call; else by
-    the lines that led there, without counters.
+    """Return the position of a rank in a call: by its stack, with counters, while it is at the line of the call; else
+    by the call's path, without counters.
     """
     way = tuple(Frame(place, {}) for place in reversed(call.way))
     if not call.is_inside and all(frame.describe() != call.site for frame in user_frames(rank)):
-        return way  # it went on since
+        return way  # it has moved since
     return _of_stack(rank) or way
 
 
 def _of_stack(rank: RankEvidence) -> Position:
-    """Return where a rank is by its stack, with the counters that it wrote; () where it left none."""
+    """Return the position of a rank by its stack and counters; () where it left no stack."""
     counted = [(place, dict(values)) for place, values in rank.counters]
     found = []
     for frame in user_frames(rank):
@@ -100,7 +101,7 @@ def _of_stack(rank: RankEvidence) -> Position:
 
 
 def compare_ranks(sources: Sources, one: RankEvidence, other: RankEvidence) -> Compared:
-    """Return where one rank is from another one, by their stacks and counters alone."""
+    """Return the position of one rank relative to another, by their stacks and counters alone."""
     return compare(sources, _of_stack(one), _of_stack(other), None, steps=(_steps(one), _steps(other)))
 
 
@@ -108,7 +109,7 @@ def _steps(rank: RankEvidence) -> int:
     return int(rank.board.numbers["step"]) if rank.board is not None else 0
 
 
-# What calls the user's code at the line that it is called from, once.
+# Functions that call the user's code once, at the line that calls them.
 _PLAIN_CALLERS = (
     "torch/nn/modules/module.py",
     "/contextlib.py",
@@ -119,8 +120,8 @@ _PLAIN_CALLERS = (
 
 
 def is_called_back(rank: RankEvidence, place: str) -> bool:
-    """Return whether a library has called the function that a rank is in, below the line ``place``, or the interpreter has: a hook,
-    a signal's handler, a finalizer. The line around it does not tell then where in the program it lies.
+    """Return whether a library or the interpreter called the function that a rank is in, below the line ``place``: a
+    hook, a signal handler, a finalizer. The line around such a call does not give its position in the program.
     """
     stack = rank.last_stack
     frames = [f for f in (stack.frames if stack is not None else ()) if not f.is_ours]
@@ -136,13 +137,13 @@ def is_called_back(rank: RankEvidence, place: str) -> bool:
     )  # fmt: skip
 
 
-# Where a program gives a function to what calls it at any line.
+# Calls by which a program registers a function that may be called at any line.
 _REGISTERS = r"(signal\.signal|add_signal_handler|atexit\.register|weakref\.finalize)\([^\n]*\b{name}\b"
 
 
 def _may_call(sources: Sources, place: str, function: str) -> bool:
-    """Return whether the statement of a line may call a function: it makes a call, and the program does not give the function to
-    what calls it at any line. True where the source is not kept.
+    """Return whether the statement of a line may call a function directly: it contains a call, and the program does not
+    register the function anywhere. True where the source was not kept.
     """
     found = sources.around(place)
     registers = re.compile(_REGISTERS.format(name=re.escape(function)))
@@ -162,12 +163,14 @@ def compare(
     sources: Sources, one: Position, other: Position, latest: Collective | None,
     go_on: tuple[bool, bool] = (False, False), steps: tuple[int, int] = (0, 0),
 ) -> Compared:  # fmt: skip
-    """Return where ``one`` lies from ``other``. ``latest`` is the last call that both ranks have made; ``go_on``: whether the
-    rounds of each rank show that its visit to the statement of its call had not come to its usual end; ``steps``: of each rank's
-    training, which count the rounds that nothing else counts: of the function, or of a loop in it.
+    """Return the position of ``one`` relative to ``other``.
+
+    ``latest`` is the last call that both ranks made. ``go_on`` has, for each rank, whether its earlier rounds show that
+    it has not finished its visit to the statement of its call. ``steps`` are the ranks' training steps; they count the
+    rounds of a function or loop that has no counter.
     """
     one, other = _aligned(one, other)
-    around = False  # of a loop that nothing counts, around the functions in which the ranks are
+    around = False  # the ranks' functions are called in a loop without a counter
     for depth, (a, b) in enumerate(itertools.zip_longest(one, other)):
         if a is None or b is None:
             return Compared(Order.SAME)
@@ -191,12 +194,12 @@ def compare(
         below = tuple(
             False if first is None and goes_on else first for first, goes_on in zip(below, go_on, strict=True)
         )
-        # A loop that the other rank has left, after the round that this one is in, hides nothing.
+        # A loop that the other rank left in a later round than this one's is known to be behind it.
         is_in = bool(more) and not has_made_round(more[0], a.counters, b.counters)
         is_in_there = bool(more_there) and not has_made_round(more_there[0], b.counters, a.counters)
         open_loops = (*([None] if around else ()), *([] if is_counted else loops))
         found = _in_one_function(a, b, open_loops, (is_in, is_in_there), below, latest)
-        is_a_round = around and not loops  # the function is called once a round of a loop that nothing counts
+        is_a_round = around and not loops  # the function is called once in each round of a loop without a counter
         if steps[0] != steps[1] and not (more or more_there) and (is_a_round or found.is_assumed):
             order = Order.AFTER if steps[0] > steps[1] else Order.BEFORE
             return Compared(order, (a, b), is_likely=not is_a_round)
@@ -205,7 +208,9 @@ def compare(
 
 
 def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
-    """Return both from the outermost function that both have: a dump of a deep stack is cut off at its outer end."""
+    """Return both positions from the outermost function that both have: the dump of a deep stack is cut at its outer
+    end.
+    """
     if one and other and one[0].function != other[0].function:
         for i, frame in enumerate(other):
             if frame.function == one[0].function:
@@ -217,7 +222,7 @@ def _aligned(one: Position, other: Position) -> tuple[Position, Position]:
 
 
 def _loops(sources: Sources, a: Frame, b: Frame) -> tuple[list[Loop], list[Loop], list[Loop]]:
-    """Return the loops around both lines, outermost first, and those around the one and around the other alone."""
+    """Return the loops around both lines, outermost first, and those around only the one and only the other."""
     mine = [s for s in sources.around(a.place) if isinstance(s, Loop)]
     others = [s for s in sources.around(b.place) if isinstance(s, Loop)]
     shared = [loop for loop in mine if loop in others]
@@ -225,7 +230,7 @@ def _loops(sources: Sources, a: Frame, b: Frame) -> tuple[list[Loop], list[Loop]
 
 
 def _by_counters(sources: Sources, loops: Sequence[Loop], a: Frame, b: Frame) -> tuple[Order | None, bool]:
-    """Return what the counters of shared loops decide, and whether all of them count."""
+    """Return the order that the counters of shared loops give, and whether all of these loops have counters."""
     scope = next(iter(sources.around(a.place)), None)
     is_counted = True
     for loop in loops:
@@ -238,9 +243,9 @@ def _by_counters(sources: Sources, loops: Sequence[Loop], a: Frame, b: Frame) ->
 
 
 def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position) -> bool | None:
-    """Return whether the outermost loop that a rank is in, of those in its statement and below it, is in its first round.
+    """Return whether the outermost loop that a rank is in, within its statement or below it, is in its first round.
 
-    None where there is none, or it has no counter.
+    None without such a loop, or where it has no counter.
     """
     for i, frame in enumerate(frames):
         for loop in loops if not i else [s for s in sources.around(frame.place) if isinstance(s, Loop)]:
@@ -249,7 +254,7 @@ def _first_round_below(sources: Sources, loops: Sequence[Loop], frames: Position
 
 
 def is_in_loop_below(sources: Sources, position: Position, parted: Frame) -> bool:
-    """Return whether a rank is in a loop of a function that the line ``parted`` of its position has called."""
+    """Return whether a rank is in a loop of a function that was called from the line ``parted`` of its position."""
     at = next((i for i, frame in enumerate(position) if frame is parted or frame == parted), len(position))
     return any(isinstance(s, Loop) for frame in position[at + 1 :] for s in sources.around(frame.place))
 
@@ -260,8 +265,9 @@ def _in_one_function(
 ) -> Compared:  # fmt: skip
     """Compare two lines of one function.
 
-    ``open_loops`` are around both, and count nothing; None stands for one around the function. ``in_more``: whether each is in a
-    loop that the other is not in; ``first_below``: `_first_round_below` of each.
+    ``open_loops`` are the loops without a counter around both lines; None among them is a loop around the function.
+    ``in_more``: whether each rank is in a loop that the other is not in. ``first_below``: `_first_round_below` of each
+    rank.
     """
     parted, is_first = (a, b), a.line < b.line
     order, left = Order.BEFORE if is_first else Order.AFTER, in_more[0] if is_first else in_more[1]
@@ -271,18 +277,20 @@ def _in_one_function(
     loop = open_loops[-1]
     if not at or (loop is not None and not loop.lineno <= at <= (loop.end_lineno or 0)):
         return Compared(order, parted, left)  # the loop has just begun
-    # In its own statement, a rank whose loop there is in its first round has come to it again.
+    # A rank in the first round of a loop inside the statement has reached the statement again.
     gone_round = [
         frame.line < at if frame.line != at else first for frame, first in zip(parted, first_below, strict=True)
     ]
-    # The other one has left the statement: of two that is the one which has gone on in it, or come to it again.
+    # The other rank has left the statement.
     keys = [(gone is not False, frame.line) for gone, frame in zip(gone_round, parted, strict=True)]
     order = Order.BEFORE if keys[0] < keys[1] else Order.AFTER
     return Compared(order, parted, left and keys[0][0] == keys[1][0], is_assumed=None in gone_round)
 
 
 def _are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
-    """Return whether two lines are in two branches of one statement, or the one in a branch that ends before the other line."""
+    """Return whether two lines are in two branches of one statement, or one is in a branch that jumps before the other
+    line.
+    """
     shared = [s for s in mine if s in others]
     if not shared:
         return False
@@ -309,6 +317,8 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _ends_in(statement: ast.If, way: Sequence[ast.stmt]) -> bool:
-    """Return whether the branch of an ``if`` that a way leads through ends in a jump: it does not come to what follows."""
+    """Return whether the branch of an ``if`` that contains a line ends in a jump, so that what follows the ``if`` is
+    not reached.
+    """
     branch = next((block for block in (statement.body, statement.orelse) if any(s in way for s in block)), [])
     return bool(branch) and isinstance(branch[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)

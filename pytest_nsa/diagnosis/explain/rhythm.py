@@ -1,7 +1,8 @@
-"""What a rank's own calls predict: how much a next call surprises, and how many calls each of its rounds had.
+"""What a rank's own calls predict: how surprising a next call is, and how many calls each of its rounds had.
 
-`surprise` is the cost in bits of a next call under prediction by partial matching (Cleary and Witten, 1984): the longest run of
-latest calls that occurred before predicts what followed it; where it was never followed by the call, a shorter run does.
+`surprise` is the cost in bits of a next call under prediction by partial matching (Cleary and Witten, 1984): the
+longest suffix of the calls that occurred before predicts what followed it; where the call never followed it, a shorter
+suffix predicts.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from collections.abc import Hashable, Sequence
 
 from pytest_nsa.evidence.board import Collective
 
-LATEST = 96  # calls that are looked at
-LONGEST = 24  # calls of a run
-MOST_RUNS = 3  # lengths of runs that are tried
-MOST_BITS = 10.0  # of a surprise: what is above counts as much
-NEW = 3.0  # bits more for a call that the rank has never made
+LATEST = 96  # latest calls that are read
+LONGEST = 24  # calls of the longest suffix
+MOST_RUNS = 3  # lengths of suffixes that are tried
+MOST_BITS = 10.0  # a surprise above counts as this one
+NEW = 3.0  # additional bits for a call that the rank never made
 
-Token = tuple[str, tuple[str, ...]]  # operation, and the lines that led to the call
+Token = tuple[str, tuple[str, ...]]  # operation and call path
 
 
 def token(call: Collective) -> Token:
-    """Return what is equal where a rank makes the same call again, whatever it carries."""
+    """Return what repeats when a rank makes the same call again, whatever the payload."""
     return call.op, call.way
 
 
 def surprise(history: Sequence[Hashable], following: Hashable) -> float:
-    """Return how many bits ``following`` costs after ``history``: near 0 where each earlier run of the same calls led to it."""
+    """Return how many bits ``following`` costs after ``history``: near 0 where it followed each earlier occurrence of
+    the latest calls.
+    """
     history = history[-LATEST:]
     n = len(history)
     followers: dict[int, Counter[Hashable]] = {}
@@ -51,7 +54,7 @@ def surprise(history: Sequence[Hashable], following: Hashable) -> float:
 
 
 def share(bits: float) -> float:
-    """Return a surprise between 0, of what is expected, and 1."""
+    """Return a surprise as a number between 0 (expected) and 1."""
     return min(bits, MOST_BITS) / MOST_BITS
 
 
@@ -61,8 +64,8 @@ def is_same_line(a: Collective, b: Collective) -> bool:
 
 
 def counts_of_rounds(before: Sequence[Collective], mark: Collective, counted: Collective) -> list[int]:
-    """Return how many calls of ``counted``'s line were made since the latest of ``mark``'s, and in the rounds before that, the
-    latest first, as far as the ring holds them whole.
+    """Return the number of calls at ``counted``'s line since the latest call at ``mark``'s line, then in each earlier
+    round that the ring holds completely, the latest first.
     """
     counts, count = [], 0
     for call in before:
@@ -78,7 +81,9 @@ def counts_of_rounds(before: Sequence[Collective], mark: Collective, counted: Co
 
 
 def expected_next(shapes: Sequence[tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Return the shape that should come next: what followed the longest earlier run that equals the latest one."""
+    """Return the shape of the expected next call: the one that followed the longest earlier run equal to the latest
+    calls.
+    """
     best: tuple[int, tuple[object, ...]] | None = None
     for end in range(len(shapes) - 1, 0, -1):
         length = 0

@@ -1,4 +1,4 @@
-"""Calls of a second thread of a rank in the group in which its main thread calls: chance decides which of the two comes first."""
+"""Calls of a side thread in the group in which the main thread calls: the order of the two is a race."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def raced(evidence: Evidence, culprits: tuple[int, ...], entered: Mapping[int, Collective]) -> bool:
-    """Return whether a thread beside the main one makes the call of each rank of one side, the culprits or the others, and those
-    of the other side have that thread as well, in another call of one group: they would have made the call later. ``entered`` has
-    the calls, where they are known; else they are those that ranks are inside of.
+    """Return whether side threads make the calls of all ranks of one side, and the other side's ranks have the same
+    threads in another call of one group, so that their side threads would have made the call later.
+
+    ``entered`` has the calls where they are known; else the calls that ranks are inside are taken.
     """
     one = [evidence.ranks[rank] for rank in culprits]
     others = [r for r in evidence.ranks if r.rank not in culprits and (r.rank in entered or not r.finished)]
@@ -28,8 +29,8 @@ def raced(evidence: Evidence, culprits: tuple[int, ...], entered: Mapping[int, C
 def _come_later(
     ranks: list[RankEvidence], others: list[RankEvidence], calls: Mapping[int, tuple[Collective, ...]]
 ) -> bool:
-    """Return whether a thread beside the main one makes the call of each of ``ranks``, and the others have that thread as well
-    and are in another call.
+    """Return whether a side thread makes the call of each of ``ranks``, and the other ranks have that thread and are in
+    another call.
     """
     if not all(_functions_of(calls[r.rank]) & _functions_of_side_threads(r) for r in ranks):
         return False
@@ -41,13 +42,13 @@ def _come_later(
 
 
 def _functions_of(calls: tuple[Collective, ...]) -> set[tuple[str, str]]:
-    """Return the functions, by file and name, that have made calls."""
+    """Return the functions that made the calls, by file and name."""
     return {(file, function) for file, _, function in (parts_of(call.site) for call in calls)}
 
 
 def _functions_of_side_threads(rank: RankEvidence) -> set[tuple[str, str]]:
-    """Return the user's functions, by file and name, that a rank's threads beside the main one are in, were in when the test
-    raised, or raised in.
+    """Return the user's functions, by file and name, that a rank's side threads are in, were in when the test raised,
+    or raised in.
     """
     frames = [f for stack in (*rank.threads, *rank.fatal) if not stack.is_main for f in stack.frames if f.is_user]
     places = [

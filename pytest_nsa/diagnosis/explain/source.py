@@ -1,4 +1,4 @@
-"""The context of a line in its source: the loop that it is in, and the condition on the rank that it is under."""
+"""The context of a source line: its loops, whether it calls anything, and where its inputs are computed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def loops_of(sources: Sources, place: str) -> list[ast.For | ast.While]:
 
 
 def calls_nothing(sources: Sources, place: str) -> bool:
-    """Return whether the innermost statement of a line calls no function: then what runs there is Python itself."""
+    """Return whether the innermost statement of a line calls no function, so that the interpreter itself runs there."""
     found = sources.around(place)
     if not found:
         return False
     innermost = found[-1]
-    # Of a compound statement (`while`, `if`) the line has the condition alone.
+    # The line of a compound statement (`while`, `if`) has only the condition.
     tests = [innermost.test] if isinstance(innermost, ast.While | ast.If) else [innermost]
     compound = isinstance(innermost, ast.For | ast.With | ast.Try | ast.FunctionDef)
     return not compound and not any(
@@ -30,8 +30,8 @@ def calls_nothing(sources: Sources, place: str) -> bool:
 
 
 def _may_be_long(node: ast.AST) -> bool:
-    """Return whether a node is a call, or an operator that a tensor may give a meaning of its own; arithmetic with a literal is
-    not one.
+    """Return whether a node is a call, or an operator that a tensor may implement; arithmetic with a literal is
+    neither.
     """
     if isinstance(node, ast.Call):
         return True
@@ -44,7 +44,9 @@ def is_in_while(sources: Sources, place: str) -> bool:
 
 
 def line_that_ends(loop: ast.For | ast.While) -> int:
-    """Return the line of a loop's condition; of a ``while True`` that of the first ``if`` in it that leaves it, if there is one."""
+    """Return the line of a loop's condition; for a ``while True``, the line of the first ``if`` in it that leaves it,
+    if there is one.
+    """
     if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant):
         for node in sorted((n for n in ast.walk(loop) if isinstance(n, ast.If)), key=lambda n: n.lineno):
             if any(isinstance(n, ast.Break | ast.Return | ast.Raise) for n in ast.walk(node)):
@@ -53,7 +55,9 @@ def line_that_ends(loop: ast.For | ast.While) -> int:
 
 
 def where_its_loss_is_computed(sources: Sources, place: str) -> str:
-    """Return the location at which a function has computed what its line calls ``backward`` of; '' where it does so elsewhere."""
+    """Return the location at which a function computed the object on which its line calls ``backward``; '' where that
+    happens elsewhere.
+    """
     match, found = LOCATION.match(place), sources.around(place)
     function = next((s for s in found if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)), None)
     if match is None or function is None:
@@ -74,7 +78,7 @@ def where_its_loss_is_computed(sources: Sources, place: str) -> str:
 
 def is_unwound_at(sources: Sources, place: str) -> bool:
     """Return whether an exception that is handled at a line is raised again after it: in a ``finally``, at the end of a
-    ``with``, in an ``except`` that ends in a bare ``raise``.
+    ``with``, or in an ``except`` that ends in a bare ``raise``.
     """
     match = LOCATION.match(place)
     line = int(match["line"]) if match else 0
@@ -92,7 +96,7 @@ def is_unwound_at(sources: Sources, place: str) -> bool:
 
 
 def is_in_retries(sources: Sources, place: str) -> bool:
-    """Return whether the innermost loop of a line is a ``for`` around a ``try``: attempts, which come to an end."""
+    """Return whether the innermost loop of a line is a ``for`` around a ``try``, that is, a bounded number of attempts."""
     loops = loops_of(sources, place)
     if not loops or not isinstance(loops[-1], ast.For):
         return False
@@ -100,7 +104,7 @@ def is_in_retries(sources: Sources, place: str) -> bool:
 
 
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
-    """Return the expressions that a statement's own line evaluates: of a compound one not its body."""
+    """Return the expressions that a statement's own line evaluates, without the body of a compound statement."""
     if isinstance(statement, COMPOUND):
         return [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.expr | ast.withitem)]
     return [] if isinstance(statement, BLOCKS) else [statement]

@@ -1,8 +1,8 @@
 """The terms of an explanation: facts about two sides of the ranks, each with its words.
 
-A term has a value, 0 or 1 or between, and a weight for each kind of edit (`weights.json`, fitted by `benchmarks/fit.py`). The score
-of an edit is the sum of weight times value. `OWN` terms are taken of the side that an edit names and of the others; `SHARED` ones
-of the two together, seen from the side that is named.
+A term has a value from 0 to 1 and a weight for each kind of edit (`weights.json`, fitted by `benchmarks/fit.py`). The
+score of an edit is the sum of weight times value. `OWN` terms are computed for the side that an edit names and for the
+others; `SHARED` terms for both together, from the named side's view.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Term:
 
 
 def _bits(*calls: str) -> Callable[[Contrast], float]:
-    """Return the surprise of the last of the calls, 'own' or 'other', where the rank makes them next."""
+    """Return the surprise of the last of the calls, 'own' or 'other', if the rank makes them next."""
 
     def value(c: Contrast) -> float:
         made = [c.call if name == "own" else c.other_call for name in calls]
@@ -60,13 +60,17 @@ def _passed_over(c: Contrast) -> float:
 OWN: tuple[Term, ...] = (
     Term("new", "makes this call for the first time", lambda c: not c.has_made),
     Term("other's is new", "never made the others' call", lambda c: not c.has_made_other),
-    Term("surprise of other's", "has no rounds that lead to the others' call here", _bits("other")),
-    Term("surprise after other's", "has no rounds in which its call follows the others'", _bits("other", "own")),
-    Term("surprise before other's", "has no rounds in which the others' call follows its own", _bits("own", "other")),
-    Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
+    Term("surprise of other's", "has no earlier rounds that predict the others' call here", _bits("other")),
     Term(
-        "passed over", "makes the call that follows the others' in its rounds, which lead to the others'", _passed_over
+        "surprise after other's", "has no earlier rounds in which its call follows the others'", _bits("other", "own")
     ),
+    Term(
+        "surprise before other's",
+        "has no earlier rounds in which the others' call follows its own",
+        _bits("own", "other"),
+    ),
+    Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
+    Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
     Term("no rounds", "made no whole round before", lambda c: len(c.counts) == 1),
     Term("again", "makes its latest call again", lambda c: c.history[-1:] == [token(c.call)]),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
@@ -82,7 +86,7 @@ OWN: tuple[Term, ...] = (
 
 
 def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
-    """Return the terms of the two positions in the program, where the named side is 'ahead' of the others, or 'behind' them."""
+    """Return the terms for the case that the named side is ``side``, 'ahead' or 'behind', in the program."""
     return (
         Term(f"{side}, counted", f"is {side} in the program, by steps and loop counters", _order(order, counted=True)),
         Term(f"{side} by lines", f"is {side} in the program, by its lines", _order(order, counted=False)),
@@ -153,7 +157,9 @@ _OF_A_SIDE = (
 
 
 def position_values(contrast: Contrast) -> dict[str, float]:
-    """Return the terms of positions and conditions that hold between a rank and the one that it is contrasted with, by name."""
+    """Return the terms of positions and conditions that hold between a rank and the rank that it is compared with, by
+    name.
+    """
     found = {t.name: float(t.value(contrast)) for t in SHARED if t.name in _ALONE}
     found |= {f"they: {t.name}": float(t.value(contrast)) for t in OWN if t.name in _OF_A_SIDE}
     found |= {f"others: {t.name}": float(t.value(contrast.turned)) for t in OWN if t.name in _OF_A_SIDE}
@@ -162,7 +168,7 @@ def position_values(contrast: Contrast) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks an edit names, of how many, in how many different calls."""
+    """How many ranks an edit names, how many others there are, and in how many different calls the ranks are."""
 
     named: int
     others: int
@@ -179,7 +185,7 @@ class Sizes:
 
 
 def words_of(name: str) -> str:
-    """Return the words of a term by its name in the table of weights."""
+    """Return the words of a term. ``name`` is its name in the table of weights."""
     side, _, bare = name.partition(": ")
     if side in ("waiter", "peer"):
         return next((t.words for t in MESSAGE if t.name == bare), "")
@@ -187,7 +193,7 @@ def words_of(name: str) -> str:
 
 
 def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dict[str, float]:
-    """Return the terms that hold, by name; ``for_all``: of an edit that names all ranks, which takes no side."""
+    """Return the terms that hold, by name. ``for_all``: for an edit that names all ranks, and so takes no side."""
     found = {t.name: float(t.value(contrast)) for t in SHARED}
     if for_all:
         other = {t.name: float(t.value(contrast.turned)) for t in SHARED}

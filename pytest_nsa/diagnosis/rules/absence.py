@@ -1,4 +1,4 @@
-"""Ranks that never reached what the others wait in: they ended their test, serve the next request, or nothing more is known."""
+"""Ranks that never reached the others' call: they ended their test, serve the next request, or nothing more is known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
     if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
         return None
     if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
-        return None  # the rank that left may have left because of it
+        return None  # it may be the reason why the other rank left
     if any(is_victim_text(evidence.ranks[rank].left.get("after", "")) for rank in left):
         return None
     how = "expected to fail" if any(evidence.ranks[rank].xfailed is not None for rank in left) else "skipped"
@@ -35,9 +35,10 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
 
 
 def left_alone(evidence: Evidence) -> Finding | None:
-    """Find that some ranks ended their test well while others wait in a call that these never entered.
+    """Find that some ranks passed while others wait in a call that the former never entered.
 
-    When the finished rank's process ends, the waiting ones see a closed connection: a victim's message, not a cause.
+    When the finished rank's process ends, the waiting ranks see a closed connection: that error is a consequence, not a
+    cause.
     """
     entered = left_behind(evidence)
     if entered is None:
@@ -56,22 +57,22 @@ def left_alone(evidence: Evidence) -> Finding | None:
 
 
 def left_behind(evidence: Evidence) -> Calls | None:
-    """Return what each rank waits in, or that it ended its test well, where every rank does, and one or more of each kind."""
+    """Return, by rank, the call that it waits in or that it passed, where each rank does one of the two and both occur."""
     finished = [r for r in evidence.ranks if r.finished and r.passed]
     left = [r for r in evidence.ranks if r not in finished and awaited(r) is not None]
     if not finished or not left or len(finished) + len(left) < len(evidence.ranks):
         return None
     if evidence.stop == "host_died" and any(not r.is_waiting for r in left):
-        return None  # the test may be under way: what is not waited for holds no rank up
+        return None  # the test may be in progress: no rank waits for this one
     if evidence.stop == "host_died" and any(r.exit_code is None for r in finished):
-        return None  # a thread of theirs may make the call yet
+        return None  # one of their threads may still make the call
     if any(not is_victim(error) for r in left for error in r.exceptions):
         return None
     waits = {r.rank: c for r in left if (c := awaited(r)) is not None}
     of_all = [c for c in waits.values() if c.peer == -1]
     lacks = lacking(of_all, [r.rank for r in finished], rings(evidence), evidence.members)
     if len(of_all) == len(waits) and not any(lacks.values()):
-        return None  # in groups without those that ended their tests: they wait for each other
+        return None  # in groups without the ranks that ended: the members wait for each other
     return waits | {r.rank: ended(r) for r in finished}
 
 
@@ -99,10 +100,10 @@ def not_entered(evidence: Evidence) -> Finding | None:
 
 
 def skipped_in_a_request(evidence: Evidence) -> Finding | None:
-    """Find the ranks that read from the process that started them, without the call that all others wait in.
+    """Find the ranks that read from their parent process without having made the call that all others wait in.
 
-    They have ended a request without it: who waits for their answer sends no other. That one of them got no request is as
-    possible, and rarer, so the finding is not certain.
+    They finished a request without the call: a client that waits for its answer sends no further request. It is
+    possible, and rarer, that one of them got no request, so the finding is not certain.
     """
     alive = [r for r in evidence.ranks if not r.finished]
     idle = [r for r in alive if r.process.get("reads_from_parent") and not r.is_waiting]

@@ -1,4 +1,4 @@
-"""What a rank is blocked in, by its own evidence alone: a rule per kind of evidence, the surest first."""
+"""What a rank is blocked in, by its own evidence alone: one rule for each kind of evidence, the most reliable first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
 
-FAULTS = 1000  # per second: a process that gets new memory is in the kernel as well
-IN_KERNEL = 0.15  # of the time on the processor: a loop that polls a file or a socket is often there
-MOVES = 0.2  # of the heartbeat's looks that found the main thread at another instruction
+FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
+IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
+MOVES = 0.2  # share of the heartbeat's samples in which the main thread had moved
 GIL_WAIT_STARVED_MS = 4.5
-GIL_WAIT_MS = 2.5  # a beat; Python code gives the interpreter's lock up every 5 ms
+GIL_WAIT_MS = 2.5  # per beat; Python code releases the GIL every 5 ms
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
@@ -42,9 +42,10 @@ _LOADER = "torch/utils/data/dataloader.py"
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a rank does instead of meeting the others: ``cause``, its ``description``, and how sure that is.
+    """What a rank does instead of meeting the others: ``cause``, its ``description``, and a confidence.
 
-    ``where`` is the line, where that is known better than by the rank's stack; ``holders`` the ranks that hold what it waits for.
+    ``where`` is the line, where the rank's stack does not show it; ``holders`` are the ranks that hold the lock that
+    this one waits for.
     """
 
     cause: str
@@ -54,11 +55,11 @@ class Activity:
     holders: tuple[int, ...] = ()
 
 
-MOST_FRAMES = 100  # of a stack: by faulthandler, and by the rank itself
+MOST_FRAMES = 100  # of a stack, in dumps by faulthandler and by the rank itself
 
 
 def activity_of(rank: RankEvidence) -> Activity | None:
-    """Return what a rank is blocked in; None when no evidence shows it. Each rule is on one kind of evidence, the surest first."""
+    """Return what a rank is blocked in; None where no evidence shows it."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
         _loader, _child, _pool, _device, _gil_held, _store, _meets, _file_lock, _polled_file,
@@ -72,7 +73,7 @@ def _files(rank: RankEvidence) -> list[str]:
 
 
 def _library_files(rank: RankEvidence) -> list[str]:
-    """Return those of the frames that the user's innermost line has called, innermost first."""
+    """Return the files of the frames that the user's innermost line called, innermost first."""
     return [frame.file for frame in _library_frames(rank)]
 
 
@@ -101,7 +102,7 @@ def _stopped(rank: RankEvidence) -> Activity | None:
 
 def _compiling(rank: RankEvidence) -> Activity | None:
     in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
-    # A compiled function's own frames run below dynamo's evaluation of it, and are not a compile.
+    # The frames of a compiled function run below dynamo's, and are no compilation.
     running = (
         any(f.function in ("_fn", "compile_wrapper") for f in rank.stack.frames) if rank.stack is not None else False
     )
@@ -117,7 +118,7 @@ def _compiling(rank: RankEvidence) -> Activity | None:
 
 
 def _importing(rank: RankEvidence) -> Activity | None:
-    """Find that it imports a module, which reads files and runs their code."""
+    """Find that the rank imports a module, which reads files and runs their code."""
     frames = _library_frames(rank)
     if not any(f.file.startswith("<frozen importlib") for f in frames):
         return None
@@ -128,7 +129,7 @@ def _importing(rank: RankEvidence) -> Activity | None:
 
 def _loader(rank: RankEvidence) -> Activity | None:
     if not any(_LOADER in file for file in _library_files(rank)) or computes(rank.process):
-        return None  # one that computes in its loader, without workers, waits for nothing
+        return None  # a loader without workers computes in this process
     for stacks in rank.children_threads:
         main = next((t for t in stacks if t.is_main), None)
         if main is not None and main.user_frame is not None:
@@ -147,7 +148,7 @@ def _child(rank: RankEvidence) -> Activity | None:
 
 
 def _pool(rank: RankEvidence) -> Activity | None:
-    """Find that it waits for what a pool of processes is to return."""
+    """Find that the rank waits for a result of a pool of processes."""
     number = len(rank.process.get("children", ()))
     if not number or not any(file.endswith(_POOL_FILES) for file in _library_files(rank)):
         return None
@@ -161,9 +162,9 @@ def _device(rank: RankEvidence) -> Activity | None:
 
 def _gil_held(rank: RankEvidence) -> Activity | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
-    if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved: its heartbeat is too
+    if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved, and so is its heartbeat
         return None
-    return Activity("gil_held", f"holds the interpreter's lock in native code{_symbol(rank)}", 0.8)
+    return Activity("gil_held", f"holds the GIL in native code{_symbol(rank)}", 0.8)
 
 
 def _symbol(rank: RankEvidence) -> str:
@@ -171,7 +172,7 @@ def _symbol(rank: RankEvidence) -> str:
 
 
 def _busy(rank: RankEvidence) -> Activity | None:
-    """Find that it computes, on a busy machine too: a rank that waits uses next to nothing."""
+    """Find that the rank computes, on a busy machine too: a rank that waits uses almost no CPU."""
     share = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
     return _what_computes(rank) if share >= STARVED else None
 
@@ -179,16 +180,18 @@ def _busy(rank: RankEvidence) -> Activity | None:
 def _what_computes(rank: RankEvidence) -> Activity:
     stack, frame = rank.stack, user_frame(rank)
     n = rank.board.numbers if rank.board is not None else {}
-    # On a busy machine its heartbeat is late for want of a core, too.
+    # On a busy machine the heartbeat is late for lack of a core, too.
     limit = GIL_WAIT_MS if rank.process.get("cpu_share", 0.0) >= BUSY else GIL_WAIT_STARVED_MS
     fights = rank.process.get("gil_wait_ms", 0.0) > limit
     looks, moves = n.get("still_looks", 0.0), n.get("still_moves", 0.0)
-    # One that stays at an instruction runs no Python: on a busy machine its heartbeat is late for want of a core.
+    # A thread that stays at one instruction runs no Python.
     in_python = moves > MOVES * looks or (fights and not (looks >= STILL_LOOKS and moves <= 1))
-    # A loop that polls the kernel is seen at the same instruction each time: where it gives the interpreter's lock up.
+    # A loop that polls the kernel is sampled at the same instruction each time: where it releases the GIL.
     in_kernel = rank.process.get("kernel_share", 0.0) >= IN_KERNEL and rank.process.get("faults_per_s", 0.0) < FAULTS
     if frame is not None and in_kernel and is_in_while(rank.sources, frame.describe()):
-        return Activity("infinite_loop", "polls without a pause for what does not arrive", 0.8, line_of_its_loop(rank))
+        return Activity(
+            "infinite_loop", "polls without a pause for something that does not arrive", 0.8, line_of_its_loop(rank)
+        )
     if (
         stack is not None
         and frame is not None
@@ -196,11 +199,9 @@ def _what_computes(rank: RankEvidence) -> Activity:
         and calls_nothing(rank.sources, frame.describe())
     ):
         in_python = True
-    if (
-        not looks and stack is not None and frame is not None
-    ):  # only the stack can show it; a tracer's frame does not count
+    if not looks and stack is not None and frame is not None:  # only the stack can show it, without a tracer's frames
         in_python = next((f for f in stack.frames if "/nsa/trace/" not in f.file), None) == frame
-    # What a `while` calls again and again is native, and returns: the loop is what does not end.
+    # Native calls in a `while` return: the loop does not end.
     if moves > 1 and frame is not None and looks >= STILL_LOOKS and is_in_while(rank.sources, frame.describe()):
         in_python = True
     if in_python:
@@ -212,7 +213,7 @@ def _what_computes(rank: RankEvidence) -> Activity:
 
 
 def _recursion(rank: RankEvidence) -> str:
-    """Return where a function was called that calls itself, three times deep and more; '' where there is none."""
+    """Return where a function was called that is at least three levels deep in itself; '' without one."""
     frames = [f for f in rank.stack.frames if f.is_user] if rank.stack is not None else []
     if not frames:
         return ""
@@ -243,7 +244,7 @@ def _io_by_source(rank: RankEvidence) -> Activity | None:
 
 
 def _asyncio(rank: RankEvidence) -> Activity | None:
-    """Find that its asyncio loop has nothing to do: by what may wake it, timers and files, what its tasks wait for."""
+    """Find that the rank's asyncio loop is idle: by its timers and files, and by what its tasks wait for."""
     files, loop = _library_files(rank), rank.loop
     if not any("/asyncio/" in file for file in files):
         return None
@@ -251,19 +252,21 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     if at:
         return Activity("io_stuck", f"waits in asyncio's loop for a thread of its executor, which is at {at}", 0.6, at)
     if loop is None:
-        return Activity("io_stuck", "waits in asyncio's loop for something that does not come", 0.6)
+        return Activity("io_stuck", "waits in asyncio's loop for something that does not arrive", 0.6)
     where = loop.tasks[0] if loop.tasks else ""
     if loop.files:
-        return Activity("io_stuck", "waits in asyncio's loop for a socket or a pipe that has nothing", 0.7, where)
+        return Activity("io_stuck", "waits in asyncio's loop for data from a socket or a pipe", 0.7, where)
     frame = parts_of(where)
     if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
         return Activity("sleeping", "sleeps in asyncio's loop", 0.7, where)
     limit = "" if loop.timers else ", timer or file"
-    return Activity("lock_deadlock", f"waits in asyncio's loop for what no task{limit} is to complete", 0.8, where)
+    return Activity(
+        "lock_deadlock", f"waits in asyncio's loop for something that no task{limit} will complete", 0.8, where
+    )
 
 
 def _executor_s_place(rank: RankEvidence) -> str:
-    """Return where a thread of an executor is that runs a call; '' where all of them wait for one."""
+    """Return the location of an executor's thread that runs a call; '' where all its threads are idle."""
     for thread in rank.threads:
         runs_call = any(f.file.endswith("/concurrent/futures/thread.py") and f.function == "run" for f in thread.frames)
         if runs_call and thread is not rank.stack:
@@ -278,16 +281,14 @@ def _store(rank: RankEvidence) -> Activity | None:
 def _meets(rank: RankEvidence) -> Activity | None:
     about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
     return (
-        Activity(
-            "init_timeout", "tries to reach the host where the ranks of a group meet, or waits for them there", 0.6
-        )
+        Activity("init_timeout", "tries to reach the rendezvous host of a group, or waits there for other ranks", 0.6)
         if about
         else None
     )
 
 
 def _file_lock(rank: RankEvidence) -> Activity | None:
-    """Find that it waits in the kernel for a lock on a file."""
+    """Find that the rank waits in the kernel for a lock on a file."""
     path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
     if not path:
         return None
@@ -301,7 +302,7 @@ def _who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
 
 
 def _polled_file(rank: RankEvidence) -> Activity | None:
-    """Find that it sleeps, in Python or in a library, with a file open that another rank holds a lock on: it polls for it."""
+    """Find that the rank sleeps while it has a file open that another rank has locked: it polls for the lock."""
     path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
     if not path or not _sleeps(rank):
         return None

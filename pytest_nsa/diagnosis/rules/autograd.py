@@ -1,4 +1,4 @@
-"""What torch itself states about autograd and DDP, and gradients that never arrived."""
+"""What torch states about autograd and DDP, and gradients that never arrived."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _raised(evidence: Evidence, *texts: str) -> Iterator[tuple[RankEvidence, Rai
 
 
 def ready_twice(evidence: Evidence) -> Finding | None:
-    """Find that a parameter was marked ready twice: reentrant checkpointing under DDP, as a rule."""
+    """Find that a parameter was marked ready twice, usually by reentrant checkpointing under DDP."""
     found = list(_raised(evidence, "marked as ready twice", "Expected to mark a variable ready only once"))
     if not found:
         return None
@@ -32,13 +32,13 @@ def ready_twice(evidence: Evidence) -> Finding | None:
     if not name and index is not None and index < len(rank.parameter_names):
         name = rank.parameter_names[index]
     name = name.removeprefix("module.")
-    which = f"parameter {index} ({name or 'its name is not known'})" if index is not None else "a parameter"
+    which = f"parameter {index} ({name or 'name unknown'})" if index is not None else "a parameter"
     return Finding(
         cause="ready_twice",
         ranks=tuple(r.rank for r, _ in found),
         where=error.where,
         module=name,
-        reason=f"{which} was marked as ready twice in one backward: its hook fired again, as reentrant checkpointing makes it do",
+        reason=f"{which} was marked as ready twice in one backward: its hook fired twice, as under reentrant checkpointing",
         certain=True,
         confidence=0.99,
         facts=tuple(exception_fact(r, e) for r, e in found),
@@ -71,7 +71,7 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
 
 
 def static_graph_changed(evidence: Evidence) -> Finding | None:
-    """Find that DDP was promised a static graph, and it changed."""
+    """Find that the graph changed though DDP was configured with a static graph."""
     found = list(_raised(evidence, "our training graph has changed in this iteration"))
     if not found:
         return None
@@ -87,10 +87,10 @@ def static_graph_changed(evidence: Evidence) -> Finding | None:
 
 
 def never_arrived(evidence: Evidence) -> Finding | None:
-    """Find the parameters without a gradient where a test fails by them.
+    """Find the parameters without a gradient that explain why a test fails.
 
-    DDP waits for each; of replicas that reduce by hand some lack it; or the test's assertion names one. Elsewhere a parameter may
-    be unused on purpose.
+    DDP waits for each gradient; replicas that reduce by hand lack some; or the test's assertion names the parameter.
+    Otherwise a parameter may be unused on purpose.
     """
     without = [r for r in evidence.ranks if r.gradients_missing]
     asserted = [(r, error) for r in without if (error := _asserts_on_it(r)) is not None]

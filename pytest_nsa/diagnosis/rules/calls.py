@@ -1,4 +1,4 @@
-"""The rules for ranks in different calls: of one place of a group's sequence, or each waiting in a call that cannot complete."""
+"""The rules for ranks in different calls: at one place of a group's sequence, or each in a call that cannot complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_nsa.evidence.board import DEFAULT_GROUPS
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
 
-_OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # what a skipped call may be
+_OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # causes that a skipped call may have
 
 
 def departed(evidence: Evidence) -> Finding | None:
@@ -26,7 +26,7 @@ def departed(evidence: Evidence) -> Finding | None:
 
 
 def waiting_in_different_calls(evidence: Evidence) -> Finding | None:
-    """Find that every rank waits, and not in the same collective: none of them can complete."""
+    """Find that every rank waits, in several collectives of which none can complete."""
     if evidence.stop not in (*STOPS, "left_alone") or not evidence.was_stalled:
         return None
     found = held_in_different_calls(evidence)
@@ -34,10 +34,10 @@ def waiting_in_different_calls(evidence: Evidence) -> Finding | None:
 
 
 def held_in_different_calls(evidence: Evidence) -> Calls | None:
-    """Return what each rank waits in, where these calls are several collectives, and none of them can complete.
+    """Return the call that each rank waits in, where these are several collectives of which none can complete.
 
-    A rank that does anything else is no part of it, where the others wait for each other alone; nor is one that no other rank
-    waits for: it does not hold them up.
+    A rank that does anything else is not included where the others wait for each other alone; nor is a rank that no
+    other waits for.
     """
     alive = [r for r in evidence.ranks if not r.finished]
     found = {r.rank: c for r in alive if (c := awaited(r)) is not None}
@@ -57,13 +57,13 @@ def held_in_different_calls(evidence: Evidence) -> Calls | None:
 
 
 def finding_of(evidence: Evidence, entered: Calls) -> Finding | None:
-    """Return what explains that ranks are in the different calls ``entered``; None where they are in one."""
+    """Return the finding that explains why ranks are in the different calls ``entered``; None where all are in one."""
     found = explain(evidence, entered)
     return None if found is None else finding_from(evidence, entered, found)
 
 
 def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Finding:
-    """Return an explanation by an edit of collectives in words, with the line to look at."""
+    """Return the finding for an explanation by an edit of collectives, with the line to look at."""
     n, edit = evidence.job.world_size, found.candidate.edit
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
@@ -89,7 +89,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:
-        # For a call that was skipped, the line to look at is the call that the others are in.
+        # For a skipped call, the line to look at is the others' call.
         left = origin_of(evidence, ranks, other)
         reason += left.since
     reason += ran_out(evidence, culprits, cause)
@@ -105,7 +105,9 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
 
 
 def _raised_before(evidence: Evidence, entered: Calls) -> bool:
-    """Return whether a rank had raised by itself when it entered what differs: its teardown's calls are a consequence."""
+    """Return whether a rank had raised before it entered the differing call: the calls of its teardown are a
+    consequence.
+    """
     return any(
         error.time < c.entered and not is_victim(error)
         for rank, c in entered.items()
@@ -114,7 +116,7 @@ def _raised_before(evidence: Evidence, entered: Calls) -> bool:
 
 
 def _shown(evidence: Evidence, entered: Calls) -> str:
-    """Return what each rank is in, and the members of groups other than that of all ranks."""
+    """Return each rank's call in words, and the members of every group that has not all ranks."""
     n, in_steps = evidence.job.world_size, any(c.step for c in entered.values())
     waits = {r: c for r, c in sorted(entered.items()) if c.op != END}
     shown = by_ranks(
@@ -137,7 +139,7 @@ def because(found: Explanation, world_size: int) -> str:
 
 
 def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:
-    """Return a term as a sentence about the side that it is of."""
+    """Return a term as a sentence about the side that it describes."""
     ranks = found.candidate.about(name)
     return (
         f"{describe_ranks(ranks, world_size)}: {words}"

@@ -1,5 +1,6 @@
-"""The rank itself: died, raised, exited, never came; the network that its group needs; its GPU. First cause, not first line: a
-victim's message is known as such.
+"""The rank itself: killed, raised, exited, never connected; the network that its group needs; its GPU.
+
+A victim's error, which torch raises on a rank after another rank has gone, is never the cause.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import STILL_LOOKS, Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.waiting import FOR_A_DEVICE
 
-# What torch raises on a rank when another rank has gone: a consequence, on whichever rank it appears.
+# What torch raises on a rank after another rank has gone, always a consequence.
 VICTIM_TEXTS = (
     "connection closed by peer", "connection reset by peer", "read error", "write error", "broken pipe",
     "timed out waiting", "timed out after", "socket timeout", "wait timeout", "application timeout",
@@ -38,7 +39,7 @@ _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))"
 
 
 def is_victim(error: RaisedException) -> bool:
-    """Return whether an exception, or what it was raised from, is torch saying that another rank has gone."""
+    """Return whether an exception, or one that it was raised from, is torch's report that another rank has gone."""
     texts = ((error.message, error.raised_in), *((message, file) for message, file, _ in error.chain))
     return not _is_of_a_lost_worker(error) and any(reports_a_lost_peer(message, file) for message, file in texts)
 
@@ -55,8 +56,8 @@ def _is_of_memory(error: RaisedException) -> bool:
 
 
 def _description_of(error: RaisedException) -> tuple[str, str]:
-    """Return an exception's message in a line, and its location; one of a data loader's worker carries its traceback as its
-    text.
+    """Return an exception's message in one line, and its location. The message of an error in a data loader's worker
+    contains the worker's traceback.
     """
     caught = _CAUGHT.match(error.headline)
     if caught is None:
@@ -76,7 +77,7 @@ def is_victim_text(message: str) -> bool:
 
 
 def reports_a_lost_peer(message: str, raised_in: str) -> bool:
-    """Return whether torch, which raised in a file, says so."""
+    """Return whether torch, which raised in a file, reports a lost connection."""
     from_torch = "/torch/" in raised_in or "/nsa/trace/" in raised_in or not raised_in
     return from_torch and is_victim_text(message)
 
@@ -87,14 +88,16 @@ def init_timeout(evidence: Evidence) -> Finding | None:
         return None
     absent = [r for r in evidence.ranks if r.board is None or r.board.phase == "start"]
     here = [r for r in absent if r.board is not None]
-    # All of them wait in rendezvous unless some never came so far.
+    # All ranks wait in rendezvous, unless some never reached it.
     culprits = [r for r in absent if r.board is None] or (absent if len(absent) < len(evidence.ranks) else here)
     where, reason = last_seen(culprits[0]) if culprits else "", "the process group was not formed in time"
     waits = next((r for r in evidence.ranks if r not in culprits and r.is_waiting and last_seen(r)), None)
-    if culprits and not where and waits is not None:  # a rank that never came is missed where another one waits for it
+    if (
+        culprits and not where and waits is not None
+    ):  # a rank that never connected counts only where another rank waits for it
         where = last_seen(waits)
         who = describe_ranks(tuple(r.rank for r in culprits), evidence.job.world_size)
-        reason += f": {who} never came, for which rank {waits.rank} waits at {where}"
+        reason += f": {who} never connected, and rank {waits.rank} waits for it at {where}"
     return Finding(
         cause="init_timeout",
         ranks=tuple(r.rank for r in culprits),
@@ -106,7 +109,7 @@ def init_timeout(evidence: Evidence) -> Finding | None:
 
 
 def rank_died(evidence: Evidence) -> Finding | None:
-    """Find that a rank was ended by a signal that we did not send. The first in time, if several."""
+    """Find that a signal that we did not send ended a rank; if several, the first."""
     dead = _deaths(evidence)
     if not dead:
         return None
@@ -131,12 +134,12 @@ def rank_died(evidence: Evidence) -> Finding | None:
 
 
 def _deaths(evidence: Evidence) -> list[RankEvidence]:
-    """Ranks ended by a signal that the host did not send, the first one first."""
+    """Return the ranks that a signal ended which the host did not send, the first one first."""
     return sorted((r for r in evidence.ranks if r.signal and not r.by_us), key=lambda r: r.exit_time)
 
 
 def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedException]]:
-    """Return each rank's first exception that is not a victim's, earliest first."""
+    """Return each rank's first exception that is not a victim's, the earliest first."""
     found = []
     for rank in evidence.ranks:
         own = [e for e in rank.exceptions if not is_victim(e)]
@@ -146,15 +149,15 @@ def _first_exceptions(evidence: Evidence) -> list[tuple[RankEvidence, RaisedExce
 
 
 def rank_raised(evidence: Evidence) -> Finding | None:
-    """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited for another:
-    the test's own, or any that all ranks raised alike.
+    """Find the first exception that is not a consequence: `oom`, `rank_exception`, or `assertion` where no rank waited
+    for another, and the test itself or all ranks raised it.
     """
     found = _first_exceptions(evidence)
     if not found:
         return None
     first_rank, error = found[0]
     if any(r.exit_time <= error.time and r is not first_rank for r in _deaths(evidence)):
-        return None  # what came after a death may well be its consequence
+        return None  # an exception after a death may be its consequence
     same = [(r, e) for r, e in found if (e.type, e.file, e.line) == (error.type, error.file, error.line)]
     failed = _failed_in_a_checkpoint(error)
     culprits = tuple(sorted(failed or (r.rank for r, _ in same)))
@@ -167,7 +170,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     elif _is_of_a_lost_worker(error):
         cause = "dataloader_stuck"
     elif not waited and not failed and (error.type in _ASSERTIONS or len(same) == len(evidence.ranks)):
-        cause = "assertion"  # an ordinary failure: no rank's alone
+        cause = "assertion"  # an ordinary failure, of no rank in particular
     else:
         cause = "rank_exception"
     reason, where = _description_of(error)
@@ -175,7 +178,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         who = describe_ranks(culprits, evidence.job.world_size)
         reason = f"{failed[culprits[0]]} on {who}, for which every rank raises {error.type}"
     if error.file and where == error.where and not Frame(error.file, error.line, error.function).is_user:
-        where = last_seen(first_rank) or where  # no line of the test's own: at the test
+        where = last_seen(first_rank) or where  # no line of the test is known: at the test
     advice = ""
     if cause == "assertion" and others:
         who = describe_ranks(culprits, evidence.job.world_size)
@@ -199,9 +202,9 @@ def rank_raised(evidence: Evidence) -> Finding | None:
 
 
 def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:
-    """Return the ranks on which a checkpoint of torch's failed, and the exception of each; {} for any other exception.
+    """Return the ranks on which a distributed checkpoint failed, with the exception of each; {} for other exceptions.
 
-    Where one rank cannot save or load its part, all of them raise.
+    Where one rank cannot save or load its part, torch raises on all of them.
     """
     if error.type != "CheckpointException":
         return {}
@@ -214,7 +217,7 @@ def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:
 
 
 def rank_gone(evidence: Evidence) -> Finding | None:
-    """Find that a rank of a training that is only watched has gone, and how it ended was not observed."""
+    """Find that a rank of a training under `watch` has gone, and how it ended was not observed."""
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
     if not gone or evidence.was_ended_at_a_stall:
         return None
@@ -223,7 +226,7 @@ def rank_gone(evidence: Evidence) -> Finding | None:
         ranks=tuple(r.rank for r in gone),
         where=last_seen(gone[0]),
         module=owning_module(gone[0]),
-        reason=f"the process of rank {gone[0].rank} has gone without a word: killed, or left by os._exit",
+        reason=f"the process of rank {gone[0].rank} is gone without an exit code: killed, or ended by os._exit",
         certain=True,
         confidence=0.8,
         facts=all_facts(evidence.ranks),
@@ -231,7 +234,7 @@ def rank_gone(evidence: Evidence) -> Finding | None:
 
 
 def rank_exited(evidence: Evidence) -> Finding | None:
-    """Find that a rank's process ended by itself before its test did."""
+    """Find that a rank's process exited before its test ended."""
     gone = [r for r in evidence.ranks if r.exit_code is not None and not r.finished and not r.exceptions]
     if not gone:
         return None
@@ -241,7 +244,7 @@ def rank_exited(evidence: Evidence) -> Finding | None:
         ranks=(rank.rank,),
         where=last_seen(rank),
         module=owning_module(rank),
-        reason=f"rank {rank.rank} exited with code {rank.exit_code} before its test was done",
+        reason=f"rank {rank.rank} exited with code {rank.exit_code} before its test ended",
         certain=True,
         confidence=0.95,
         facts=(exit_fact(rank), *all_facts(evidence.ranks)),
@@ -249,23 +252,23 @@ def rank_exited(evidence: Evidence) -> Finding | None:
 
 
 def only_victims(evidence: Evidence) -> Finding | None:
-    """Find nothing but torch's complaints of lost connections; the earliest is the nearest to the cause."""
+    """Find that nothing but lost connections was reported; the earliest report is nearest to the cause."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions]
-    if not errors or evidence.stop == "host_died":  # there, what killed the host may have killed a rank as well
+    if not errors or evidence.stop == "host_died":  # what killed the host may have killed a rank as well
         return None
     rank, error = min(errors, key=lambda pair: pair[1].time)
     return Finding(
         cause="rank_exception",
         ranks=(rank.rank,),
         where=error.where,
-        reason=f"{error.type}: {error.headline[:200]} (the first of such complaints; no rank is known to have gone)",
+        reason=f"{error.type}: {error.headline[:200]} (the first report of a lost connection; no rank is known to have exited)",
         confidence=0.3,
         facts=tuple(exception_fact(r, e) for r, e in errors),
     )
 
 
 def unusable(evidence: Evidence) -> Finding | None:
-    """Find that the first exception of all is of a network that cannot be used, as the rank found when it raised."""
+    """Find that the first exception is about a network that cannot be used, as the rank checked when it raised."""
     errors = sorted(((r, e) for r in evidence.ranks for e in r.exceptions), key=lambda pair: pair[1].time)
     if not errors or not errors[0][1].network:
         return None
@@ -286,12 +289,12 @@ def unusable(evidence: Evidence) -> Finding | None:
 
 
 BUSY = 50  # percent
-# Functions of torch that return when the device has come to the end of what it was given.
+# Functions of torch that return when the device has completed its work.
 _SYNCHRONIZES = re.compile(r"/torch/(cuda|xpu|accelerator)/(__init__|streams)\.py$")
-# CUDA's own words; torch names them so whatever the kernel was.
+# CUDA's own text, which is the same for every kernel.
 _LATE = ("cuda error", "cuda kernel errors might be asynchronously reported", "device-side assert")
 LATE_HINT = "CUDA reports an error at a later call than the one that failed: CUDA_LAUNCH_BLOCKING=1 names the line that launched it"
-# NVIDIA's catalogue of Xid errors: those that a program causes, and those of the machine.
+# NVIDIA's catalogue of Xid errors: those that a program causes, and those that the machine causes.
 _XIDS = {
     13: "a kernel's illegal instruction or address", 31: "a kernel's access to an address that is not mapped",
     43: "a program's work was stopped", 45: "a program's work was cleaned up", 48: "memory with an error that cannot be corrected",
@@ -304,9 +307,9 @@ _OF_THE_MACHINE = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120, 154})
 
 
 def waits_for_its_device(rank: RankEvidence) -> str:
-    """Return in words that a rank waits for its GPU to come to the end of what it was given; '' where nothing shows that.
+    """Return in words that a rank waits for its GPU to complete its work; '' where nothing shows that.
 
-    Its main thread stays in one native call, which is torch's `synchronize`, or a line that needs a result of the device.
+    Its main thread stays in one native call: torch's `synchronize`, or a line that needs a result from the device.
     """
     stack, n = rank.stack, rank.board.numbers if rank.board is not None else {}
     if stack is None or not stack.frames or n.get("still_looks", 0.0) < STILL_LOOKS or n.get("still_moves", 0.0) > 1:
@@ -320,16 +323,16 @@ def waits_for_its_device(rank: RankEvidence) -> str:
         if idle or "GPU" not in rank.machine or not FOR_A_DEVICE.search(line):
             return ""
     share = f" ({busy}% busy)" if busy.isdecimal() else ""
-    return f"waits for its GPU{share} to come to the end of what it was given before"
+    return f"waits for its GPU{share} to complete earlier work"
 
 
 def is_late(message: str) -> bool:
-    """Return whether a message is CUDA's of an error that an earlier call made."""
+    """Return whether a message is CUDA's report of an error in an earlier call."""
     return any(words in message.lower() for words in _LATE)
 
 
 def xid_facts(evidence: Evidence) -> tuple[Fact, ...]:
-    """Return what the driver logged of the GPUs while the test ran."""
+    """Return what the driver logged about the GPUs while the test ran."""
     found = ((f"GPU {gpu}: Xid {xid}", _XIDS.get(xid, "see NVIDIA's catalogue")) for gpu, xid in evidence.xids)
     return tuple(
         Fact(rank=NO_RANK, kind="xid", file="host.jsonl", text=f"{error}, {meaning}") for error, meaning in found

@@ -1,5 +1,5 @@
-"""Groups that never form: made by some ranks alone, in another order, of other members, or by ranks that do not agree on their
-numbers and on the size of the world.
+"""Groups that never form: created by some ranks alone, in another order, with other members, or by ranks that disagree
+on their numbers or on the world size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
 def groups_differ(evidence: Evidence) -> Finding | None:
-    """Find that ranks make a group that others of its members do not make, where every rank waits.
+    """Find that ranks create a group that other members do not create, where every rank waits.
 
-    torch numbers groups as a rank makes them, and members meet under that number: what some ranks make alone moves the number
-    of every later group of theirs.
+    torch numbers groups in the order in which a rank creates them, and members meet under that number. A group that
+    only some ranks create shifts the numbers of all later groups on these ranks.
     """
     if evidence.stop not in (*STOPS, "failed") or not evidence.was_stalled:
         return None
@@ -40,8 +40,8 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         ranks, made, usual = order
         return _finding(
             evidence, "group_order_deadlock", ranks, made.site,
-            f"{describe_ranks(ranks, n)} made the group of {_named(made, n)} where the others made that of {_named(usual, n)}: in "
-            "another order, and so under another number",
+            f"{describe_ranks(ranks, n)} created the group of {_named(made, n)} where the others created that of "
+            f"{_named(usual, n)}: in another order, and so under another number",
         )  # fmt: skip
     made_alone = None
     if all(is_numbered(c) for c in making.values()):
@@ -50,16 +50,16 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         makers, call = made_alone
         who = describe_ranks(makers, n)
         absent = tuple(r.rank for r in evidence.ranks if r.rank not in makers)
-        if len(makers) > len(absent):  # every rank has to make it, members or not: the few that do not are the odd ones
+        if len(makers) > len(absent):  # every rank has to create it, members or not: the minority that does not is odd
             return _finding(
                 evidence, "init_timeout", absent, call.site,
-                f"{describe_ranks(absent, n)} did not make group {call.note} at {call.site}: every rank has to, its members or "
+                f"{describe_ranks(absent, n)} did not create group {call.note} at {call.site}: every rank has to, its members or "
                 "not, and later groups have other numbers",
             )  # fmt: skip
-        others = by_ranks({r: f"in the making of group {c.note}" for r, c in making.items() if r not in makers}, n)
+        others = by_ranks({r: f"in the creation of group {c.note}" for r, c in making.items() if r not in makers}, n)
         return _finding(
             evidence, "init_timeout", makers, call.site,
-            f"{who} alone made group {call.note} at {call.site}, and so number later groups differently"
+            f"{who} alone created group {call.note} at {call.site}, and so number later groups differently"
             + (f": {others}" if others else ""),
         )  # fmt: skip
     call = next(iter(making.values()))
@@ -67,19 +67,19 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     if outside:
         does = {m: f"{doing(evidence.ranks[m])}, without group {call.note}" for m in outside}
         return _finding(
-            evidence, "init_timeout", outside, call.site, f"{by_ranks(does, n)}; the others wait in the making of it at {call.site}"
+            evidence, "init_timeout", outside, call.site, f"{by_ranks(does, n)}; the others wait for its creation at {call.site}"
         )  # fmt: skip
     ranks = _minority(making)
     if len({members_of_new(c, n) for c in making.values()}) == 1:
         shown = by_ranks({r: f"by {c.note}" for r, c in making.items()}, n)
         return _finding(
-            evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to make their group: {shown}",
+            evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to create their group: {shown}",
             certain=len(ranks) < len(making),
         )  # fmt: skip
-    shown = by_ranks({r: f"in the making of group {c.note} at {c.site}" for r, c in making.items()}, n)
+    shown = by_ranks({r: f"in the creation of group {c.note} at {c.site}" for r, c in making.items()}, n)
     return _finding(
         evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
-        f"the ranks make groups in different orders, or of different members: {shown}",
+        f"the ranks create groups in different orders, or with different members: {shown}",
     )  # fmt: skip
 
 
@@ -98,10 +98,11 @@ def _finding(
 
 
 def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
-    """Return the ranks that made a group which the others did not make, and its call; the fewer ranks of the two sides.
+    """Return the ranks that created a group which the others did not create, and the call; the smaller of the two
+    sides.
 
-    Compared are the groups that ranks have made, in their order; one that comes later in another rank's order is no such. What
-    they made before is past: the same members may meet anew.
+    The groups are compared in the order of their creation. A group that comes later in another rank's order is not such
+    a group.
     """
     made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     if len(made) < 2:
@@ -115,7 +116,7 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
             continue
         later = Counter(m for r in at for m in all_members(made[r][place:], evidence.job.world_size))
         for members, ranks in sorted(kinds.items(), key=lambda kind: len(kind[1])):
-            if later[members] == len(ranks):  # no other rank makes it later
+            if later[members] == len(ranks):  # no other rank creates it later
                 return tuple(sorted(ranks)), at[ranks[0]]
         return None
     return None
@@ -124,7 +125,9 @@ def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | No
 def _made_by_makers_alone(
     evidence: Evidence, making: dict[int, Collective]
 ) -> tuple[tuple[int, ...], Collective] | None:
-    """Return the ranks that have made a group which others, that wait in something else now, have made no group after; its call."""
+    """Return the ranks that created a group after which others, that now wait in something else, created none; and the
+    call.
+    """
     made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     elsewhere = [rank for rank in made if rank not in making]
     fewest = min((len(made[rank]) for rank in elsewhere), default=0)
@@ -135,7 +138,9 @@ def _made_by_makers_alone(
 
 
 def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:
-    """Return the few ranks that made another group where most made one that these made later: their call, and the others'."""
+    """Return the few ranks that created another group where most created one that these created later: their call, and
+    the others'.
+    """
     n, made = evidence.job.world_size, {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     for place in range(max(map(len, made.values()), default=0)):
         at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
@@ -147,7 +152,7 @@ def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, 
         if number == next_most or len(odd) >= number:
             return None
         theirs = {members for r in set(at) - set(odd) for members in all_members(made[r][place:], n)}
-        # A rank that makes the groups alone that it is in has left some out; one that makes another's has another order.
+        # A rank that creates only its own groups skipped some; a rank that creates another's has another order.
         made_later = all(
             members_of_new(at[r], n) in theirs
             and (most in all_members(made[r][place:], n) or r not in members_of_new(at[r], n))
@@ -162,7 +167,9 @@ def _named(call: Collective, world_size: int) -> str:
 
 
 def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
-    """Return the ranks whose group fewer ranks make; all where none is rarer. What each calls itself is its own."""
+    """Return the ranks that create the rarest group; all of them where none is rarer. A rank's own number in the note
+    is ignored.
+    """
     notes = {r: _common_note(c) for r, c in making.items()}
     numbers = Counter(notes.values())
     fewest, most = min(numbers.values()), max(numbers.values())
@@ -170,7 +177,7 @@ def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
 
 
 def _common_note(making: Collective) -> str:
-    """Return a new group's note without what a rank calls itself."""
+    """Return a new group's note without the rank's own number."""
     return ITSELF.sub("", making.note)
 
 
@@ -178,29 +185,29 @@ ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
 
 
 def members_of_new(call: Collective, world_size: int) -> frozenset[int]:
-    """Return the ranks that a new group's note names ('2: 0-3,8'); all of them where it names none."""
+    """Return the ranks that a new group's note names ('2: 0-3,8'); all ranks where it names none."""
     return _named_in(call.note.partition(": ")[2], world_size)
 
 
 @functools.lru_cache(maxsize=256)
 def _named_in(text: str, world_size: int) -> frozenset[int]:
-    return frozenset(ranks_of(text, world_size) or range(world_size))  # a frozenset's hash is worked out once
+    return frozenset(ranks_of(text, world_size) or range(world_size))  # a frozenset caches its hash
 
 
 def is_numbered(call: Collective) -> bool:
-    """Return whether torch numbers a group, which all ranks make then, in one order; one that its members alone make has a hash for
-    a name.
+    """Return whether torch numbers a group, so that all ranks create it in one order. The name of a group that only its
+    members create is a hash.
     """
     return call.note.partition(":")[0].isdigit()
 
 
 def is_cut(call: Collective) -> bool:
-    """Return whether a group has more ranks than its record holds: who they are is not known."""
+    """Return whether a group has more ranks than its record holds, so that its members are unknown."""
     return call.note.endswith("…")
 
 
 def made_by(rank: RankEvidence) -> list[Collective]:
-    """Return the makings of numbered groups that a rank has entered, in their order."""
+    """Return the creations of numbered groups that a rank entered, in their order."""
     return [c for c in rank.collectives if c.op == NEW_GROUP and is_numbered(c) and not is_cut(c)]
 
 
@@ -213,9 +220,9 @@ _CLAIM = re.compile(r"[^:]*: rank (?P<number>-?\d+) of (?P<size>-?\d+), by (?P<p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """That a rank calls itself ``number`` of ``size`` at ``place``, a store's.
+    """A rank's claim to be number ``number`` of ``size`` at the store ``place``.
 
-    ``is_inside`` while that group is not made, and its rank has tried no other since.
+    ``is_inside`` while that group has not formed and its rank has tried no other since.
     """
 
     number: int
@@ -226,14 +233,15 @@ class Claim:
 
 
 def numbers_differ(evidence: Evidence) -> Finding | None:
-    """Find that ranks which meet in one store do not have numbers 0 to size - 1, each once: then their group never forms.
+    """Find that the ranks which meet in one store do not have the numbers 0 to size - 1, each once, so that their group
+    never forms.
 
-    torch takes RANK and WORLD_SIZE, or arguments of ``init_process_group``, as they are. Ranks that call themselves by one number
-    overwrite each other's addresses; where it is 0, each of them wants to serve the store.
+    torch takes RANK and WORLD_SIZE, or the arguments of ``init_process_group``, without a check. Ranks with the same
+    number overwrite each other's addresses; with number 0, each tries to serve the store.
     """
     for claims in _meetings(evidence).values():
         if not any(c.is_inside for c in claims.values()):
-            continue  # the group was made
+            continue  # the group was created
         finding = _of_sizes(evidence, claims) or _of_numbers(evidence, claims) or _of_too_few(evidence, claims)
         if finding is not None:
             return finding
@@ -241,7 +249,7 @@ def numbers_differ(evidence: Evidence) -> Finding | None:
 
 
 def _meetings(evidence: Evidence) -> dict[tuple[str, int], dict[int, Claim]]:
-    """Return what ranks call themselves, by the store in which they meet, and how often they have met there."""
+    """Return the ranks' claims by store and by the number of meetings there before."""
     found: dict[tuple[str, int], dict[int, Claim]] = {}
     for rank in evidence.ranks:
         counts: dict[str, int] = {}
@@ -264,7 +272,7 @@ def _claims(rank: RankEvidence) -> list[Claim]:
 
 
 def _of_sizes(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
-    """Find ranks that expect another number of ranks than the others: the fewer ones, or those that do not expect all there are."""
+    """Find ranks that expect another world size than the others: the minority, or those that do not expect all ranks."""
     by_size: dict[int, list[int]] = {}
     for rank, claim in claims.items():
         by_size.setdefault(claim.size, []).append(rank)
@@ -286,7 +294,7 @@ def _expect(ranks: list[int]) -> str:
 
 
 def _of_numbers(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
-    """Find ranks of the same number: those of them that are not the rank of this number, where one of them is."""
+    """Find ranks with the same number: those among them with another actual rank, where one of them has it."""
     by_number: dict[int, list[int]] = {}
     for rank, claim in claims.items():
         by_number.setdefault(claim.number, []).append(rank)
@@ -295,19 +303,19 @@ def _of_numbers(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | No
         return None
     culprits = tuple(sorted(r for n, ranks in twice.items() for r in (set(ranks) - {n} if n in ranks else ranks)))
     shown = "; ".join(
-        f"{describe_ranks(tuple(ranks), evidence.job.world_size)} call themselves rank {n} of {claims[ranks[0]].size}"
+        f"{describe_ranks(tuple(ranks), evidence.job.world_size)} claim to be rank {n} of {claims[ranks[0]].size}"
         for n, ranks in sorted(twice.items())
     )
     return _misnumbered(evidence, claims, culprits, f"{shown} where their group is made")
 
 
 def _of_too_few(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
-    """Find that a group is to have more ranks than there are."""
+    """Find that a group expects more ranks than exist."""
     size, there = next(iter(claims.values())).size, evidence.job.world_size
     if size <= there or len(claims) < there:
         return None
     ranks = tuple(sorted(claims))
-    return _misnumbered(evidence, claims, ranks, f"the group is to have {size} ranks, and there are {there}")
+    return _misnumbered(evidence, claims, ranks, f"the group expects {size} ranks, but there are {there}")
 
 
 def _misnumbered(evidence: Evidence, claims: Mapping[int, Claim], culprits: tuple[int, ...], reason: str) -> Finding:

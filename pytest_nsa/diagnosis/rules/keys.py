@@ -1,4 +1,4 @@
-"""Ranks that wait for keys of a store: the few at another key than most, or that went on without setting one."""
+"""Ranks that wait for keys of a store: a few wait for another key than most, or a rank went on without setting its key."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
-_SHOWN = 8  # keys that a reason names
-_LONGEST = 18  # digits of a number in a key that is compared
+_SHOWN = 8  # number of keys that a reason names
+_LONGEST = 18  # most digits of a number that is compared
 
 
 def waits_for(rank: RankEvidence) -> str:
-    """Return what a rank waits for, in words."""
+    """Return in words that a rank waits for a key."""
     key = key_of(rank)
     return f"waits for a key of a store that no rank has set{f': {key}' if key else ''}"
 
@@ -33,14 +33,14 @@ def _who_waits(ranks: tuple[int, ...], world_size: int) -> str:
 
 
 def key_of(rank: RankEvidence) -> str:
-    """Return the keys that a rank waits for in a store; '' where they are not known."""
-    is_main = rank.stack is not None and rank.stack.is_main  # what another thread waits for is not kept
+    """Return the keys that a rank waits for in a store, separated by ', '; '' where they are unknown."""
+    is_main = rank.stack is not None and rank.stack.is_main  # the keys of another thread are not kept
     return rank.board.key if rank.board is not None and is_main else ""
 
 
 def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvidence]) -> Finding | None:
-    """Find who is to blame where each rank of ``alive`` waits, and those of ``waiting`` for keys of a store; None where it is not
-    known.
+    """Find the cause where every rank of ``alive`` waits, the ranks of ``waiting`` for keys of a store; None where it
+    is unknown.
     """
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
     waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
@@ -50,9 +50,9 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
         found = found or _out_of_its_series(evidence, waiting)
     if found is not None:
         return found
-    # A loop that looks for it has more lines than one.
+    # A polling loop has several lines.
     functions = {re.sub(r":\d+ in ", " ", last_seen(r)) for r in waiting}
-    others = len(evidence.ranks) - len(waiting)  # elsewhere, or at the end of their test
+    others = len(evidence.ranks) - len(waiting)  # in another call, or at the end of their test
     are_most = len(alive) == len(waiting) or 2 * len(waiting) > len(alive)
     if len(functions) == 1 and others and (are_most or _is_the_other_s(evidence, waiting)):
         return _went_past(evidence, waiting)
@@ -62,9 +62,10 @@ def of_keys(evidence: Evidence, alive: list[RankEvidence], waiting: list[RankEvi
 def _past_a_call(
     evidence: Evidence, ranks: tuple[int, ...], waits: Mapping[int, Collective], context: str
 ) -> Finding | None:  # fmt: skip
-    """Find that ``ranks``, which wait for keys, are past the collective in which all others wait, by the counters of their loops.
+    """Find that ``ranks``, which wait for keys, are past the collective in which all others wait, by the counters of
+    their loops.
 
-    The fewer of the two sides are to blame.
+    The smaller of the two sides is the culprit.
     """
     others = [rank for rank in waits if rank not in ranks]
     if not others or len({waits[r].place for r in others}) != 1 or waits[others[0]].peer != -1:
@@ -83,7 +84,7 @@ def _past_a_call(
 
 
 def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
-    """Conclude of most ranks, which wait for a key at one line, that the others went on without setting it."""
+    """Return the finding that most ranks wait for a key at one line, and the others went on without setting it."""
     n, ranks = evidence.job.world_size, tuple(r.rank for r in waiting)
     gone = tuple(sorted({r.rank for r in evidence.ranks} - set(ranks)))
     call = next((c for r in gone if (board := evidence.ranks[r].board) and (c := board.waits_in)), None)
@@ -111,12 +112,12 @@ def _went_past(evidence: Evidence, waiting: list[RankEvidence]) -> Finding:
 
 
 def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
-    """Find the ranks whose own keys are waited for: of such keys each rank has set those with its number in one place."""
+    """Find the owners of the keys that ranks wait for: each rank has set such keys with its own number in one place."""
     known = {key for r in evidence.ranks for key, _ in r.keys_set}
     wanted = {r.rank: _unset(r, known) for r in waiting}
     owners = {rank: {_owner_of(evidence, key): key for key in keys} for rank, keys in wanted.items()}
     sure = {rank: of for rank, of in owners.items() if of and None not in of}
-    # A rank that waits for another's key before it sets its own is blocked, and blocks only as a consequence.
+    # A rank that waits for another's key before it sets its own blocks others only as a consequence.
     of_all = {
         o: key
         for of in sure.values()
@@ -124,7 +125,7 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
         if o is not None and set(owners.get(o, {o: key})) <= {o, None}
     }
     culprits = tuple(sorted(of_all))
-    # Only a culprit may wait for keys of which it is not known whose they are: such as no other rank has set.
+    # Only a culprit may wait for keys of an unknown owner, of a kind that no other rank has set.
     if not culprits or not owners.keys() - sure.keys() <= of_all.keys():
         return None
     n, key = evidence.job.world_size, of_all[culprits[0]]
@@ -142,11 +143,11 @@ def _not_set_by_its_owner(evidence: Evidence, waiting: list[RankEvidence]) -> Fi
 
 
 def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
-    """Find, where each waits for a key that is another's to set, the rank whose latest key of such is beyond the one that is waited
-    for; or, of none, the only one whose latest is not the one before.
+    """Find, where each rank waits for another's key, the only owner that has set a later key than the awaited one; or,
+    without such an owner, the only one that is more than one key behind.
     """
     known = {key for r in evidence.ranks for key, _ in r.keys_set}
-    # By owner: who waits, for what, and how far the owner's latest key is from that.
+    # By owner: the waiting rank, its key, and the distance of the owner's latest key from it.
     series: dict[int, tuple[RankEvidence, str, int]] = {}
     for rank in waiting:
         for key in _unset(rank, known):
@@ -173,13 +174,17 @@ def _out_of_its_series(evidence: Evidence, waiting: list[RankEvidence]) -> Findi
 
 
 def _latest_such(rank: RankEvidence, keys: list[str]) -> tuple[str, str]:
-    """Return (key, line) of the latest key that a rank has set which differs by its numbers from one of ``keys``, or twice ''."""
+    """Return (key, line) of the latest key that a rank has set and that differs only in numbers from one of ``keys``;
+    ('', '') without one.
+    """
     wanted = {_without_numbers(key) for names in keys for key in names.split(", ")}
     return next((found for found in reversed(rank.keys_set) if _without_numbers(found[0]) in wanted), ("", ""))
 
 
 def _ahead(rank: RankEvidence, key: str) -> int | None:
-    """Return how far the number of a rank's latest key of such is beyond that of ``key``; None where not just one differs."""
+    """Return by how much the number in a rank's latest key exceeds that in ``key``; None where not exactly one number
+    differs.
+    """
     latest, _ = _latest_such(rank, [key])
     differing = [pair for pair in zip(_numbers(latest), _numbers(key), strict=False) if pair[0] != pair[1]]
     if len(differing) != 1 or max(map(len, differing[0])) > _LONGEST:
@@ -189,13 +194,14 @@ def _ahead(rank: RankEvidence, key: str) -> int | None:
 
 
 def _unset(rank: RankEvidence, known: Collection[str]) -> list[str]:
-    """Return the keys that a rank waits for, but for those that are known to have been set."""
+    """Return the keys that a rank waits for and that no rank is known to have set."""
     return [key for key in key_of(rank).split(", ") if key and key not in known]
 
 
 def _owner_of(evidence: Evidence, key: str) -> int | None:
-    """Return the rank that sets keys like this one: each rank has set such keys, at one line, with a number of its own in one
-    place. None where no place tells the ranks apart, or two say otherwise.
+    """Return the rank that sets keys like this one: each rank has set such keys, with its own number in one place.
+
+    None where no place distinguishes the ranks, or where two places disagree.
     """
     kind, numbers = _without_numbers(key), _numbers(key)
     own: dict[int, set[tuple[str, ...]]] = {}
@@ -218,8 +224,8 @@ def _numbers(key: str) -> tuple[str, ...]:
 
 
 def _is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
-    """Return whether one of two ranks waits for a key such as the ranks have set, and the other has gone on in the same round of
-    their loops: no third one was to set it.
+    """Return whether one of two ranks waits for a key of a kind that the ranks have set, and the other has gone on in
+    the same round of their loops, so that no third rank could set it.
     """
     if len(evidence.ranks) != 2 or len(waiting) != 1 or not key_of(waiting[0]):
         return False
@@ -229,7 +235,7 @@ def _is_the_other_s(evidence: Evidence, waiting: list[RankEvidence]) -> bool:
 
 
 def _where_such_are_set(rank: RankEvidence, keys: list[str]) -> str:
-    """Return the line at which a rank has set keys that differ by their numbers from some that are waited for; '' if none has."""
+    """Return the line at which a rank has set keys that differ only in numbers from ``keys``; '' where it has set none."""
     return _latest_such(rank, keys)[1]
 
 
@@ -238,9 +244,9 @@ def _without_numbers(key: str) -> str:
 
 
 def _at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | None:
-    """Find that of ranks which all wait at one line, most for one key, the others wait for another."""
+    """Find that all ranks wait at one line, most of them for one key, and the others for another."""
     keys = {r.rank: key_of(r) for r in waiting}
-    # A loop that looks for it has more lines than one.
+    # A polling loop has several lines.
     ways = {
         (*(f.describe() for f in frames[:-1]), *(f.function for f in frames[-1:]))
         for frames in map(user_frames, waiting)
@@ -251,7 +257,7 @@ def _at_another(evidence: Evidence, waiting: list[RankEvidence]) -> Finding | No
     n, odd = evidence.job.world_size, tuple(r for r, key in sorted(keys.items()) if key != usual)
     theirs = sorted({keys[r] for r in odd})
     who = _who_waits(odd, n)
-    what = f"the key {theirs[0]} of a store" if len(theirs) == 1 else f"keys of a store of their own ({_some(theirs)})"
+    what = f"the key {theirs[0]} of a store" if len(theirs) == 1 else f"different keys of a store ({_some(theirs)})"
     return Finding(
         cause="missing_collective",
         ranks=odd,

@@ -1,4 +1,4 @@
-"""Sends and receives without their other half: where every rank waits or has ended its test, and one or more wait for a message."""
+"""Unpaired sends and receives, where every rank waits or has ended its test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_nsa.evidence.values import Evidence
 
 
 def unpaired(evidence: Evidence) -> Finding | None:
-    """Find that a rank waits in a send or receive to which no other half comes."""
+    """Find that a rank waits in a send or receive that no rank matches."""
     entered = held_in_messages(evidence)
     if entered is None:
         return None
@@ -26,7 +26,8 @@ def unpaired(evidence: Evidence) -> Finding | None:
 
 
 def held_in_messages(evidence: Evidence) -> Calls | None:
-    """Return what each rank waits in, or that it ended, where every rank does and none of the calls can complete.
+    """Return the call that each rank waits in, or its end, where every rank waits or has ended and no call can
+    complete.
 
     None where no rank waits for a message.
     """
@@ -42,12 +43,12 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
     if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
         return None
     if any(_is_paired(rank, c, pending) for rank, c in pending.items()):
-        return None  # it may be under way
+        return None  # it may be in progress
     return waits | {r.rank: ended(r) for r in evidence.ranks if r.finished}
 
 
 def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
-    """Return what explains that ranks wait in ``entered``, of which one or more are sends or receives."""
+    """Return the finding that explains why ranks wait in ``entered``, one or more of them in sends or receives."""
     found = explain(evidence, entered)
     if found is None:
         return None
@@ -59,7 +60,7 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     victims = {rank: c for rank, c in pending.items() if rank not in ranks} or pending
     reason = f"receives and sends do not pair: {_in_words(evidence, pending if blames_waiter else victims)}"
     if found.candidate.is_for_all:
-        reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the other half first"
+        reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the matching call first"
     elif not blames_waiter:
         reason += f"; {_what_they_do(evidence, ranks, entered)}"
     call, where = owed.call, owed.call.site
@@ -83,16 +84,16 @@ def _in_words(evidence: Evidence, calls: Calls) -> str:
 
 
 def _what_they_do(evidence: Evidence, ranks: tuple[int, ...], entered: Calls) -> str:
-    """Return what the ranks do for which others wait, in words."""
+    """Return in words what the awaited ranks do."""
     n = evidence.job.world_size
     if all(entered[r].op == END for r in ranks if r in entered):
         one = len(ranks) == 1
-        return f"{describe_ranks(ranks, n)} ended {'its test' if one else 'their tests'} without the other half"
+        return f"{describe_ranks(ranks, n)} ended {'its test' if one else 'their tests'} without the matching call"
     return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
 
 
 def _is_paired(rank: int, call: Collective, pending: Calls) -> bool:
-    """Return whether the peer is in the other half of a rank's call, in the same group: messages of two groups never meet."""
+    """Return whether the peer is in the matching call in the same group: messages of two groups never pair."""
     other = pending.get(call.peer)
     if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
         return False
@@ -100,9 +101,9 @@ def _is_paired(rank: int, call: Collective, pending: Calls) -> bool:
 
 
 def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
-    """Find ranks that dropped the Work of the other half of what other ranks wait in, without a wait.
+    """Find ranks that dropped the Work of the call that would match what other ranks wait in, without a wait.
 
-    Messages between two ranks, in a group and of a tag, pair in their order.
+    The messages between two ranks, in one group and with one tag, pair in their order.
     """
     dropped = {}
     for waiter, call in entered.items():
@@ -113,7 +114,7 @@ def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
         answers = [c for c in peer.collectives if _is_of(c, call, waiter, sends=not call.is_send)]
         number = [c.index for c in made].index(call.index)
         if has_forgotten(evidence.ranks[waiter]) or has_forgotten(peer):
-            number = len(answers) - 1  # a ring without its first calls does not number them: the latest one
+            number = len(answers) - 1  # a ring that lost its first calls cannot number them: take the latest
         if 0 <= number < len(answers) and answers[number].dropped:
             dropped[peer.rank] = answers[number]
     waits = {rank: c for rank, c in entered.items() if c.op != END}
@@ -121,9 +122,10 @@ def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
 
 
 def lost_messages(evidence: Evidence) -> Finding | None:
-    """Find that all ranks wait, after some have dropped the Work of a send or receive.
+    """Find that all ranks wait, after some dropped the Work of a send or receive. A suspicion, never certain.
 
-    The message may block the connection, so that a call that all ranks have entered does not complete either. A suspicion.
+    The unfinished message may block the connection, so that a call that all ranks have entered does not complete
+    either.
     """
     alive = [r for r in evidence.ranks if not r.finished]
     dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped}

@@ -1,4 +1,6 @@
-"""Numbers that are wrong: a loss that is not finite, gradients and parameters that differ, snapshots with several values."""
+"""Wrong numbers: a loss that is not finite, gradients and parameters that differ between ranks, snapshots with several
+values.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from pytest_nsa.wire.files import read_lines, with_numbers
 _FINITE = re.compile(r"isfinite|isnan|isinf")
 _NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
 TOLERANCE = 1e-6  # relative, of a tensor's norm
-Model = tuple[tuple[int, ...], int, int]  # its ranks, the joins before, and which of the models of these it is
+Model = tuple[tuple[int, ...], int, int]  # its ranks, the joins before, its index among their models
 _WHAT = {
     "unwrapped": "the model was called past its DDP wrapper, so nothing was reduced, and after the optimizer's step the values of",
     "unreduced": "DDP has reduced nothing (no_sync), and when the test ended the values of",
@@ -31,7 +33,7 @@ _WHAT = {
 
 
 def nan_loss(evidence: Evidence) -> Finding | None:
-    """Find a test that failed by an assertion or an exception, after a loss that is not finite."""
+    """Find that a test failed by an assertion or an exception after a loss that is not finite."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     odd = [(r, e) for r in evidence.ranks for e in r.anomalies if _is_not_finite(e, r)]
     if not errors:
@@ -43,10 +45,10 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
     site = next((e["site"] for _, e in odd if e["step"] == step and e.get("site")), "")
     rank, error = next(((r, e) for r, e in errors if r.rank in ranks), errors[0])
-    # A step without backward is noted when it is over: what the test raised in it comes before.
+    # A step without backward is recorded at its end: an exception of the test comes before.
     first = min((e["time"] for _, e in odd if e["kind"] == "not_finite"), default=0.0)
     if error.time < first:
-        return None  # what failed before has other reasons
+        return None  # an earlier failure has another cause
     text = error.headline[:120] or error.type
     return Finding(
         cause="nan_loss",
@@ -60,13 +62,13 @@ def nan_loss(evidence: Evidence) -> Finding | None:
 
 
 def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
-    """Return whether a loss is not a number; or an output, in the step in which the test ended without a backward."""
+    """Return whether a loss is not finite; or an output, in the step in which the test ended without a backward."""
     ended_there = rank.board is not None and rank.board.numbers["step"] == event["step"]
     return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
 
 
 def _stated_by_the_test(evidence: Evidence) -> Finding | None:
-    """Find that the test's own assertion looked for a finite number, and there was none."""
+    """Find that the test's own assertion checked for a finite number and failed."""
     found = [
         (r, e)
         for r in evidence.ranks
@@ -94,10 +96,10 @@ def _checks_a_number(evidence: Evidence, error: RaisedException) -> bool:
 
 
 def trained_away(evidence: Evidence) -> Finding | None:
-    """Find a model that ends with parameters that are no finite numbers, in a test that passed. Reads the ranks' checksums.
+    """Find a model that ends with non-finite parameters in a test that passed. Reads the ranks' checksums.
 
-    Equal to each other they are not either: NaN is not equal to NaN. A loss that is not finite says nothing by itself: mixed
-    precision leaves such steps out, and then the parameters stay finite.
+    Equality does not find these: NaN is not equal to NaN. A loss that is not finite proves nothing by itself: mixed
+    precision skips such steps, and the parameters stay finite.
     """
     for by_rank in _streams(evidence).values():
         for rank, records in by_rank.items():
@@ -112,7 +114,7 @@ def _is_lost(norm: float | None) -> bool:
 
 
 def _lost(evidence: Evidence, seen_by: int, records: list[dict[str, Any]]) -> Finding:
-    """Return the finding on a model's records, of which the last has a norm that is not finite."""
+    """Return the finding for a model's records, the last of which has a non-finite norm."""
     first = next(r for r in records if any(_is_lost(v) for v in r["norms"]))
     names: list[str] = next((r["names"] for r in records if "names" in r), [])
     lost = [name for name, v in zip(names, records[-1]["norms"], strict=False) if _is_lost(v)]
@@ -136,7 +138,7 @@ def _lost(evidence: Evidence, seen_by: int, records: list[dict[str, Any]]) -> Fi
         cause="nan_loss",
         ranks=ranks,
         where=first.get("site", ""),
-        reason=f"{before}from step {first['step']} on {what} not finite: the test passed all the same",
+        reason=f"{before}from step {first['step']} on {what} not finite, though the test passed",
         certain=True,
         confidence=0.9,
         facts=(
@@ -149,7 +151,9 @@ def _lost(evidence: Evidence, seen_by: int, records: list[dict[str, Any]]) -> Fi
 
 
 def silent_divergence(evidence: Evidence) -> Finding | None:
-    """Find the first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks' checksums."""
+    """Find the first gradient or parameter that differs between ranks though DDP keeps it equal. Reads the ranks'
+    checksums.
+    """
     found = (
         _diverging(evidence, by_rank)
         for (members, *_), by_rank in _streams(evidence).items()
@@ -159,7 +163,9 @@ def silent_divergence(evidence: Evidence) -> Finding | None:
 
 
 def diverged_before(evidence: Evidence) -> Finding | None:
-    """Find that ranks had parted before the test's own assertions failed, and nothing else did: what these saw, maybe."""
+    """Find that ranks diverged before the test's own assertions failed, where nothing else failed: a possible cause of
+    the failure.
+    """
     errors = [e for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     if (
         not errors
@@ -175,7 +181,7 @@ def diverged_before(evidence: Evidence) -> Finding | None:
 
 
 def _streams(evidence: Evidence) -> dict[Model, dict[int, list[dict[str, Any]]]]:
-    """Return the checksums of each model, by rank; none where the test does not ask for them."""
+    """Return the checksums of each model, by rank; none where the test does not request them."""
     streams: dict[Model, dict[int, list[dict[str, Any]]]] = {}
     for rank in evidence.ranks if evidence.job.check_divergence else ():
         for key, records in _by_model(rank, evidence.job.world_size).items():
@@ -184,7 +190,9 @@ def _streams(evidence: Evidence) -> dict[Model, dict[int, list[dict[str, Any]]]]
 
 
 def _by_model(rank: RankEvidence, world_size: int) -> dict[Model, list[dict[str, Any]]]:
-    """Return a rank's checksums by the ranks that DDP keeps equal, by the joins before, and which of the models of these it is."""
+    """Return a rank's checksums by model: the ranks that DDP keeps equal, the number of joins before, and the model's
+    index among them.
+    """
     found: dict[Model, list[dict[str, Any]]] = {}
     numbers: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for record in map(with_numbers, read_lines(rank.checksums) if rank.checksums.is_file() else ()):
@@ -201,16 +209,16 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
     names: list[str] = next((r["names"] for r in next(iter(streams.values()), []) if "names" in r), [])
     past = {rank: [r for r in records if r["kind"] == "unwrapped"] for rank, records in streams.items()}
     alone = [rank for rank, records in past.items() if records]
-    if len(alone) < len(streams):  # the others have no such updates to compare with
+    if len(alone) < len(streams):  # the other ranks have no such updates
         streams = {rank: [r for r in records if r["kind"] != "unwrapped"] for rank, records in streams.items()}
-    # Ranks reduce gradients together: between two reductions each may have updated its parameters, or not.
+    # Ranks reduce gradients together. Between two reductions each may have updated its parameters or not.
     parts = {rank: _between_reductions(records) for rank, records in streams.items()}
     equal: Mapping[int, dict[str, Any]] = {}
     for part in zip(*parts.values(), strict=False):
         if not _are_alike(part):
-            part = tuple(records[:1] for records in part)  # a step that some ranks left out shows in the next one
+            part = tuple(records[:1] for records in part)  # a step that some ranks skipped shows in the next one
             if not _are_alike(part):
-                return None  # other models on other ranks: nothing can be compared
+                return None  # different models on different ranks cannot be compared
         for records in zip(*part, strict=False):
             by_rank = dict(zip(streams, records, strict=True))
             index = _first_difference(by_rank)
@@ -228,12 +236,12 @@ def _diverging(evidence: Evidence, streams: dict[int, list[dict[str, Any]]]) -> 
 
 
 def _are_alike(part: Sequence[list[dict[str, Any]]]) -> bool:
-    """Return whether the ranks have records of the same kinds and numbers of tensors."""
+    """Return whether the ranks have records of the same kinds with the same number of tensors."""
     return len({tuple((r["kind"], len(r["norms"])) for r in records) for records in part}) == 1
 
 
 def _between_reductions(records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the records in parts that each begin with reduced gradients; the first one may begin otherwise."""
+    """Return the records in parts that each begin with reduced gradients, except possibly the first."""
     parts: list[list[dict[str, Any]]] = []
     for record in records:
         if record["kind"] in ("gradient", "by_hand") or not parts:
@@ -267,7 +275,7 @@ def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: 
     return Finding(
         cause="silent_divergence",
         ranks=ranks,
-        where=records[ranks[0]].get("site", ""),  # where it was seen
+        where=records[ranks[0]].get("site", ""),  # where the difference was observed
         module=name.rpartition(".")[0],
         reason=f"{_WHAT[first['kind']]} {name} differ between ranks from step {first['step']} on (L2 norms: {shown})",
         certain=True,
@@ -280,7 +288,7 @@ def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: 
 
 
 def differing(evidence: Evidence) -> Finding | None:
-    """Find a snapshot that gets a value by ``--snapshot-update``, and not the same one on all ranks that compare with it."""
+    """Find a snapshot that ``--snapshot-update`` sets to different values on the ranks that compare with it."""
     for (_, name), of_ranks in by_snapshot({r.rank: r.snapshots for r in evidence.ranks}).items():
         if len({snapshot.value for snapshot in of_ranks.values()}) > 1:
             ranks = tuple(sorted(of_ranks))

@@ -1,4 +1,6 @@
-"""Findings of a call that some ranks made alone or skipped alone: the line at which ranks first differ, and what rests on a tie."""
+"""Findings on a call that only some ranks made, or that they skipped: the first differing line, and whether the finding
+rests on a tie.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from pytest_nsa.evidence.values import Evidence
 
 
 def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, reason: str) -> Finding:
-    """Report that ``culprits`` entered ``call`` alone."""
+    """Return the finding that ``culprits`` made ``call`` alone."""
     who = describe_ranks(culprits, evidence.job.world_size)
     culprits, cause, reason = explained(
         evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {reason}"
@@ -29,14 +31,14 @@ def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, reaso
 
 
 def of_a_shift(evidence: Evidence) -> Finding | None:
-    """Find the call that some ranks alone made, and that was taken for the others' next one."""
+    """Find the call that only some ranks made and that was paired with the others' next one."""
     shift = first_shift(evidence)
     if shift is None:
         return None
     who = describe_ranks(shift.ranks, evidence.job.world_size)
     here, there = where_ways_part(shift.extra.way, shift.usual.way)
     at = f" (called at {here} and at {there})" if shift.extra.site == shift.usual.site else ""
-    reason = f"{who} entered {shift.extra.describe()}, which the others took for {shift.usual.describe()}{at}"
+    reason = f"{who} entered {shift.extra.describe()}, which was paired with the others' {shift.usual.describe()}{at}"
     return Finding(
         cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, called_from=here if at else "", certain=True,
         confidence=0.85, reason=f"{reason}: one call apart from then on", facts=all_facts(evidence.ranks),
@@ -51,7 +53,7 @@ def skipped(
     confidence: float = 0.9,
     certain: bool = True,
 ) -> Finding:
-    """Report that ``culprits`` went on without ``missed``; the line to look at is the one where the others wait."""
+    """Return the finding that ``culprits`` skipped ``missed``; the line to look at is the others' location."""
     left = origin_of(evidence, culprits, missed)
     culprits, cause, reason = explained(evidence, culprits, "skipped_collective", reason + left.since)
     reason += ran_out(evidence, culprits, cause)
@@ -68,18 +70,18 @@ def skipped(
 
 
 def of_an_earlier_call(evidence: Evidence, entered: Mapping[int, Collective]) -> Finding | None:
-    """Find that some ranks left a call out before, or at, the one in which ranks differ, and met the others in it all the same."""
+    """Find that some ranks skipped a call at or before the differing one, and met the others in it nevertheless."""
     found = parted_before(evidence, entered)
     if found is None:
         return None
     ranks, missed, made = found
     who = describe_ranks(ranks, evidence.job.world_size)
-    reason = f"{who} went on without {missed.describe()}, and met the others in it by {made.describe()} (call skipped)"
+    reason = f"{who} went on without {missed.describe()}, and was paired with the others in it by {made.describe()} (call skipped)"
     return skipped(evidence, ranks, missed, reason)
 
 
 def met_another_call(evidence: Evidence) -> Finding | None:
-    """Find that ranks met in two calls that are alike, and one of them raised, or was ended, over what it got from the other."""
+    """Find that ranks met in two similar calls, and one of them raised, or was killed, because of what it received."""
     ends = [e.time for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     ends += [r.exit_time for r in evidence.ranks if r.signal and not r.by_us]
     if not ends:
@@ -98,7 +100,9 @@ def met_another_call(evidence: Evidence) -> Finding | None:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The line of a call that ranks left out, the line that called its function, where that is known, and since when in words."""
+    """The line of a skipped call, the line that called its function where that is known, and since when it was skipped,
+    in words.
+    """
 
     where: str
     called_from: str = ""
@@ -106,15 +110,15 @@ class Origin:
 
 
 def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective) -> Origin:
-    """Return where the culprits left the others' way: at ``missed``, in which these wait; or before it, at a call that was taken
-    for the next one, which was like it, or at one of another group in the same round.
+    """Return where the culprits left the others' path: at ``missed``, in which the others wait; or earlier, at a call
+    that was paired with a similar next one, or at a call of another group in the same round.
     """
     differing = first_at_different_lines(evidence, culprits, missed)
     if differing is not None:
         theirs, mine = differing
         there, here = where_ways_part(theirs.way, mine.way)
         who = describe_ranks(culprits, evidence.job.world_size)
-        since = f"; one call apart since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
+        since = f"; off by one call since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
         return Origin(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
     return Origin(missed.site)
 
@@ -131,8 +135,8 @@ def weakened(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _is_a_tie(evidence: Evidence, finding: Finding) -> bool:
-    """Return whether half of the ranks that a call concerns are named, and no round before had one of the calls that the two sides
-    are in.
+    """Return whether half of the ranks that a call concerns are culprits, and no earlier round had a call of either
+    side.
     """
     named, waits = set(finding.ranks), {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
     made = [(r.rank, c) for r in evidence.ranks for c in r.collectives if c.site == finding.where]

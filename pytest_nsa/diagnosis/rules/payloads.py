@@ -1,4 +1,4 @@
-"""What ranks give to a call and what it expects: element types, counts, reductions and roots that do not fit."""
+"""Payloads that do not match: element types, counts, reductions and roots."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pytest_nsa.evidence.collectives import by_place, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
-NOTE = 96  # bytes of a note on the board: a longer one is cut
+NOTE = 96  # bytes of a note on the board, where a longer one is cut
 
 
 def aborted(evidence: Evidence) -> Finding | None:
-    """Find that gloo aborted a rank inside an exchange in which each may give as much as it likes: something else was expected."""
-    if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog ends the ranks that wait in the same way
+    """Find that gloo aborted a rank inside an exchange with free sizes, because another rank expected something else."""
+    if evidence.job.backend not in ("", "gloo"):  # NCCL's watchdog aborts waiting ranks, too
         return None
     for rank in evidence.ranks:
         at = rank.board.waits_in if rank.board is not None else None
@@ -54,7 +54,9 @@ def aborted(evidence: Evidence) -> Finding | None:
 
 
 def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
-    """Find that gloo aborted ranks in a call of a group in which others are in what DDP does by itself, which is counted apart."""
+    """Find that gloo aborted ranks in a group's call while others are in a call that DDP makes by itself, which is
+    counted separately.
+    """
     ended = [r for r in evidence.ranks if r.signal == signal.SIGABRT and not r.by_us]
     if not ended or any(not is_victim(error) for r in evidence.ranks for error in r.exceptions):
         return None
@@ -66,8 +68,9 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
 
 
 def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidence, at: Collective) -> Finding | None:
-    """Find that the message which a rank receives has another size than it expects: one of the two has left another one out, which
-    the calls of its own so far expect; both are named where that does not tell.
+    """Find that a rank receives a message of another size than it expects: sender or receiver skipped a message.
+
+    The rank that departs from its own earlier calls is the culprit; both are named where neither or both do.
     """
     if has_forgotten(rank) or has_forgotten(sender):
         return None
@@ -83,7 +86,7 @@ def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidenc
         r.rank: usual for r, call in ((sender, sent[taken]), (rank, at)) if (usual := _expected(r, call)) is not None
     }
     culprits = tuple(found) if len(found) == 1 else tuple(sorted((rank.rank, sender.rank)))
-    omitted = f"; rank {culprits[0]} left out {found[culprits[0]].describe()}" if len(found) == 1 else ""
+    omitted = f"; rank {culprits[0]} skipped {found[culprits[0]].describe()}" if len(found) == 1 else ""
     return Finding(
         cause="p2p_unmatched", ranks=culprits, where=found[culprits[0]].site if len(found) == 1 else at.site,
         reason=f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}{omitted}",
@@ -92,7 +95,9 @@ def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidenc
 
 
 def _expected(rank: RankEvidence, call: Collective) -> Collective | None:
-    """Return the latest call like the one that a rank's calls so far expect in place of ``call``; None where it is as expected."""
+    """Return the latest call of the kind that a rank's earlier calls predict in place of ``call``; None where ``call``
+    is as predicted.
+    """
     before = [c for c in rank.collectives if c.index < call.index]
     expected = expected_next([signature_of(c) for c in before])
     if expected is None or expected == signature_of(call):
@@ -101,7 +106,7 @@ def _expected(rank: RankEvidence, call: Collective) -> Collective | None:
 
 
 def splits_differ(evidence: Evidence) -> Finding | None:
-    """Find an exchange of all with all in which a rank gives another one more, or fewer, rows than that one takes."""
+    """Find an all-to-all exchange in which a rank gives another more, or fewer, rows than that rank takes."""
     calls: dict[tuple[str, int], dict[int, Collective]] = {}
     for rank, ring in rings(evidence).items():
         for call in ring:
@@ -111,12 +116,12 @@ def splits_differ(evidence: Evidence) -> Finding | None:
         wrong = list(_wrong_splits(evidence.members(group), {rank: _splits(c.note) for rank, c in entered.items()}))
         if not wrong:
             continue
-        # Where ranks are one call apart, what one gives is for another call than what the other takes.
+        # Where ranks are one call apart, the two numbers belong to different calls.
         shifted = of_a_shift(evidence) or of_an_earlier_call(evidence, entered)
         if shifted is not None:
             return shifted
         counts = Counter(rank for giver, taker, _, _ in wrong for rank in (giver, taker))
-        # In most of the pairs; of several such, the rank that splits as no other does.
+        # The ranks in most of the pairs; among equals, those with the rarest split.
         alike = Counter(c.note for c in entered.values())
         blamed = {rank: (count, -alike[entered[rank].note]) for rank, count in counts.items()}
         culprits = tuple(sorted(rank for rank, by in blamed.items() if by == max(blamed.values())))
@@ -134,7 +139,9 @@ def splits_differ(evidence: Evidence) -> Finding | None:
 
 
 def _splits(note: str) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank of the group, and come from each; empty where the note was cut short."""
+    """Return the rows that go to each rank of the group, and the rows that come from each; empty where the note was
+    cut.
+    """
     found = _SPLITS.match(note) if len(note) < NOTE else None
     return ([*map(int, found[1].split(","))], [*map(int, found[2].split(","))]) if found is not None else ([], [])
 
@@ -142,7 +149,7 @@ def _splits(note: str) -> tuple[list[int], list[int]]:
 def _wrong_splits(
     members: tuple[int, ...], splits: dict[int, tuple[list[int], list[int]]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield giver, taker, rows given and rows taken, where they differ."""
+    """Yield giver, taker, rows given and rows taken, where the two numbers differ."""
     n = len(members)
     for i, giver in enumerate(members):
         for j, taker in enumerate(members):
@@ -151,8 +158,8 @@ def _wrong_splits(
                 yield giver, taker, gives[j], takes[i]
 
 
-Calls = Mapping[int, Collective]  # of one place, or the two halves of a message, by rank
-# Lists of tensors in them may differ in size from rank to rank.
+Calls = Mapping[int, Collective]  # by rank, the calls of one place or of one message
+# Their lists of tensors may differ in size between ranks.
 _UNEVEN = ("reduce_scatter", "alltoall", "allgather_coalesced", "allgather_into_tensor_coalesced")
 _EVEN_AFTER_ALL = ("reduce_scatter_single", "reduce_scatter_tensor")
 _BYTES = ("uint8", "int8")
@@ -170,7 +177,7 @@ _SIZES = {
 
 
 def wrong_numbers(evidence: Evidence) -> Finding | None:
-    """Find a test that passed though ranks gave different types, counts or reductions to a call."""
+    """Find that ranks gave different types, counts or reductions to a call, though the test passed."""
     entered = first_departure(rings(evidence))
     if entered is not None and len({c.op for c in entered.values()}) == 1:
         found = explain(evidence, entered)
@@ -194,7 +201,7 @@ def _found(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> Findi
 
 
 def _in_order(evidence: Evidence) -> Iterator[Calls]:
-    """Yield the calls of each place that all ranks of its group have entered by the same operation, in their order."""
+    """Yield, in their order, the calls of each place that all ranks of a group entered by the same operation."""
     found = by_place({rank: [c for c in ring if c.peer == -1] for rank, ring in rings(evidence).items()})
     for place in sorted(found, key=lambda place: (place[1], place[0])):
         calls = found[place]
@@ -204,12 +211,12 @@ def _in_order(evidence: Evidence) -> Iterator[Calls]:
 
 
 def _terms(call: Collective, calls: Calls) -> tuple[object, ...]:
-    """Return what must be equal on all ranks."""
+    """Return the properties of a call that must be equal on all ranks."""
     return call.dtype, call.reduction, call.root, _count(call, calls)
 
 
 def _count(call: Collective, calls: Calls) -> int:
-    """Return how many elements one rank has in the call; 0 where ranks may have as many as they like."""
+    """Return the number of elements that one rank has in the call; 0 where ranks are free to choose it."""
     if call.op == "gather":  # the root's entry is the sum over its list
         is_root = calls.get(call.root) is call
         return call.count // call.size if is_root and call.count % call.size == 0 else call.count
@@ -221,9 +228,9 @@ def _count(call: Collective, calls: Calls) -> int:
 
 
 def _odd_ones(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
-    """Return the ranks that gave something else than most; else those that gave something else than before; else all of them."""
+    """Return the ranks that gave something else than most; else those that gave something else than before; else all."""
     terms: dict[int, object] = {rank: _terms(c, calls) for rank, c in calls.items()}
-    if len(set(terms.values())) == 1:  # each may give as much as it likes
+    if len(set(terms.values())) == 1:  # sizes are free
         terms = {rank: (c.count, c.note) for rank, c in calls.items()}
     (usual, most), *rest = Counter(terms.values()).most_common()
     if rest and most > rest[0][1]:
@@ -232,7 +239,7 @@ def _odd_ones(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
 
 
 def _changed(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
-    """Return the ranks that gave something else than the last time, where all others gave the same as then; else ()."""
+    """Return the ranks that gave something else than at the last call, where all others gave the same as then; else ()."""
     changed: list[int] = []
     kept: list[int] = []
     for rank, call in calls.items():
@@ -246,7 +253,9 @@ def _changed(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
 
 
 def _messages(evidence: Evidence) -> Iterator[Calls]:
-    """Yield sender's and receiver's call of each message: between two ranks, in a group and of a tag, they pair in their order."""
+    """Yield the sender's and the receiver's call of each message. Messages between two ranks, in one group and with one
+    tag, pair in their order.
+    """
     queues: defaultdict[tuple[object, ...], tuple[list[Collective], list[Collective]]] = defaultdict(lambda: ([], []))
     if any(map(has_forgotten, evidence.ranks)):
         return
@@ -262,7 +271,9 @@ def _messages(evidence: Evidence) -> Iterator[Calls]:
 
 
 def _fit(sent: Collective, taken: Collective) -> bool:
-    """Return whether a message is read as what was sent. Bytes may stand for any type of as many bytes, as pickled objects do."""
+    """Return whether a receive reads a message as it was sent. Bytes may hold any type of the same size, as pickled
+    objects do.
+    """
     if sent.dtype == taken.dtype:
         return sent.count <= taken.count
     if not {sent.dtype, taken.dtype} & {*_BYTES}:

@@ -1,4 +1,6 @@
-"""Why ranks left the common order, by what is known besides their calls: steps, ways through the model, hooks, threads, loaders."""
+"""Why ranks left the common order, by evidence other than their calls: steps, paths through the model, hooks, threads,
+loaders.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,20 @@ def explained(
     reason: str,
     entered: Mapping[int, Collective] | None = None,
 ) -> tuple[tuple[int, ...], str, str]:
-    """Blame, with what is known of the ranks beyond their collectives: steps that went otherwise, other paths, hooks, threads."""
+    """Return the finding with what other evidence shows about the culprits: differing steps, paths, hooks, threads."""
     if cause in ("extra_collective", "skipped_collective") and raced(evidence, culprits, entered or {}):
-        race = "one of the two is made in a thread beside the main one, which all of them have: which comes first is chance"
+        race = "a side thread of every rank makes one of the two calls, so their order is a race"
         return culprits, "collective_mismatch", f"{reason}: {race}"
-    # Who is behind has not come to what its step lacks.
+    # A rank that is behind has not reached the rest of its step.
     odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
     if odd is not None and odd.is_habit and not set(odd.ranks) & set(culprits):
-        odd = None  # who accumulates by another rhythm synchronises at other steps
+        odd = None  # a rank that accumulates at another rhythm synchronises at other steps
     if odd is not None and cause in ("skipped_collective", "collective_mismatch", "extra_collective"):
         who = describe_ranks(odd.ranks, evidence.job.world_size)
-        # Each that went on without the call has left it out, whether or not the step in which it did so is known.
+        # A rank that went on without the call skipped it, even where the step is unknown.
         blamed = culprits if cause == "skipped_collective" and set(odd.ranks) < set(culprits) else odd.ranks
         return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.reason}. {reason}"
-    # Who was aborted may have no stack.
+    # An aborted rank may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
         return culprits, "hook_deadlock", f"in a gradient hook, {reason}"
@@ -55,7 +57,7 @@ def explained(
             f"in a gradient hook, which did not run on {describe_ranks(culprits, evidence.job.world_size)}: {reason}"
         )
     if cause == "collective_mismatch" and len({c.way for c in (entered or {}).values()}) == 1:
-        return culprits, cause, reason  # one line, and what it carries: no other way
+        return culprits, cause, reason  # one line with one payload: no other path
     path = other_path(evidence, culprits)
     if path:
         who = describe_ranks(culprits, evidence.job.world_size)
@@ -64,7 +66,7 @@ def explained(
 
 
 def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
-    """Return whether the culprits are, by the loops' counters, before what each other rank waits in."""
+    """Return whether the loops' counters place the culprits before the call that each other rank waits in."""
     found = {r.rank: c for r in evidence.ranks if (c := awaited(r)) is not None}
     if any(rank not in found for rank in culprits):
         return False
@@ -76,7 +78,7 @@ def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
 
 
 def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
-    """Return that the culprits' data loaders came to their end and the others' did not, where they did; else ''."""
+    """Return in words that the culprits' data loaders were exhausted and the others' were not; else ''."""
     ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
     others = [n for rank, n in ended.items() if rank not in culprits]
     if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
@@ -86,9 +88,9 @@ def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
-    """What some ranks did in a step and the others did not; ``reason`` is the reason of the plan's list, with what is known.
+    """What some ranks did in a step and the others did not. ``reason`` is the plan's reason, with details.
 
-    ``is_habit``: of what programs do in some of their steps, as they do not synchronise while they accumulate.
+    ``is_habit``: programs do it in some of their steps, such as not synchronising while they accumulate gradients.
     """
 
     ranks: tuple[int, ...]
@@ -98,7 +100,7 @@ class Anomaly:
 
 
 def anomaly(evidence: Evidence) -> Anomaly | None:
-    """Return the last step that went otherwise on some ranks, but not on all."""
+    """Return the last step in which some ranks, but not all, departed from the others."""
     by_step: dict[tuple[int, str], dict[int, dict[str, object]]] = {}
     for rank in evidence.ranks:
         for event in rank.anomalies:
@@ -116,7 +118,9 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
 
 
 def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
-    """Return whether what ended a forward is what another rank's end looks like, or ended the test: no handler swallowed it."""
+    """Return whether the exception that ended a forward is a victim's error, or ended the test, so that no handler
+    swallowed it.
+    """
     error = str(event.get("error", ""))
     was_raised = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
     return was_raised or is_victim_text(error)
@@ -131,10 +135,10 @@ def _reason_of(kind: str, event: dict[str, object]) -> str:
 
 
 def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
-    """Return how the culprits' way through the model differs from the others', as 'entered b where the others entered a'; or ''.
+    """Return how the culprits' path through the model differs, as 'entered b where the others entered a'; or ''.
 
-    A rank that has only come less far in its forward has taken no other path, nor one whose latest forward is of another module: of
-    what DDP wraps, called to evaluate, where the others train.
+    A rank that is less far in its forward has taken no other path. Nor has a rank with another root module, such as one
+    that evaluates what DDP wraps while the others train.
     """
     paths = {r.rank: (r.board.path, r.modules) for r in evidence.ranks if r.board is not None and r.modules}
     whole = {step for r in evidence.ranks if r.rank in paths for step in [_step_of_backward(r)]}
@@ -155,7 +159,7 @@ def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:
 
 
 def _step_of_backward(rank: RankEvidence) -> float:
-    """Return the step whose backward a rank is in or has made, and so no forward since; 0 where it is elsewhere."""
+    """Return the step for which a rank is in backward, or has left it without a further forward; 0 in any other phase."""
     board = rank.board
     is_past = board is not None and (
         board.phase == "backward" or (board.phase != "forward" and board.numbers["gradients"] > 0)

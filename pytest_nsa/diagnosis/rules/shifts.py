@@ -1,4 +1,4 @@
-"""Calls that are one off: the first that ranks made from different lines, before they met in different calls."""
+"""Calls that are off by one: the first calls that ranks made from different lines, before they met in different calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_nsa.evidence.values import Evidence
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A call ``extra`` that some ranks made from a line of their own, paired with the others' ``usual`` call."""
+    """A call ``extra`` that some ranks made from another line, paired with the others' ``usual`` call."""
 
     ranks: tuple[int, ...]
     extra: Collective
@@ -23,10 +23,11 @@ class Shift:
 
 
 def first_shift(evidence: Evidence) -> Shift | None:
-    """Return the first call that ranks made from a line which had not called in that group before, paired with the others' usual
-    call. Alike as the two are, neither waits: the ranks are one call apart from then on.
+    """Return the first call that ranks made from a line without an earlier call in that group, paired with the others'
+    usual call.
 
-    None where another departure came first, or where the ranks' lines differ by the program's design.
+    The two are so similar that neither side waits: from then on the ranks are off by one call. None where another
+    departure came first, or where the ranks' lines differ by the program's design.
     """
     rings = {r.rank: _calls(evidence, r.rank) for r in evidence.ranks}
     for entered in sorted(by_place(rings).values(), key=lambda calls: min(c.entered for c in calls.values())):
@@ -45,8 +46,8 @@ def first_shift(evidence: Evidence) -> Shift | None:
             return None
         usual = entered[others[0]]
         if are_alternatives(evidence.sources, *where_ways_part(entered[new[0]].way, usual.way)):
-            continue  # one call, in the two branches of an `if`
-        # It has gone back to its usual calls: one that goes on at its own line has left them.
+            continue  # one call in the two branches of an `if`
+        # It returned to its usual calls: an extra call, where a rank at a line of the shift has left them.
         returned = {r: any(c.index > entered[r].index and c.way in before[r] for c in rings[r]) for r in new}
         if all(usual.way in before[rank] and returned[rank] for rank in new):
             return Shift(new, entered[new[0]], usual)
@@ -57,10 +58,11 @@ def first_shift(evidence: Evidence) -> Shift | None:
 def first_at_different_lines(
     evidence: Evidence, culprits: tuple[int, ...], missed: Collective
 ) -> tuple[Collective, Collective] | None:
-    """Return the first calls of ``missed``'s group that the culprits and the others made from different lines, theirs first,
-    before ``missed``: what was left out was like the next call, so that neither side waited.
+    """Return the first calls of ``missed``'s group that the culprits and the others made from different lines, before
+    ``missed``, the culprits' first.
 
-    None where lines differ by the program's design: where they were equal again, other than by one sequence that lags behind.
+    The skipped call resembles the next one, so that neither side waited. None where lines differ by the program's
+    design: they became equal again, and not because one sequence lags behind the other.
     """
     rings = {r: [c for c in _calls(evidence, r) if c.group == missed.group] for r in evidence.members(missed.group)}
     whole = [
@@ -73,10 +75,10 @@ def first_at_different_lines(
     ]
     first = next((i for i, (mine, theirs) in enumerate(sides) if mine != theirs), None)
     if not first or any(len(mine) != 1 or len(theirs) != 1 for mine, theirs in sides):
-        return None  # nothing before it shows that the lines are usually equal
+        return None  # no earlier call shows that the lines are usually equal
     ours, others = ([way for side in sides[first:] for way in side[i]] for i in (0, 1))
     if len(set(ours)) == 1 < len(set(others)):
-        return None  # one line answers whatever the others call, as DDP's join does
+        return None  # one line answers all of the others' calls, as DDP's join does
     lags = any(ours[: len(ours) - k] == others[k:] for k in range(1, len(ours)))
     if not lags and any(a == b for a, b in zip(ours, others, strict=True)):
         return None
@@ -88,16 +90,17 @@ def first_at_different_lines(
 def parted_before(
     evidence: Evidence, entered: Mapping[int, Collective]
 ) -> tuple[tuple[int, ...], Collective, Collective] | None:
-    """Return the ranks that left a call out before the one at which two sides' calls ``entered`` differ, or, where these are alike
-    but for what they carry, at it; that call as the others made it, and what they made in its place: the ranks met in it.
+    """Return the ranks that skipped a call before the one at which two sides' calls ``entered`` differ (or at it, where
+    only the payloads differ); that call as the others made it; and what the culprits made in its place.
 
-    It is what all had made there in earlier rounds, and the others' calls followed from it, line by line, up to where they differ.
+    All ranks made the skipped call there in earlier rounds, and the others' calls followed from it, line by line, up to
+    the difference.
     """
     one = next(iter(entered.values()))
     if len({c.shape for c in entered.values()}) == 2:
         odd, latest = frozenset(r for r, c in entered.items() if c.shape == one.shape), one.sequence - 1
     elif len({c.way for c in entered.values()}) == 2:
-        # Alike, but for what they carry: they may have gone apart just there.
+        # Equal except for the payload: they may have diverged just there.
         odd, latest = frozenset(r for r, c in entered.items() if c.way == one.way), one.sequence
     else:
         return None
@@ -122,7 +125,7 @@ def parted_before(
     if not usual or not others:
         return None
     missed, made = calls[usual[0]], calls[others[0]]
-    # What they made in its place is one that follows it in other rounds; where they made it later, they had made one more.
+    # The call in its place follows it in other rounds. Where they make it later, they made an extra call.
     is_late = any(c.way == missed.way for c in rings[others[0]] if c.sequence > first)
     if is_late or all(c.way != made.way for c in before):
         return None

@@ -1,4 +1,4 @@
-"""Progress that is too slow: how fast, which rank is waited for, and whether the autograd graph explains it."""
+"""Slow progress: how slow, which rank the others wait for, and whether the autograd graph explains it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 MANY_NODES = 20_000
-SHARE = 0.5  # of a forward's nodes that one module makes
-RECENT = 20  # collectives, and all of the last seconds
+SHARE = 0.5  # share of a forward's nodes that one module makes
+RECENT = 20  # collectives, and all in the last seconds
 WINDOW_S = 5.0
 OFTEN = 0.7
 LATE = 0.4  # of the time
-MANY_TIMES = 50  # a round that makes so many times what all rounds before made
-WITHOUT_END = 500  # times what any rank has made in all
+MANY_TIMES = 50  # module calls of a round, relative to all earlier rounds
+WITHOUT_END = 500  # module calls since the collective, relative to any rank's total
 _ENGINE = "_engine_run_backward"
 
 
 def graph_explosion(evidence: Evidence) -> Finding | None:
-    """Find ranks at work in a forward or backward whose autograd nodes are many, and mostly one module's."""
+    """Find ranks at work in a forward or backward with many autograd nodes, mostly of one module."""
     if evidence.stop not in ("deadline", "hang_after", "host_died", "certain"):
         return None
     found = [r for r in evidence.ranks if not r.finished and _many_nodes(r)]
@@ -55,7 +55,7 @@ def _many_nodes(rank: RankEvidence) -> bool:
 
 
 def straggler(evidence: Evidence) -> Finding | None:
-    """Find that the ranks move, and one comes last to nearly every collective, while the others wait for most of the time."""
+    """Find that the ranks move, and one is last in nearly every collective, while the others wait for most of the time."""
     if evidence.stop not in ("deadline", "host_died") or not evidence.moved_at_stop:
         return None
     late = _always_last(evidence) or _waited_for(evidence)
@@ -76,8 +76,10 @@ def straggler(evidence: Evidence) -> Finding | None:
 
 
 def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
-    """Return that a rank goes round a loop since its latest collective: in a ``while``, with far more steps than before it; in any
-    loop, with far more calls of modules than any rank has made; else ''.
+    """Return in words that a rank repeats a loop since its latest collective; else ''.
+
+    In a ``while``: with many more steps than before the collective. In any loop: with many more module calls than any
+    rank made.
     """
     frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
     board, calls = rank.board, [c for c in rank.collectives if c.peer == -1]
@@ -91,11 +93,13 @@ def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
         detail = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
     elif any(loops_of(evidence.sources, f.describe()) for f in frames):
         detail = _calls_without_end(evidence, rank)
-    return f"rank {rank.rank} goes round a loop: {detail}" if detail else ""
+    return f"rank {rank.rank} repeats a loop: {detail}" if detail else ""
 
 
 def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
-    """Return that a rank has called far more modules since its latest collective than it had before, and the others in all."""
+    """Return in words that a rank made many more module calls since its latest collective than before it, and than the
+    others in total.
+    """
     assert rank.board is not None
     earlier = [b for b in rank.heartbeats if b["collectives"] < rank.heartbeats[-1]["collectives"]]
     others = [int(r.board.numbers["modules_entered"]) for r in evidence.ranks if r.board is not None and r is not rank]
@@ -107,11 +111,11 @@ def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
-    """Who came last to the latest collectives of all ranks, and by how much."""
+    """Return the rank that was last in the ranks' latest collectives, and by how much."""
     by_place: dict[tuple[str, int], dict[int, float]] = {}
     for rank in evidence.ranks:
         for c in rank.collectives:
-            if c.peer == -1 and not c.group.startswith("ddp"):  # what DDP does by itself goes with its buckets
+            if c.peer == -1 and not c.group.startswith("ddp"):  # DDP makes these calls by itself, once a bucket
                 by_place.setdefault(c.place, {})[rank.rank] = c.entered
     calls = [(min(e.values()), e) for e in by_place.values() if len(e) == len(evidence.ranks)]
     whole = sorted(calls, key=lambda call: call[0])
@@ -119,7 +123,7 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
         return None
     since = (
         whole[-1][0] - WINDOW_S
-    )  # of short steps more than a few: a busy machine lets one rank come last to some in a row
+    )  # short steps need more evidence: on a busy machine one rank is last in several in a row by chance
     whole = [call for place, call in enumerate(whole) if call[0] >= since or place >= len(whole) - RECENT]
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
     if len(spans) < 3:
@@ -142,17 +146,20 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
 
 
 def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
-    """Find that the others are blocked in a collective, and one that makes progress has not reached it."""
+    """Find that the others are blocked in a collective that a rank which makes progress has not reached."""
     waiting = [r for r in evidence.ranks if not r.finished and not r.moved_at_stop and r.is_waiting]
     moving = tuple(r.rank for r in evidence.ranks if not r.finished and r.moved_at_stop)
     if not waiting or not moving or evidence.waits_s < 1.5:
         return None
     who = describe_ranks(moving, evidence.job.world_size)
-    return moving, f"the others have waited for {who} for {evidence.waits_s:.1f} s; it moves, and has not come yet"
+    return (
+        moving,
+        f"the others have waited for {who} for {evidence.waits_s:.1f} s; it makes progress, and has not arrived",
+    )
 
 
 def slow(evidence: Evidence) -> Finding | None:
-    """Find that the deadline came while the ranks still moved."""
+    """Find that the deadline passed while the ranks still moved."""
     if evidence.stop != "deadline" or not evidence.moved_at_stop:
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
@@ -161,7 +168,7 @@ def slow(evidence: Evidence) -> Finding | None:
         cause="slow",
         ranks=tuple(r.rank for r in moving),
         where=last_seen(moving[0]) if moving else "",
-        reason=f"the ranks still made progress when the time was up: {_rate(evidence)}",
+        reason=f"the ranks still made progress at the time limit: {_rate(evidence)}",
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )
@@ -178,7 +185,7 @@ def _rate(evidence: Evidence) -> str:
 
 
 def _progress(rank: RankEvidence) -> str:
-    """Return how far a backward has come and what it still needs, from the heartbeats of the step."""
+    """Return how far a backward has come and how long it still needs, by the heartbeats of the step."""
     assert rank.board is not None
     n = rank.board.numbers
     arrived, expected = n["gradients"], n["gradients_expected"]
@@ -186,7 +193,7 @@ def _progress(rank: RankEvidence) -> str:
     if rank.board.phase != "backward" or not beats:
         return f"{rank.board.phase} of step {n['step']:.0f}"
     seconds = n["beat_time"] - beats[0]["time"]
-    text = f"backward of step {n['step']:.0f} has brought {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
+    text = f"backward of step {n['step']:.0f} has produced {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
     if 0 < arrived < expected:
         text += f", {arrived / max(seconds, 1e-9):.2g} a second: about {seconds * (expected - arrived) / arrived:.0f} s to go"
     return text

@@ -1,4 +1,4 @@
-"""What a rank is blocked in when nothing moves: which rank is not where the others wait, and why."""
+"""What a rank is blocked in when nothing moves: the rank that is not where the others wait, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
-    # A rank that waits for a key is waited for only where no other rank is elsewhere: that one may be to set it.
+    # A rank that waits for a key is the culprit only where no other rank could set the key.
     absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
     if not absent:
         absent = [r for r in alive if r.waits_for_a_key]
@@ -31,12 +31,12 @@ def blocked(evidence: Evidence) -> Finding | None:
     rank = next(r for r in absent if r.rank in activities)
     activity = activities[rank.rank]
     culprits = tuple(r for r, other in activities.items() if other.cause == activity.cause)
-    # One that waits for a lock which it holds itself holds up all the others that want it.
+    # A rank that waits for a lock which it holds itself blocks all others that wait for it.
     themselves = tuple(r for r in culprits if r in activities[r].holders)
     if themselves:
         culprits, rank = themselves, evidence.ranks[themselves[0]]
         activity = activities[rank.rank]
-    # A rank that holds the lock and waits itself is half of the deadlock; where several wait for it, the one to look at.
+    # A rank that holds the lock and waits is half of the deadlock; where several wait for it, it is the culprit.
     holders = tuple(h for h in activity.holders if evidence.ranks[h].is_waiting)
     if holders:
         culprits = tuple(sorted({*culprits, *holders})) if len(culprits) == 1 else holders

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 
 TOLERANCE = 1e-9  # relative, of a state's norm
 Records = list[dict[str, Any]]
-Loads = list[tuple[str, str, float, str]]  # what, where, the norm of its numbers, and the error that it raised
+Loads = list[tuple[str, str, float, str]]  # what was loaded, where, its norm, and the error that it raised
 
 
 def with_origin(
@@ -21,17 +21,20 @@ def with_origin(
     diverged: Mapping[int, dict[str, Any]],
     equal: Mapping[int, dict[str, Any]],
 ) -> Finding:
-    """Return the finding with what a model's update was made from where ranks differ in it; its line is where they do so.
+    """Return the finding with the source of a model's update, where ranks differ in it; its line is that of the
+    difference.
 
-    ``diverged`` has the record of each rank in which it was seen, of its ``streams``; ``equal`` the latest in which all ranks'
-    parameters were equal, {} where there is none: what was loaded until then is not why.
+    ``diverged`` has the record of each rank in which the difference was observed, from its ``streams``. ``equal`` has
+    the latest records with equal parameters, {} without any: states loaded up to then are not the cause.
     """
     known = {rank: _known(records, diverged[rank]) for rank, records in streams.items()}
     added: list[Any] = next((k["added"] for k in known.values() if k.get("added")), [])
     if added:
         more = f" and {len(added) - 1} more" if len(added) > 1 else ""
-        name, made = (added[0], "") if isinstance(added[0], str) else added[0]  # earlier versions left no line
-        detail = f"DDP does not know {name}{more}: added since it wrapped the model" + (f", at {made}" if made else "")
+        name, made = (added[0], "") if isinstance(added[0], str) else added[0]  # earlier versions recorded no line
+        detail = f"DDP does not track {name}{more}: added after the model was wrapped" + (
+            f", at {made}" if made else ""
+        )
         finding = replace(finding, reason=f"{finding.reason}; {detail}", where=made or finding.where)
     loads = {rank: k.get("loads", []) for rank, k in known.items()}
     if equal:
@@ -50,7 +53,7 @@ def with_origin(
 
 
 def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
-    """Return what a rank's records say of its model's training up to one of them: each has what has changed."""
+    """Return what a rank's records state about its model's training up to one of them; each record has what changed."""
     known: dict[str, Any] = {}
     for record in records:
         known |= {
@@ -64,9 +67,9 @@ def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_loaded(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
-    """Return that some ranks have not loaded what others have, in words, and at which line.
+    """Return in words that some ranks did not load what others loaded, and the line.
 
-    Of a model most must have loaded it: where few have, its parameters are broadcast from there.
+    Most ranks must have loaded a model: where few have, its parameters are broadcast from there.
     """
     done = {rank: {(what, site) for what, site, _, error in of_rank if not error} for rank, of_rank in loads.items()}
     for what, site in dict.fromkeys(load for of_rank in done.values() for load in sorted(of_rank)):
@@ -82,7 +85,7 @@ def _not_loaded(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] 
 
 
 def _loaded_alone(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
-    """Return that few ranks have loaded a model's parameters, and nothing broadcast them, in words, and the line of it."""
+    """Return in words that few ranks loaded a model's parameters without a broadcast after it, and the line."""
     done = {rank: [load for load in of_rank if load[0] == "model" and not load[3]] for rank, of_rank in loads.items()}
     alone = tuple(rank for rank, of_rank in done.items() if of_rank)
     if not alone or len(alone) == len(done):
@@ -92,7 +95,7 @@ def _loaded_alone(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str
 
 
 def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
-    """Return that ranks have loaded other numbers at one line, in words, and that line."""
+    """Return in words that ranks loaded different numbers at one line, and that line."""
     done = {rank: [load for load in of_rank if not load[3]] for rank, of_rank in loads.items()}
     if len({tuple((what, site) for what, site, _, _ in of_rank) for of_rank in done.values()}) != 1:
         return None
@@ -108,7 +111,7 @@ def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str,
 def _begun_otherwise(
     world_size: int, known: Mapping[int, dict[str, Any]], loads: Mapping[int, Loads]
 ) -> tuple[str, str] | None:
-    """Return that a model's parameters were not equal when it was first called, in words, and the line that made it."""
+    """Return in words that a model's parameters differed at its first call, and the line that created it."""
     begun = {rank: k["begun"] for rank, k in known.items() if "begun" in k}
     if len(begun) < len(known) or len({len(of_rank["norms"]) for of_rank in begun.values()}) != 1:
         return None
@@ -127,7 +130,7 @@ def _begun_otherwise(
 
 
 def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tuple[str, str] | None:
-    """Return that a setting of the optimizer differs, in words, and the line that has set it last."""
+    """Return in words that a setting of the optimizer differs, and the line that set it last."""
     groups = {rank: k.get("settings", []) for rank, k in known.items()}
     if len({len(of_rank) for of_rank in groups.values()}) != 1:
         return None
@@ -143,13 +146,15 @@ def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tupl
 
 
 def _odd(values: Mapping[int, Any]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of most; all of those but the first ones, where none has most."""
+    """Return the ranks with another value than most; without a majority, all but those that share the first rank's
+    value.
+    """
     most = max(grouped(values, _is_close), key=len)
     return tuple(rank for rank in values if rank not in most)
 
 
 def grouped(values: Mapping[int, Any], are_equal: Callable[[Any, Any], bool]) -> list[list[int]]:
-    """Return the ranks in lists of those whose values are equal, each compared with the first of a list."""
+    """Return lists of ranks with equal values; each value is compared with the first of a list."""
     groups: list[list[int]] = []
     for rank, value in values.items():
         ranks = next((ranks for ranks in groups if are_equal(value, values[ranks[0]])), None)
@@ -165,7 +170,7 @@ def _is_close(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-CHANGE_TOLERANCE = 1e-9  # relative, of a sum of norms: of equal tensors it is the same to the bit, but for the device
+CHANGE_TOLERANCE = 1e-9  # relative, of a sum of norms: equal tensors give the same bits on one device
 ChangeRecords = list[dict[str, Any]]
 _PARAMETER, _GRADIENT = "parameter", "gradient"
 
@@ -174,10 +179,10 @@ def changed_before(
     finding: Finding, world_size: int, streams: Mapping[int, ChangeRecords], diverged: Mapping[int, dict[str, Any]],
     equal: Mapping[int, dict[str, Any]], known: Mapping[int, Mapping[str, Any]],
 ) -> Finding:  # fmt: skip
-    """Return the finding with what was changed before the update after which ranks differ, and the line that is known to do so.
+    """Return the finding with what was changed before the update after which ranks differ, and the line of the change.
 
-    ``streams`` has the records of each rank, ``diverged`` those in which it was seen, ``equal`` the latest in which parameters were
-    equal, {} where there is none, ``known`` what the records say of a rank's training.
+    ``streams`` has the records of each rank, ``diverged`` those in which the difference was observed, ``equal`` the
+    latest with equal parameters ({} without any), ``known`` what the records state about a rank's training.
     """
     before = _before(diverged)
     if not before:
@@ -195,7 +200,7 @@ def changed_before(
         return finding
     changers = tuple(rank for rank, total in last.items() if not _are_equal((total, now[rank])))
     changes = [c for rank in known for c in known[rank].get("changes", ()) if c[0] == of]
-    # What all ranks do alike is seldom why: a condition may be true on some of them alone.
+    # What all ranks do is seldom the cause; a condition may hold on only some of them.
     is_by_some = 0 < len(changers) < len(diverged)
     of_a_rank = [c for c in changes if is_by_some and c[4:] == ["rank"]]
     may_differ = of_a_rank or [c for c in changes if c[3]] or changes
@@ -210,7 +215,7 @@ def changed_before(
 
 
 def _before(records: Mapping[int, dict[str, Any]]) -> dict[int, list[float]]:
-    """Return the sums that ranks' updates began with; {} where they are not known of all."""
+    """Return the checksums with which the ranks' updates began; {} where they are not known for all ranks."""
     found = {rank: record["before"] for rank, record in records.items() if "before" in record}
     return found if len(found) == len(records) else {}
 

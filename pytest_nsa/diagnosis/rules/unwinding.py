@@ -1,4 +1,4 @@
-"""Exceptions that others wait behind: of a rank that is blocked in its cleanup, of a thread, or of a task."""
+"""Exceptions behind which other ranks wait: of a rank that is blocked in its cleanup, of a thread, or of a task."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
-# Raised to end a generator, a loop or a task, whose cleanup is part of its work.
+# Raised to end a generator, a loop or a task: its cleanup is part of its work.
 _ENDS = ("GeneratorExit", "StopIteration", "StopAsyncIteration", "CancelledError")
 
 
 def in_cleanup(evidence: Evidence, finding: Finding) -> Finding:
-    """Return the finding that ranks raised, where some are blocked while their exception unwinds; else ``finding`` itself."""
+    """Return the finding that ranks raised, where some are blocked while their exception unwinds; else ``finding``."""
     found = [r for r in evidence.ranks if not r.finished and not r.exceptions and _unwinds(evidence.sources, r)]
     alive = [r for r in evidence.ranks if not r.finished]
     if not found or len(found) == len(alive) > 1 or evidence.moved_at_stop or not evidence.was_stalled:
@@ -27,7 +27,7 @@ def in_cleanup(evidence: Evidence, finding: Finding) -> Finding:
     kind = first.type.rpartition(".")[2]
     cause = "rank_exited" if kind in LEAVES else "oom" if kind in MEMORY else "rank_exception"
     who = describe_ranks(culprits, evidence.job.world_size)
-    reason = f"{who} raised {first.text}, and has not come further than its cleanup ({first.inside}): {finding.reason}"
+    reason = f"{who} raised {first.text}, and is blocked in its cleanup ({first.inside}): {finding.reason}"
     return replace(
         finding, cause=cause, ranks=culprits, where=first.at or first.inside, called_from="", module="", reason=reason,
         rule="unwinding.in_cleanup", facts=finding.facts or all_facts(evidence.ranks),
@@ -35,7 +35,9 @@ def in_cleanup(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _unwinds(sources: Sources, rank: RankEvidence) -> bool:
-    """Return whether a rank's own exception goes on once its cleanup is done; not where torch said that another rank has gone."""
+    """Return whether a rank's own exception propagates after its cleanup; false where torch reported that another rank
+    has gone.
+    """
     handled = rank.handles
     if handled is None or handled.type in _ENDS or is_victim_text(handled.text):
         return False
@@ -43,8 +45,8 @@ def _unwinds(sources: Sources, rank: RankEvidence) -> bool:
 
 
 def raised_in_a_thread(evidence: Evidence, finding: Finding) -> Finding:
-    """Return the finding that a thread or a task of the ranks that hold the others up raised, and its exception was never
-    retrieved; else ``finding`` itself.
+    """Return the finding that a thread or a task of the awaited ranks raised and its exception was never retrieved;
+    else ``finding``.
     """
     found = {rank: error for rank in finding.ranks if (error := _first_error(evidence.ranks[rank])) is not None}
     if not found or (len(found) < len(finding.ranks) and finding.certain):
@@ -60,7 +62,9 @@ def raised_in_a_thread(evidence: Evidence, finding: Finding) -> Finding:
 
 
 def _first_error(rank: RankEvidence) -> tuple[str, str, str, str] | None:
-    """Return (whose, type, in words, where) of the first exception of a thread or a task that is no consequence; None for none."""
+    """Return (thread or task, type, message, location) of the first exception of a thread or a task that is not a
+    consequence; None without one.
+    """
     errors = [
         (e.owner, e.type, f"{e.type}: {e.headline}", e.where)
         for e in rank.thread_errors
