@@ -49,7 +49,7 @@ def told(*ranks: dict[str, Any], equal_first: bool = False) -> Finding:
         ([{"added": ["head.weight"]}] * 4, "DDP does not track head.weight", FOUND.where),
         (
             [{"added": [["head.weight", "train.py:5 in swap"]]}] * 4,
-            "since it wrapped the model, at train.py:5",
+            "after the model was wrapped, at train.py:5",
             "train.py:5 in swap",
         ),
     ],
