@@ -72,7 +72,12 @@ def run(module: str, names: list[str], folder: Path) -> ExampleResult:
     options = ("ranks_hang_after=2.5", "ranks_check_divergence=true", "ranks_timeout=14", f"pythonpath={ROOT}")
     arguments = [a for option in options for a in ("-o", option)]
     tests = [f"test_planted.py::{name}" for name in names]
-    return run_in(folder, "-p", "xdist", "-n", "3", *arguments, *tests, timeout=280)
+    return run_in(folder, *workers(names), *arguments, *tests, timeout=280)
+
+
+def workers(names: list[str], most: int = 3) -> tuple[str, ...]:
+    """Return the options for a session of the named tests: a worker takes as much time to start as a test or two to run."""
+    return ("-p", "xdist", "-n", str(min(most, len(names) // 2))) if len(names) > 3 else ()
 
 
 FAULTS = [
@@ -141,7 +146,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         if is_recorded:
             assert names == healthy_tests(module), "a module is recorded as a whole: -m 'slow or not slow'"
             (folder / "conftest.py").write_text(questions.CONFTEST, encoding="utf-8")
-        result = run_in(folder, "-p", "xdist", "-n", "2", "--ranks-keep", "all", *arguments, *tests, timeout=280)
+        result = run_in(folder, *workers(names, 2), "--ranks-keep", "all", *arguments, *tests, timeout=280)
         if is_recorded:
             assert result.run is not None
             record_healthy(result.run, folder, module, questions.FOLDER)
