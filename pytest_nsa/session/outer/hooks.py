@@ -27,7 +27,7 @@ from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import needs_of
 from pytest_nsa.session.outer.launched import open_log
 from pytest_nsa.settings import OuterLauncher, Settings
-from pytest_nsa.system.room import private_folder
+from pytest_nsa.system.disk_space import private_folder
 
 
 def follower_folder(config: pytest.Config, artifacts: Path) -> Path:
