@@ -109,7 +109,7 @@ _REGISTRY = (
     Cause(
         name="missing_collective",
         chapter="The order of collectives",
-        summary="others wait in a collective, or for a key, that a rank never came to, and nothing more is known of that rank.",
+        summary="others wait in a collective, or for a key, that a rank never reached; nothing more is known of that rank.",
         advice="look at the rank's location: it never reached the call that the others wait in",
         rules=("stalls.blocked", "absence.not_entered"),
         unmet=True,
@@ -126,8 +126,8 @@ _REGISTRY = (
     Cause(
         name="rank_exited",
         chapter="The rank itself",
-        summary="a rank's process left, or raised SystemExit, before its test was done.",
-        advice="the rank left before the others were done: let every rank run to the end, or leave together",
+        summary="a rank's process exited, or raised SystemExit, before its test was done.",
+        advice="the rank exited before the others were done: let every rank run to the end, or let all exit together",
         rules=("exits.rank_raised", "unwinding.in_cleanup", "exits.rank_exited"),
         outcome="FAIL",
         of_the_rank=True,
@@ -195,7 +195,7 @@ _REGISTRY = (
     Cause(
         name="infinite_loop",
         chapter="What it is blocked in",
-        summary="Python code runs, and nothing gets on.",
+        summary="Python code runs without making progress.",
         advice="give the loop a condition that ends it; the stack names its line",
         rules=("stalls.blocked", "speed.straggler"),
         at_work=True,
@@ -219,7 +219,7 @@ _REGISTRY = (
     Cause(
         name="device_busy",
         chapter="What it is blocked in",
-        summary="a rank waits for its GPU, which does not come to the end of what it was given.",
+        summary="a rank waits for its GPU, and a kernel on it does not end.",
         advice="a kernel launched before this line does not end: CUDA_LAUNCH_BLOCKING=1 shows the line that launches it",
         rules=("stalls.blocked",),
         at_work=True,
@@ -301,7 +301,7 @@ _REGISTRY = (
     Cause(
         name="data_dependent_branch",
         chapter="Autograd and DDP",
-        summary="ranks took different ways through the model, or only some of them skipped a test.",
+        summary="ranks took different paths through the model, or only some of them skipped a test.",
         advice="let every rank run the same modules whatever its data, with weights of zero where needed",
         rules=(
             "absence.left_by_choice",
@@ -316,7 +316,7 @@ _REGISTRY = (
     Cause(
         name="hook_deadlock",
         chapter="Autograd and DDP",
-        summary="a collective in a gradient hook waits for ranks that do not come.",
+        summary="a collective in a gradient hook waits for ranks that never enter it.",
         advice="do not call collectives or take locks in gradient hooks",
         rules=(
             "calls.departed",
@@ -352,8 +352,8 @@ _REGISTRY = (
     Cause(
         name="slow",
         chapter="Speed",
-        summary="it moves, and not fast enough for its time.",
-        advice="it moves: raise the timeout, or make the step smaller",
+        summary="the ranks make progress, but too slowly for the time limit.",
+        advice="the ranks make progress: raise the timeout, or make the step smaller",
         rules=("stalls.blocked", "speed.slow"),
         outcome="SLOW",
         at_work=True,
