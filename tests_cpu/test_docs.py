@@ -58,15 +58,17 @@ KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 
 
 def test_the_changelog_is_a_line_per_behaviour() -> None:
-    """Of what is not released; earlier sections stay as they were."""
+    """From 0.2.0 on; the first release stays as it was. What is not released is in fragments alone."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    section = re.split(r"^## ", text, flags=re.M)[1]
-    for line in section.splitlines()[1:]:
-        assert not line or line in [f"### {kind}" for kind in KINDS] or re.fullmatch(r"- .*[.)]", line), line
+    assert "Unreleased" not in text, "write a fragment: changelog.d/+WHAT.KIND.md"
+    for section in re.split(r"^## ", text.partition("## [0.1.0]")[0], flags=re.M)[1:]:
+        for line in section.splitlines()[1:]:
+            assert not line or line in [f"### {kind}" for kind in KINDS] or re.fullmatch(r"- .*[.)]", line), line
     for fragment in (ROOT / "changelog.d").glob("*"):
         if fragment.name != ".gitignore":
             assert re.fullmatch(rf"\+[a-z0-9-]+\.({'|'.join(KINDS).lower()})\.md", fragment.name), fragment.name
-            assert len(fragment.read_text(encoding="utf-8").splitlines()) == 1, fragment.name
+            (line,) = fragment.read_text(encoding="utf-8").splitlines()
+            assert re.fullmatch(r".*[.)]", line), fragment.name
 
 
 def test_a_circle_is_refused() -> None:
