@@ -1,6 +1,6 @@
 """The hooks of a run under torchrun or SLURM, where each pytest process hosts one rank, or is one.
 
-Tests that run on no ranks of ours run in every process, as without the plugin. Tests on ranks are reported by rank 0's process; the
+Tests without our ranks run in every process, as without the plugin. Tests on ranks are reported by rank 0's process; the
 others receive its verdict. What fails in another process is shown as it fails.
 """
 

@@ -1,4 +1,4 @@
-"""Tests on no ranks that start ranks by themselves: diagnosed at the time limit, at an interrupt, and when the session cannot end.
+"""Tests without our ranks that start ranks by themselves: diagnosed at the limit, at an interrupt, and when the session cannot end.
 
 Children inherit a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.job_folders`).
 A test that starts no process costs two entries of the environment.
