@@ -184,7 +184,7 @@ def _watch(arguments: argparse.Namespace) -> int:
             code = watch_unaided(pid, once=arguments.once)
             if code == 2:
                 print(
-                    f"error: process {pid}: is no rank (no board, no RANK); start its training with NSA_TRACE_DIR=DIR",
+                    f"error: process {pid} is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR",
                     file=sys.stderr,
                 )
             return code
