@@ -128,6 +128,16 @@ def test_files_that_pages_name_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_walk_names_the_lines_of_its_faults() -> None:
+    text = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+    for path, shown, fault in (
+        ("tests_cpu/plan/faults.py", r"tests_cpu/plan/faults\.py:(\d+)", "with never_released:"),
+        ("examples/downstream/small_transformer.py", r"small_transformer\.py:(\d+)", "dist.all_reduce(count)"),
+    ):
+        lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+        assert {lines[int(number) - 1].strip() for number in re.findall(shown, text)} == {fault}
+
+
 @pytest.mark.parametrize("page", cause_pages.PAGES, ids=lambda p: p.stem)
 def test_the_page_of_a_cause_shows_a_short_planted_fault_and_its_verdict_as_they_are(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

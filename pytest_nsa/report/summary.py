@@ -107,7 +107,7 @@ def render(
     if drawn:
         out += [
             "",
-            "<details><summary>The tree, with the way taken</summary>",
+            "<details><summary>The tree, with the path taken</summary>",
             "",
             "```mermaid",
             *drawn,
