@@ -70,7 +70,7 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     page = "`tests_cpu/faults/planted_exceptions.py::test_a_clock_that_differs`:\n\n```python\n\n```\n"
     verdict = "```\nFAIL: rank 1 of 2, clock_skew, at planted_exceptions.py\n```\n"  # as recording would take minutes
     chapters = f"## What you see\n\n{page}\n{verdict}\n## How we know\n\nx\n\n## What to do\n\nx\n"
-    (docs / "clock_skew.md").write_text(f"# clock_skew\n\n{chapters}", encoding="utf-8")
+    (docs / "clock_skew.md").write_text(f"# clock_skew\n\nThe clocks differ.\n\n{chapters}", encoding="utf-8")
     for script in ("cause_pages", "schema"):
         subprocess.run(
             [sys.executable, f"docs/{script}.py"], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=True
