@@ -33,7 +33,7 @@ class OnRanks:
     def _context(self) -> RankContext:
         context = current_rank()
         if context is None:
-            raise RuntimeError(f"{type(self).__name__}: runs on no ranks: add @world_size(2) to the class")
+            raise RuntimeError(f"{type(self).__name__}: has no number of ranks: add @world_size(2) to the class")
         return context
 
     @property

@@ -43,7 +43,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--ranks-descendants", choices=DESCENDANTS,
-        help="Diagnose ranks that tests on no ranks start by themselves: report at the test's time limit, at an interrupt and at "
+        help="Diagnose ranks that tests start by themselves: report at the test's time limit, at an interrupt and at "
         "the end of the session; end: also end what a test leaves running (default: ini ranks_descendants)",
     )  # fmt: skip
     group.addoption(
@@ -108,7 +108,7 @@ def add_options(parser: pytest.Parser) -> None:
     )  # fmt: skip
     parser.addini(
         "ranks_descendants",
-        "Diagnose ranks that tests on no ranks start by themselves: off, report or end (as --ranks-descendants)",
+        "Diagnose ranks that tests start by themselves: off, report or end (as --ranks-descendants)",
         default="off",
     )
     parser.addini(
@@ -118,7 +118,7 @@ def add_options(parser: pytest.Parser) -> None:
     )  # fmt: skip
     parser.addini(
         "ranks_unmarked",
-        "Under torchrun or SLURM, which processes run the tests that run on no ranks: all, or the leader (rank 0's)",
+        "Under torchrun or SLURM, which processes run the tests without ranks: all, or the leader (rank 0's)",
         default="all",
     )
     parser.addini(

@@ -36,8 +36,8 @@ from pytest_nsa.session.masking import mask_all, mask_text
 from pytest_nsa.session.needs import why_no_ranks, why_not_light
 from pytest_nsa.session.outer.launched import outer_key
 from pytest_nsa.session.plugins import snapshots
-from pytest_nsa.session.plugins.boxed import keep_from_forking
-from pytest_nsa.session.plugins.unreached import UnreachedSnapshots
+from pytest_nsa.session.plugins.forked import keep_from_forking
+from pytest_nsa.session.plugins.unreached_snapshots import UnreachedSnapshots
 from pytest_nsa.session.resources import gpu_memory
 from pytest_nsa.session.runner import RankRunner
 from pytest_nsa.settings import settings_key

@@ -67,17 +67,16 @@ def test_a_cause_is_added_by_the_steps(copy: Path) -> None:
     without_pages = run(copy, "tests_cpu/diagnosis/test_causes.py")
     assert "test_the_documentation_lists_the_registry" in without_pages  # the cause has no page yet
     docs = copy / "docs" / "causes"
-    shown = code(fault).partition("\n")[2].strip()
-    page = f"`tests_cpu/faults/planted_exceptions.py::test_a_clock_that_differs`:\n\n```python\n@world_size(2)\n{shown}\n```\n"
-    verdict = "```\nFAIL: rank 1 of 2, clock_skew (90% sure), at planted_exceptions.py\n```\n"
+    page = "`tests_cpu/faults/planted_exceptions.py::test_a_clock_that_differs`:\n\n```python\n\n```\n"
+    verdict = "```\nFAIL: rank 1 of 2, clock_skew, at planted_exceptions.py\n```\n"  # as recording would take minutes
     chapters = f"## What you see\n\n{page}\n{verdict}\n## How we know\n\nx\n\n## What to do\n\nx\n"
-    (docs / "clock_skew.md").write_text(f"# clock_skew\n\n{chapters}", encoding="utf-8")
-    for script in ("list_causes", "schema"):
+    (docs / "clock_skew.md").write_text(f"# clock_skew\n\nThe clocks differ.\n\n{chapters}", encoding="utf-8")
+    for script in ("cause_pages", "schema"):
         subprocess.run(
             [sys.executable, f"docs/{script}.py"], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, check=True
         )
     agree = run(copy, "tests_cpu/diagnosis/test_causes.py", "tests_cpu/test_docs.py", "tests_cpu/test_recipes.py", "-k",
-                "test_causes or page_of_a_cause or schema")  # fmt: skip
+                "test_causes or clock_skew or schema")  # fmt: skip
     assert " passed" in agree
     assert " failed" not in agree, agree
     live = run(copy, "tests_cpu/faults/test_corpus.py", "-k", "test_a_clock_that_differs", "-m", "slow or not slow")

@@ -18,7 +18,7 @@ import pytest
 from pytest_nsa.cli.main import main
 from pytest_nsa.report.runs import runs_in
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.system.trees import has_mounts, remove_tree
+from pytest_nsa.system.folder_removal import has_mounts, remove_tree
 from pytest_nsa.testing import run_example
 from tests_cpu.strangers import NUMBER, needs_root, shared_folder
 

@@ -2,7 +2,7 @@
 
 A process that a launcher has numbered (RANK) is a rank from its import of torch on. Any other is one once it calls
 ``init_process_group``: a child of ``mp.spawn``, of a forkserver, of an engine. Below a test that starts its ranks by itself, the
-plugin sets NSA_TRACE_JOBS, and each job has a folder (`jobs`).
+plugin sets NSA_TRACE_JOBS, and each job has a folder (`job_folders`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nsa.trace import jobs
+from nsa.trace import job_folders
 
 VARIABLE = "NSA_TRACE_DIR"
 _DONE = "_NSA_TRACED"
@@ -26,7 +26,7 @@ _begun_in = 0  # the process that has begun
 
 def autostart() -> None:
     """Follow this process where it is a rank and evidence is requested; else wait until it forms a process group."""
-    if not (os.environ.get(VARIABLE) or os.environ.get(jobs.FOLDER)) and _begin is None:
+    if not (os.environ.get(VARIABLE) or os.environ.get(job_folders.FOLDER)) and _begin is None:
         return
     rank = os.environ.get("RANK", "")
     if _begin is None and rank.isdecimal() and not _is_done(rank):
@@ -67,9 +67,9 @@ def _start(rank: int, world_size: int, given: dict[str, Any]) -> None:
         from nsa.trace.training import trace_training
 
         trace_training(folder, rank, world_size)
-    elif jobs.is_requested():
+    elif job_folders.is_requested():
         mark_as_traced()
-        jobs.begin(rank, world_size, given)
+        job_folders.begin(rank, world_size, given)
 
 
 def _hook_groups() -> None:

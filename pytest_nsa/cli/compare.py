@@ -49,7 +49,7 @@ def print_history(root: Path) -> int:
         return 2
     found = history([(run.path.name, {e.name: e.verdict for e in read_entries(run.path)}) for run in runs])
     first, last = visible(runs[0].path.name), visible(runs[-1].path.name)
-    print(f"{len(runs)} runs, from {first} to {last}; a letter per run, the newest last")
+    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}, from {first} to {last}; a letter per run, the newest last")
     width = max((len(past.test) for past in found), default=0)
     for past in found:
         print(visible(f"{past.test:<{width}}  {past.letters}  {past.text}"))

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_nsa.cli.compare import compare, print_history
+from pytest_nsa.cli.foreign_folders import to_write_in
 from pytest_nsa.cli.outputs import VerdictCommand
 from pytest_nsa.cli.report import clean, read, report
-from pytest_nsa.cli.strangers import to_write_in
-from pytest_nsa.cli.unaided import watch_unaided
 from pytest_nsa.cli.watch import folder_of, watch
+from pytest_nsa.cli.without_evidence import watch_unaided
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders
 from pytest_nsa.evidence.values import Evidence
@@ -184,7 +184,7 @@ def _watch(arguments: argparse.Namespace) -> int:
             code = watch_unaided(pid, once=arguments.once)
             if code == 2:
                 print(
-                    f"error: process {pid}: is no rank (no board, no RANK); start its training with NSA_TRACE_DIR=DIR",
+                    f"error: process {pid} is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR",
                     file=sys.stderr,
                 )
             return code

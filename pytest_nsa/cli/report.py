@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pytest_nsa.cli.strangers import to_write_in, with_allowed_sources
+from pytest_nsa.cli.foreign_folders import to_write_in, with_allowed_sources
 from pytest_nsa.diagnosis.decision import decide
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import find_test_folders, load

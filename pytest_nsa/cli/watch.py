@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from pytest_nsa.cli.foreign_folders import is_ours, with_allowed_sources
 from pytest_nsa.cli.nccl import NcclService
 from pytest_nsa.cli.outputs import VerdictCommand, write_metrics
-from pytest_nsa.cli.strangers import is_ours, with_allowed_sources
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks

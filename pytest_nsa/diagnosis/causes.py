@@ -14,12 +14,11 @@ from typing import Literal
 class Cause:
     """A cause that a verdict may name.
 
-    ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank`` is
-    true for causes that no model has part in. ``unmet`` is true where other ranks wait for a call that never comes, so that
-    an abort among them is a consequence. ``at_work``: the rank computes, and may come yet: it is announced late, as what it is.
-    ``retry``: whether it helps to run the same again: never for what the program does, once for what may pass, elsewhere for what
-    may lie with the machine. ``rules`` are 'module.function' of `rules/`, none for a repository's own
-    cause (`pytest_nsa_causes`).
+    ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank``: the
+    model has no part in it. ``unmet``: other ranks wait for a call that never comes, so that an abort among them is a consequence.
+    ``at_work``: the rank computes, so it is announced later. ``retry``: whether it helps to run the same again: never for what the
+    program does, once for what may pass, elsewhere for what may lie with the machine. ``rules`` are 'module.function' of `rules/`,
+    none for a repository's own cause (`pytest_nsa_causes`).
     """
 
     name: str
@@ -104,23 +103,15 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="a send or receive has no other half.",
         advice="pair each send with a receive and wait for each Work; where both ranks receive first, let one send first",
-        rules=(
-            "payloads.aborted",
-            "messages.unpaired",
-            "messages.lost_messages",
-            "absence.left_alone",
-        ),
+        rules=("payloads.aborted", "messages.unpaired", "messages.lost_messages", "absence.left_alone"),
         of_the_rank=True,
     ),
     Cause(
         name="missing_collective",
         chapter="The order of collectives",
-        summary="others wait in a collective, or for a key, that a rank never came to, and nothing more is known of that rank.",
+        summary="others wait in a collective, or for a key, that a rank never reached; nothing more is known of that rank.",
         advice="look at the rank's location: it never reached the call that the others wait in",
-        rules=(
-            "stalls.blocked",
-            "absence.not_entered",
-        ),
+        rules=("stalls.blocked", "absence.not_entered"),
         unmet=True,
     ),
     Cause(
@@ -128,25 +119,16 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="one rank raised; the others waited for it.",
         advice="fix the exception; what the other ranks report is a consequence of it",
-        rules=(
-            "exits.rank_raised",
-            "unwinding.in_cleanup",
-            "unwinding.raised_in_a_thread",
-            "exits.only_victims",
-        ),
+        rules=("exits.rank_raised", "unwinding.in_cleanup", "unwinding.raised_in_a_thread", "exits.only_victims"),
         outcome="FAIL",
         of_the_rank=True,
     ),
     Cause(
         name="rank_exited",
         chapter="The rank itself",
-        summary="a rank's process left, or raised SystemExit, before its test was done.",
-        advice="the rank left before the others were done: let every rank run to the end, or leave together",
-        rules=(
-            "exits.rank_raised",
-            "unwinding.in_cleanup",
-            "exits.rank_exited",
-        ),
+        summary="a rank's process exited, or raised SystemExit, before its test was done.",
+        advice="the rank exited before the others were done: let every rank run to the end, or let all exit together",
+        rules=("exits.rank_raised", "unwinding.in_cleanup", "exits.rank_exited"),
         outcome="FAIL",
         of_the_rank=True,
     ),
@@ -155,10 +137,7 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a signal ended a rank.",
         advice="find the sender of the signal: the kernel's OOM killer (dmesg), a crash in native code, an operator",
-        rules=(
-            "exits.rank_died",
-            "exits.rank_gone",
-        ),
+        rules=("exits.rank_died", "exits.rank_gone"),
         outcome="CRASH",
         of_the_rank=True,
         retry="once",
@@ -185,7 +164,7 @@ _REGISTRY = (
         name="init_timeout",
         chapter="The rank itself",
         summary="a process group never formed.",
-        advice="look at the rank that is named: why it does not come, or calls itself what it is not (RANK, WORLD_SIZE)",
+        advice="look at the named rank: why it does not arrive, or has a wrong RANK or WORLD_SIZE",
         rules=(
             "groups.numbers_differ",
             "groups.groups_differ",
@@ -216,7 +195,7 @@ _REGISTRY = (
     Cause(
         name="infinite_loop",
         chapter="What it is blocked in",
-        summary="Python code runs, and nothing gets on.",
+        summary="Python code runs without making progress.",
         advice="give the loop a condition that ends it; the stack names its line",
         rules=("stalls.blocked", "speed.straggler"),
         at_work=True,
@@ -240,9 +219,8 @@ _REGISTRY = (
     Cause(
         name="device_busy",
         chapter="What it is blocked in",
-        summary="a rank waits for its GPU, which does not come to the end of what it was given.",
-        advice="a kernel that was launched before this line does not end: run it with CUDA_LAUNCH_BLOCKING=1, and the verdict "
-        "names the line that launches it",
+        summary="a rank waits for its GPU, and a kernel on it does not end.",
+        advice="a kernel launched before this line does not end: CUDA_LAUNCH_BLOCKING=1 shows the line that launches it",
         rules=("stalls.blocked",),
         at_work=True,
         retry="once",
@@ -275,10 +253,7 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="the data loader's worker does not deliver.",
         advice="look at the data loader's worker: its dataset blocks; try num_workers=0 and a loader timeout",
-        rules=(
-            "stalls.blocked",
-            "exits.rank_raised",
-        ),
+        rules=("stalls.blocked", "exits.rank_raised"),
         retry="once",
     ),
     Cause(
@@ -326,7 +301,7 @@ _REGISTRY = (
     Cause(
         name="data_dependent_branch",
         chapter="Autograd and DDP",
-        summary="ranks took different ways through the model, or only some of them skipped a test.",
+        summary="ranks took different paths through the model, or only some of them skipped a test.",
         advice="let every rank run the same modules whatever its data, with weights of zero where needed",
         rules=(
             "absence.left_by_choice",
@@ -341,7 +316,7 @@ _REGISTRY = (
     Cause(
         name="hook_deadlock",
         chapter="Autograd and DDP",
-        summary="a collective in a gradient hook waits for ranks that do not come.",
+        summary="a collective in a gradient hook waits for ranks that never enter it.",
         advice="do not call collectives or take locks in gradient hooks",
         rules=(
             "calls.departed",
@@ -355,7 +330,7 @@ _REGISTRY = (
         name="backward_deadlock",
         chapter="Autograd and DDP",
         summary="a rank is blocked in backward, and no gradient has arrived.",
-        advice="the first backward node does not return: run it alone under TORCH autograd's anomaly mode",
+        advice="the first backward node does not return: run it alone under torch.autograd.set_detect_anomaly(True)",
         rules=("stalls.blocked",),
     ),
     Cause(
@@ -377,12 +352,9 @@ _REGISTRY = (
     Cause(
         name="slow",
         chapter="Speed",
-        summary="it moves, and not fast enough for its time.",
-        advice="it moves: raise the timeout, or make the step smaller",
-        rules=(
-            "stalls.blocked",
-            "speed.slow",
-        ),
+        summary="the ranks make progress, but too slowly for the time limit.",
+        advice="the ranks make progress: raise the timeout, or make the step smaller",
+        rules=("stalls.blocked", "speed.slow"),
         outcome="SLOW",
         at_work=True,
         retry="once",
@@ -411,11 +383,7 @@ _REGISTRY = (
         chapter="Else",
         summary="an ordinary failure of the test: its own assertion, or an exception that all ranks raised alike.",
         advice="no rank is to blame: the test fails as it would on one rank",
-        rules=(
-            "exits.rank_raised",
-            "items.foreseen",
-            "numbers.differing",
-        ),
+        rules=("exits.rank_raised", "items.foreseen", "numbers.differing"),
         outcome="FAIL",
         of_the_rank=True,
     ),
@@ -424,10 +392,7 @@ _REGISTRY = (
         chapter="Else",
         summary="no rule fits.",
         advice="no rule fits; all the evidence is in the folder",
-        rules=(
-            "engine.unknown",
-            "engine.refused",
-        ),
+        rules=("engine.unknown", "engine.refused"),
         retry="once",
     ),
 )

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pytest_nsa.evidence.stacks import CHILD_MARK
+from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.system.peers import reads_from_parent
 from pytest_nsa.system.procfs import catches, children_of, difference, is_runnable, look_at
-from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.system.tcp import socket_queues
 from pytest_nsa.wire.files import append, append_line, read_text, touch
 from pytest_nsa.wire.messages import DUMP_SIGNAL

@@ -22,10 +22,10 @@ from pytest_nsa.monitor.second_look import (
     wants_to_dump,
 )
 from pytest_nsa.monitor.stall import StallClock
+from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.system.gpu import XidWatch, look_at_gpus
 from pytest_nsa.system.locks import file_locks
 from pytest_nsa.system.procfs import has_more_threads
-from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import DUMP_MAIN_SIGNAL, DUMP_SIGNAL, MOST_THREADS, Job
 from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion

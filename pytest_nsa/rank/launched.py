@@ -1,4 +1,4 @@
-"""The evidence of a pytest process that an outer launcher has numbered: in tests on no ranks of ours it is a rank itself."""
+"""The evidence of a pytest process that an outer launcher has numbered: in tests without our ranks it is a rank itself."""
 
 from __future__ import annotations
 

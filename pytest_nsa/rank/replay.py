@@ -26,7 +26,7 @@ from pytest_nsa.rank.handles import by_name
 from pytest_nsa.rank.host_plugins import remove_hooks
 from pytest_nsa.rank.plugin_calls import cut_off
 from pytest_nsa.rank.snapshots import carry_snapshots, unwritten_inline_snapshots
-from pytest_nsa.system.room import where_there_is_room
+from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
 

@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.decision import Decision
 from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.curves import curves
+from pytest_nsa.report.decision_tree import way
 from pytest_nsa.report.failure import anchor, failure, outcome_tag
 from pytest_nsa.report.lanes import PHASES, lanes
 from pytest_nsa.report.last_green import Green
@@ -22,7 +23,6 @@ from pytest_nsa.report.perfetto import NAME as TRACE
 from pytest_nsa.report.perfetto import write_trace
 from pytest_nsa.report.summary import Entry
 from pytest_nsa.report.terminal import short_place
-from pytest_nsa.report.way import way
 from pytest_nsa.wire.files import read_lines
 
 ANNOUNCEMENTS = "announcements.jsonl"

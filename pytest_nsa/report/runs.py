@@ -16,8 +16,8 @@ from pathlib import Path
 
 from pytest_nsa.evidence.shapes import Check, has, is_count, is_flag, is_map, is_number, is_schema, is_text
 from pytest_nsa.report.summary import VERDICTS
-from pytest_nsa.system.room import owner_in
-from pytest_nsa.system.trees import has_mounts, remove_tree
+from pytest_nsa.system.disk_space import owner_in
+from pytest_nsa.system.folder_removal import has_mounts, remove_tree
 from pytest_nsa.wire.files import parse, read_lines, read_text, write_json
 from pytest_nsa.wire.messages import SCHEMA
 

@@ -13,9 +13,9 @@ from urllib.parse import quote
 from pytest_nsa.diagnosis.decision import Decision, decide
 from pytest_nsa.diagnosis.verdict import NO_RANK, Verdict
 from pytest_nsa.evidence.source import LOCATION
+from pytest_nsa.report.decision_tree import mermaid
 from pytest_nsa.report.plain import cell, code, inline, markdown
 from pytest_nsa.report.terminal import short_place
-from pytest_nsa.report.way import mermaid
 from pytest_nsa.wire.files import parse, read_lines, read_text
 
 VERDICTS = "verdicts.jsonl"
@@ -107,7 +107,7 @@ def render(
     if drawn:
         out += [
             "",
-            "<details><summary>The tree, with the way taken</summary>",
+            "<details><summary>The tree, with the path taken</summary>",
             "",
             "```mermaid",
             *drawn,

@@ -17,9 +17,9 @@ from pytest_nsa.rank import coverage
 from pytest_nsa.session.launchers import ColdLauncher, ZygoteLauncher
 from pytest_nsa.settings import LISTENER_FD, ZYGOTE_FD, Settings, child_environment
 from pytest_nsa.system import unix_sockets
+from pytest_nsa.system.disk_space import reserve
 from pytest_nsa.system.prctl import die_with
 from pytest_nsa.system.procfs import restless_threads
-from pytest_nsa.system.room import reserve
 from pytest_nsa.wire.files import open_to_append
 from pytest_nsa.wire.messages import Channel
 from pytest_nsa.wire.protocols import Launcher, LaunchError

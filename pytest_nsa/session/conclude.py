@@ -18,7 +18,7 @@ from pytest_nsa.report.run import write_verdict
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.traces import merge
 from pytest_nsa.session.folders import RunFolder
-from pytest_nsa.system.room import where_there_is_room
+from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.wire.files import append_line, replacing, write_atomically
 
 if TYPE_CHECKING:

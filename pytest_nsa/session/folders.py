@@ -18,7 +18,7 @@ import pytest
 from pytest_nsa.report.runs import hold
 from pytest_nsa.report.summary import VERDICTS
 from pytest_nsa.report.terminal import short_path
-from pytest_nsa.system.room import (
+from pytest_nsa.system.disk_space import (
     check_owner,
     check_room,
     check_space,
@@ -29,7 +29,7 @@ from pytest_nsa.system.room import (
     reserve,
     where_there_is_room,
 )
-from pytest_nsa.system.trees import remove_tree
+from pytest_nsa.system.folder_removal import remove_tree
 from pytest_nsa.wire import masking
 from pytest_nsa.wire.files import append, append_line, read_lines, read_text, write_atomically
 

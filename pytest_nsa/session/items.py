@@ -23,7 +23,7 @@ from pytest_nsa.host_fixtures import make_host_values
 from pytest_nsa.rank import lockstep
 from pytest_nsa.rank.context import current_rank
 from pytest_nsa.report import terminal
-from pytest_nsa.session import properties
+from pytest_nsa.session import recorded_properties
 from pytest_nsa.session.failure_text import ReprEntryNative
 from pytest_nsa.session.plugins import snapshots
 from pytest_nsa.session.runner import RankRunner
@@ -136,10 +136,10 @@ class Ranked(pytest.Function):
 
     def _take_over(self, evidence: Evidence) -> None:
         """Properties that the test recorded; what the ranks printed, when it failed."""
-        self.user_properties.extend(properties.of_the_test(evidence.ranks))
+        self.user_properties.extend(recorded_properties.of_the_test(evidence.ranks))
         log = self.config.stash.get(xml_key, None)
         if log is not None:
-            for name, value in properties.of_the_suite(evidence.ranks):
+            for name, value in recorded_properties.of_the_suite(evidence.ranks):
                 log.add_global_property(name, value)
         verdict = self.stash[verdict_key]
         if verdict.failed:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_nsa.system.room import own_folder
+from pytest_nsa.system.disk_space import own_folder
 
 PART = 1 << 30
 POLL_S = 0.05

@@ -21,16 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pytest_nsa import check_divergence, world_size
-
-
-def small_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
-
-
-def batch_of(rank: int, step: int, rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * (rank + 1) + step)
-    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
+from tests_cpu.faults.replicas import batch_of, small_model
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from typing import Any
 
 import torch
@@ -218,22 +219,23 @@ def test_collectives_in_gradient_hooks_in_another_order(group: Group) -> None:
     total.backward()
 
 
+class WaitsInBackward(torch.autograd.Function):
+    """Return x; the backward waits for 1000 s, in no call that a rule knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        select.select([], [], [], 1000)
+        return gradients[0]
+
+
 @planted("backward_deadlock", [0, 1], family="lock", origin="first corpus")
 def test_backward_waits_for_a_backward_in_another_thread(group: Group) -> None:
-    import select
-
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            select.select([], [], [], 1000)
-            return gradients[0]
-
     model = nn.Linear(4, 4)
-    Waits.apply(model(torch.ones(2, 4))).sum().backward()
+    WaitsInBackward.apply(model(torch.ones(2, 4))).sum().backward()
 
 
 @planted("ready_twice", [0, 1], family="autograd", origin="first corpus")

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pytest_nsa import fixtures
 from tests_cpu.faults.planting import batch, loss_of, net, planted
+from tests_cpu.faults.replicas import batch_of, small_model
 
 
 @planted(
@@ -84,16 +85,6 @@ def test_join_does_not_shadow_metrics():
             dist.all_gather_object(seen, float(loss.detach()))  # HERE
             history.append(sum(seen) / world)
     assert len(history) >= 4
-
-
-def small_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
-
-
-def batch_of(rank: int, step: int, rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(10_000 * (rank + 1) + step)
-    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
 
 
 # DDP and a filter in the collate function: one batch of one rank has no sample left, and that rank makes one backward

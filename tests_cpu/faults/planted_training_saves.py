@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from pytest_nsa import fixtures
 from tests_cpu.faults.planting import AT, batch, loss_of, net, planted
+from tests_cpu.faults.replicas import small_model
 
 
 class Saver:
@@ -161,11 +162,6 @@ def test_best_sharded_model(group):
         best.offer(loss, model)  # HERE
         dist.barrier()  # HERE
     assert best.weights is not None
-
-
-def small_model(width: int = 16) -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
 
 
 # A checkpoint every so many seconds, by each rank's own clock: one rank had its data at once, and its clock started two

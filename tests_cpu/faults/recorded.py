@@ -101,8 +101,9 @@ def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes
     return data
 
 
-def unpack(module: str, folder: Path) -> dict[str, Path]:
-    """Return the recorded folders of a module's faults, by test."""
+def unpack(module: str, folder: Path, only: str = "") -> dict[str, Path]:
+    """Return the recorded folders of a module's faults, by test: of all, or of the test ``only``."""
     with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        chosen = [entry for entry in archive if only in ("", entry.name.partition("/")[0])]
+        archive.extractall(folder, members=chosen, filter="data")
     return {path.name: path for path in sorted(folder.iterdir())}

@@ -1,4 +1,4 @@
-"""Small models, their batches and their steps, for faults that make replicas differ (`planted_replicas_*`)."""
+"""Small models, their batches and their steps: for faults that make replicas differ (`planted_replicas_*`), and other trainings."""
 
 from __future__ import annotations
 

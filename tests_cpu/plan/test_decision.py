@@ -13,7 +13,7 @@ import pytest
 
 from pytest_nsa.diagnosis import decision as without_a_plan
 from pytest_nsa.diagnosis.verdict import Verdict
-from pytest_nsa.report.way import mermaid, way
+from pytest_nsa.report.decision_tree import mermaid, way
 from tests_cpu.plan.decision import CHECKPOINTING, decide
 from tests_cpu.plan.hypotheses import table
 from tests_cpu.plan.reading import WITHOUT_CHECKPOINTING

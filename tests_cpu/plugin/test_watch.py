@@ -159,4 +159,4 @@ def test_a_process_that_is_no_rank(folder: Path) -> None:
     other.kill()
     other.wait()
     assert done.returncode == 2
-    assert "is no rank (no board, no RANK); start its training with NSA_TRACE_DIR=DIR" in done.stderr
+    assert "is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR" in done.stderr

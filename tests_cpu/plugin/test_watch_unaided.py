@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pytest_nsa.cli.main import main
-from pytest_nsa.cli.unaided import Unaided, as_dump, ranks_of
+from pytest_nsa.cli.without_evidence import Unaided, as_dump, ranks_of
 from pytest_nsa.evidence.stacks import parse_dump
 from pytest_nsa.system import py_spy
 from pytest_nsa.system.descendants import now_in_ticks

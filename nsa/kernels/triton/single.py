@@ -120,7 +120,7 @@ def _room_for_lists(picks: torch.Tensor, at: sequences.Range, selection: Selecti
 def selected_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, l_sel: int, n_sel: int, scale: float
 ) -> Pair:
-    """As `cpu_selected.selected_forward`."""
+    """As `nsa.kernels.cpu.selected.selected_forward`."""
     flat_q, flat_k, flat_v = _flat(q, k, v)
     selection = Selection.of(q.shape[1], l_sel, n_sel, q, v.shape[-1])
     seqs = _batch(q, l_sel=l_sel, bytes_of_parts=selection_schedule.parts_bytes(flat_q, v.shape[-1], selection))

@@ -121,7 +121,7 @@ class Clock:
 
     def _follow(self, left: float) -> None:
         """Watch the boards for a while, then record what the ranks do: one clock of a launch does."""
-        from pytest_nsa.monitor.observed import ObservedJob
+        from pytest_nsa.monitor.observed_job import ObservedJob
 
         self._job = self._job or ObservedJob(self.launch)
         self._job.look()

@@ -1,6 +1,6 @@
 """The hooks of a run under torchrun or SLURM, where each pytest process hosts one rank, or is one.
 
-Tests that run on no ranks of ours run in every process, as without the plugin. Tests on ranks are reported by rank 0's process; the
+Tests without our ranks run in every process, as without the plugin. Tests on ranks are reported by rank 0's process; the
 others receive its verdict. What fails in another process is shown as it fails.
 """
 
@@ -27,7 +27,7 @@ from pytest_nsa.session.items import Ranked, runner_key
 from pytest_nsa.session.needs import needs_of
 from pytest_nsa.session.outer.launched import open_log
 from pytest_nsa.settings import OuterLauncher, Settings
-from pytest_nsa.system.room import private_folder
+from pytest_nsa.system.disk_space import private_folder
 
 
 def follower_folder(config: pytest.Config, artifacts: Path) -> Path:

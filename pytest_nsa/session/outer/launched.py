@@ -16,8 +16,8 @@ import pytest
 
 from pytest_nsa.report.runs import LOCK, hold, is_in_use
 from pytest_nsa.settings import OuterLauncher, child_environment
+from pytest_nsa.system.disk_space import private_folder, where_there_is_room
 from pytest_nsa.system.procfs import stat_of
-from pytest_nsa.system.room import private_folder, where_there_is_room
 from pytest_nsa.wire.files import append_line, write_atomically
 
 outer_key = pytest.StashKey[Any]()  # the hooks of an outer launcher, where there is one

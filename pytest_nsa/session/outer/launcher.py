@@ -155,7 +155,7 @@ class Attachment:
         The leader goes last, as its process may be the one that keeps the store.
         """
         if not self.leads:
-            with contextlib.suppress(Exception):  # the leader, or the store, may have gone without a word
+            with contextlib.suppress(Exception):  # the leader, or the store, may have exited
                 self.wire.wait("end", MEET_S)
                 self.wire.put(f"bye/{self.outer.rank}", True)
             return

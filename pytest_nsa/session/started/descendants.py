@@ -1,6 +1,6 @@
-"""Tests on no ranks that start ranks by themselves: diagnosed at the time limit, at an interrupt, and when the session cannot end.
+"""Tests without our ranks that start ranks by themselves: diagnosed at the limit, at an interrupt, and when the session cannot end.
 
-Children inherit a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.jobs`).
+Children inherit a variable that names a folder; a child that joins a process group leaves evidence there (`nsa.trace.job_folders`).
 A test that starts no process costs two entries of the environment.
 """
 
@@ -40,7 +40,7 @@ from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion,
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.descendants import TICKS, Process, Started, end, now_in_ticks
 
-FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.jobs reads them
+FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
 IDLE_S = 10.0  # of processes that keep a session from ending: then they are ended
 BUSY = 0.2  # of a core, that a process uses which is at work
@@ -367,7 +367,7 @@ def _named(process: Process) -> str:
 
 
 def _pids(job: Path) -> set[int]:
-    from pytest_nsa.monitor.observed import ObservedJob
+    from pytest_nsa.monitor.observed_job import ObservedJob
 
     observed = ObservedJob(job)
     observed.look()

@@ -16,7 +16,7 @@ from pytest_nsa.evidence.load import with_sources
 from pytest_nsa.evidence.values import Evidence
 from pytest_nsa.report.plain import visible
 from pytest_nsa.report.terminal import short_path
-from pytest_nsa.system.room import private_folder
+from pytest_nsa.system.disk_space import private_folder
 from pytest_nsa.wire.files import LARGEST, read_bytes, write_atomically
 
 MOST = 1 << 30  # bytes of a folder that are copied

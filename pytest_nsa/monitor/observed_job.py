@@ -11,8 +11,8 @@ from pathlib import Path
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import request_counters, sample_processes
 from pytest_nsa.monitor.supervise import GRACE_S
+from pytest_nsa.system.disk_space import where_there_is_room
 from pytest_nsa.system.locks import file_locks
-from pytest_nsa.system.room import where_there_is_room
 from pytest_nsa.wire.files import append_line
 
 

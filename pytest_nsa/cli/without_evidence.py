@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.cli.strangers import is_ours, with_allowed_sources
+from pytest_nsa.cli.foreign_folders import is_ours, with_allowed_sources
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.engine import suspect
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
