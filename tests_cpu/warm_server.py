@@ -26,11 +26,21 @@ import torch.distributed.fsdp
 import torch.utils.data
 
 PR_SET_PDEATHSIG = 1
+# What each session imports, of pytest, of xdist and of Python.
+SHARED = (
+    *(f"_pytest.{name}" for name in (
+        "faulthandler", "helpconfig", "junitxml", "pastebin", "setuponly", "setupplan", "skipping", "threadexception",
+        "tracemalloc", "unittest", "unraisableexception", "warnings",
+    )),
+    "execnet.gateway", "pdb", "xml.dom.minidom", "xml.etree.ElementTree",
+)  # fmt: skip
 
 
 def serve(fd: int) -> None:
     """Fork for each request; send the child's pid, then its exit code."""
     torch.set_num_threads(1)
+    for name in SHARED:
+        importlib.import_module(name)
     gc.freeze()  # else each session collects all objects of these imports, five times at its end
     sock = socket.socket(fileno=fd)
     while True:

@@ -32,7 +32,7 @@ LOOK_S = 6.0  # before torch's own limit of 8 s
 
 
 def dump_recorder(rank: int, after: float) -> None:
-    """Dump the flight recorder, as a user's watchdog would: from a thread, which needs the interpreter's lock."""
+    """Dump the flight recorder, as a user's watchdog would: from a thread, which needs the GIL."""
     time.sleep(after)
     Path(os.environ["FR_FOLDER"], f"trace_{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 

@@ -102,7 +102,7 @@ def note_kept_gradients(root: torch.nn.Module) -> None:
 def ddp_numbers(ddp: DistributedDataParallel) -> dict[str, Any]:
     """DDP's own figures: bucket sizes in bytes, and of its last backward the nanoseconds of computing and of reducing.
 
-    To be read between steps: in a backward that is stalled it waits for the reducer, and holds the interpreter's lock.
+    To be read between steps: in a backward that is stalled it waits for the reducer, and holds the GIL.
     """
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""

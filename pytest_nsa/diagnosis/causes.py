@@ -228,8 +228,8 @@ _REGISTRY = (
     Cause(
         name="gil_held",
         chapter="What it is blocked in",
-        summary="native code holds the interpreter's lock.",
-        advice="native code holds the interpreter's lock: release the GIL around it, or make the call shorter",
+        summary="native code holds the GIL.",
+        advice="native code holds the GIL: release it around the call, or make the call shorter",
         rules=("stalls.blocked",),
     ),
     Cause(

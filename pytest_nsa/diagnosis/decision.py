@@ -149,7 +149,7 @@ def sentence(verdicts: Mapping[str, Verdict], failed: Mapping[str, Verdict], nam
         shown = ", ".join(f"{name} {n}" for name, n in counts[:5]) + (" ..." if len(counts) > 5 else "")
         share += f", of {len(counts)} causes: {shown}"
     elif len(failed) > 1:
-        share += ", all of them so"
+        share += ", all with this cause"
     subject = f"{name} ends in {first.outcome}{cause}" + (f" on {culprits}" if culprits else "")
     return f"{subject}{where}: {first.reason.rstrip('.')}. {share}."
 

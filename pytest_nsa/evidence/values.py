@@ -319,7 +319,7 @@ class Evidence:
             boards = [n for n in boards if n["beat_time"] > self.stop_time]
         elif not boards:
             return False
-        # A rank that was silent already, stopped or without the interpreter's lock, gives no evidence of whether it moved.
+        # A rank that was silent already, stopped or without the GIL, gives no evidence of whether it moved.
         newest = max((n["beat_time"] for n in boards), default=0.0)
         boards = [n for n in boards if n["beat_time"] > newest - SILENT_S]
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)

@@ -159,7 +159,7 @@ class RanksRun:
         return {rank: (b.numbers["gil_late"], b.numbers["beat"]) for rank, b in self.watch.boards.items()}
 
     def _gil_wait(self, rank: int) -> float:
-        """Milliseconds by which a heartbeat of this stall came late: its thread waited for the interpreter's lock."""
+        """Milliseconds by which a heartbeat of this stall came late: its thread waited for the GIL."""
         late, beats = self._beats.get(rank, (0.0, 0.0))
         now_late, now_beats = self._late_beats().get(rank, (late, beats))
         return round(1e3 * (now_late - late) / max(1.0, now_beats - beats), 2)

@@ -66,7 +66,7 @@ _left: list[object] = []
 
 def leave_group() -> None:
     """Forget the default group, if there is one. Its connections stay open until this process ends: gloo takes 20 ms to close them,
-    and holds the interpreter's lock in that time. The host bounds how many there come to be (`pytest_nsa.session.runner`).
+    and holds the GIL in that time. The host bounds how many there come to be (`pytest_nsa.session.runner`).
     """
     import torch
     import torch.distributed as dist

@@ -271,7 +271,7 @@ def test_join_with_very_uneven_inputs():
 
 @world_size(2)
 def test_native_code_with_and_without_gil():
-    """Rank 0 is inside native code that keeps the interpreter's lock for 2 s, then in a slow regular expression and in a long sort; rank 1 waits."""
+    """Rank 0 is inside native code that keeps the GIL for 2 s, then in a slow regular expression and in a long sort; rank 1 waits."""
     rank, _ = ranks()
     x = torch.ones(2)
     dist.all_reduce(x)

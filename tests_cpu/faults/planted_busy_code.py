@@ -46,7 +46,7 @@ class Lanes:
 
 @planted("infinite_loop", [1], marked=True, family="endless", origin="unseen 2026-11-25")
 def test_a_stride_that_passes_by_the_lanes_with_work(group):
-    """The loop gives the interpreter's lock up at one instruction only: it looks like one call into native code."""
+    """The loop gives the GIL up at one instruction only: it looks like one call into native code."""
     lanes = Lanes(2 if group.rank == 1 else 1)
     for _ in range(6):
         dist.all_reduce(torch.tensor(float(lanes.take())))

@@ -212,7 +212,7 @@ def test_the_watchdog_dumps_the_stacks_while_native_code_holds_the_lock(
     monkeypatch.setattr("nsa.trace.stall.watchdog.GRACE_S", 0.1)
     watchdog = Watchdog(tmp_path, 0, 0.2)
     watchdog.feed()
-    ctypes.PyDLL(None).usleep(1_500_000)  # which keeps the interpreter's lock
+    ctypes.PyDLL(None).usleep(1_500_000)  # which keeps the GIL
     seen = watchdog.path.read_text()
     watchdog.close()
     assert re.match(r"Timeout \(0:00:00\.3\d*\)!\nThread 0x", seen)

@@ -78,7 +78,7 @@ def test_the_sentence_names_scenario_rank_line_and_cause() -> None:
     )
     assert decision.sentence == (
         "branch_sel_only ends in HANG (lock_deadlock) on rank 1 at nsa/model/attention.py:7 in f: it waits. "
-        "4 of 9 scenarios fail, all of them so."
+        "4 of 9 scenarios fail, all with this cause."
     )
 
 
@@ -419,6 +419,6 @@ def test_the_tree_is_drawn_with_the_way_taken(verdicts: dict[str, Verdict]) -> N
 def test_one_cause_has_the_headline_of_its_scenario_and_several_are_counted() -> None:
     one = plan(*TOGETHER, "branch_sel_only")
     assert decide(one).sentence.startswith("branch_sel_only ends in HANG (lock_deadlock) on rank 1")
-    assert decide(one).sentence.endswith("3 of 9 scenarios fail, all of them so.")
+    assert decide(one).sentence.endswith("3 of 9 scenarios fail, all with this cause.")
     several = {**one, "branch_cmp_only": a_verdict("branch_cmp_only", hangs=True, cause="sleeping")}
     assert decide(several).sentence.endswith("4 of 9 scenarios fail, of 2 causes: lock_deadlock 3, sleeping 1.")

@@ -123,7 +123,7 @@ def test_a_failure_with_a_verdict_comes_first(pytester: pytest.Pytester) -> None
     assert result.outcomes == {"failed": 3, "passed": 1, "errors": 1}
     assert sentence(result).startswith("test_example.py::test_fails ends in FAIL")
     assert sentence(result).endswith(
-        "2 of 2 tests fail, all of them so. 2 more failures have no verdict, the first: "
+        "2 of 2 tests fail, all with this cause. 2 more failures have no verdict, the first: "
         "test_example.py::test_fails_before: assert 1 == 2"
     )
 

@@ -1,4 +1,4 @@
-"""torch's flight recorder, written down where a rank is stalled. It needs the interpreter's lock."""
+"""torch's flight recorder, written down where a rank is stalled. It needs the GIL."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Place:
 
     @property
     def is_between_calls(self) -> bool:
-        """Whether it is at the end of a loop's body, where a thread gives the interpreter's lock up: it is in no native call."""
+        """Whether it is at the end of a loop's body, where a thread gives the GIL up: it is in no native call."""
         instructions = self.code.co_code  # made again at each look
         return 0 <= self.instruction < len(instructions) and instructions[self.instruction] in _BACKWARD
 
@@ -41,8 +41,8 @@ def look(only: int | None = None) -> dict[int, list[Place]]:
 
     Not by faulthandler, which reads threads' states without their lock: one that C++ makes for a callback at that moment, as gloo
     does for each future, ends the process (SIGSEGV). A frame that is held here, though, keeps its function's locals alive, and
-    would end them in this thread: a generator's ``finally`` would run here. So no frame is held for longer than this thread has the
-    interpreter's lock, which it has just got and keeps for 5 ms, and nothing is collected in that time.
+    would end them in this thread: a generator's ``finally`` would run here. So no frame is held for longer than this thread has the GIL,
+    which it has just got and keeps for 5 ms, and nothing is collected in that time.
     """
     found: dict[int, list[tuple[CodeType, int, int]]] = {}
     time.sleep(0)

@@ -16,7 +16,7 @@ from nsa.trace.files import open_to_append
 from nsa.trace.stall.stacks import as_dump, look
 
 CLOSE_S = 2.0  # for a look that is under way
-GRACE_S = 5.0  # after which the interpreter's lock is held by what stalls: then faulthandler reads the stacks
+GRACE_S = 5.0  # after which the GIL is held by what stalls: then faulthandler reads the stacks
 
 
 class Watchdog:
