@@ -9,13 +9,17 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
+import execnet.gateway_base
+import execnet.gateway_io
 import pytest
 import torch
 import torch._dynamo
@@ -62,12 +66,81 @@ def serve(fd: int) -> None:
 
 
 def _run(module: str) -> int:
-    """Run a module's ``main`` as ``python -m`` would; wait for its threads and run its exit handlers."""
-    try:
+    """Run a module's ``main`` as ``python -m`` would."""
+    with _exit_handlers():
         return int(importlib.import_module(module).main())
+
+
+@contextlib.contextmanager
+def _exit_handlers() -> Iterator[None]:
+    """Wait for threads and run exit handlers at the end, as the interpreter does."""
+    try:
+        yield
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+
+
+class Worker:
+    """A worker of xdist, forked before its session begins. Has what execnet uses of a `subprocess.Popen`."""
+
+    def __init__(self) -> None:
+        (to_read, stdin), (stdout, to_write) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(to_read, 0)
+            os.dup2(to_write, 1)
+            os.closerange(3, max(to_read, stdin, stdout, to_write) + 1)
+            self._serve()
+        os.close(to_read)
+        os.close(to_write)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), os.fdopen(stdout, "rb")
+
+    def _serve(self) -> NoReturn:
+        """Take the session's environment, then do what ``python -c`` does with execnet's first line."""
+        code = 1
+        try:
+            environment = sys.stdin.readline()
+            if environment:  # else the session ended without a use for this worker
+                os.environ.clear()
+                os.environ.update(json.loads(environment))
+                sys.argv = ["-c"]
+                with _exit_handlers():
+                    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def start(self) -> Worker:
+        """Begin, with the environment that this process has now."""
+        self.stdin.write(json.dumps(dict(os.environ)).encode() + b"\n")
+        return self
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _prepare_workers(arguments: list[str]) -> None:
+    """Fork the workers that ``-n`` requests; execnet starts others itself, as in place of one that crashed."""
+    text = " ".join(arguments)
+    number = re.search(r"(?:^| )-n ?(\d+)", text)
+    workers = [Worker() for _ in range(int(number[1]) if number else 0)]
+    plain = execnet.gateway_io.Popen2IOMaster.__init__
+
+    def init(self: Any, args: list[str], execmodel: Any) -> None:
+        if not workers or args != [sys.executable, "-u", "-c", execnet.gateway_io.popen_bootstrapline]:
+            plain(self, args, execmodel)
+            return
+        self.popen = worker = workers.pop().start()
+        execnet.gateway_base.Popen2IO.__init__(self, worker.stdin, worker.stdout, execmodel=execmodel)
+
+    execnet.gateway_io.Popen2IOMaster.__init__ = init
 
 
 def _become(request: dict[str, Any], fds: list[int]) -> None:
@@ -84,6 +157,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         sys.path[0] = request["cwd"]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         sys.argv = [request["program"], *request["arguments"]]
+        _prepare_workers(request["arguments"])
         code = int(pytest.console_main()) if request["program"] == "pytest" else _run(request["program"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1

@@ -36,7 +36,7 @@ def test_that_no_ranks_could_be_started_is_the_decision(pytester: pytest.Pyteste
     decision = json.loads((result.run / "decision.json").read_text())
     assert decision["sentence"].startswith("The ranks could not be started: ")
     assert decision["sentence"].endswith("2 of 2 scenarios did not run.")
-    assert decision["action"].startswith("mend what kept the ranks from starting")
+    assert decision["action"].startswith("fix what kept the ranks from starting")
     assert decision["path"] == ["could the ranks be started? no, of 2 of 2 scenarios"]
 
 
