@@ -236,8 +236,12 @@ def _looks_for(rank: RankEvidence) -> str:
     for file in rank.looked_for:
         there = "there is no such file"
         if "unchanged_s" in file:
-            is_open = "a process" if file.get("is_open") else "no process of this user"
-            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {is_open} has it open"
+            holder = "a process has it open"
+            if not file.get("is_open"):
+                holder = (
+                    "no process of this user has it open: delete it where it is the lock of a process that has ended"
+                )
+            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
         found.append(f"{file['path']} ({there})")
     return f", in a loop that looks for {' and '.join(found)}" if found else ""
 
