@@ -394,6 +394,8 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not a dict)
     assert weights.keys() == dict(trainer.module.named_parameters()).keys()
     assert all(torch.equal(weights[name], parameter) for name, parameter in trainer.module.named_parameters())
+    assert export.main([str(saved), str(tmp_path / "no_folder" / "weights.safetensors")]) == 2
+    assert "weights.safetensors cannot be written: " in capsys.readouterr().err
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err
