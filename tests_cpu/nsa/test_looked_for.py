@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from nsa.trace.stall.looked_for import files_looked_for
 
@@ -44,15 +45,9 @@ def until_there(folder: Path) -> None:
         time.sleep(0.001)
 
 
-def for_a_while(path: str) -> None:
-    done = threading.Event()
+def until_set(done: threading.Event) -> None:
     while not done.is_set():
         time.sleep(0.001)
-        if not ON[0]:
-            done.set()
-
-
-ON = [True]
 
 
 def seen(body: Callable[..., None], *arguments: Any, release: Callable[[], Any], looks: int = 10_000) -> Any:
@@ -71,17 +66,18 @@ def seen(body: Callable[..., None], *arguments: Any, release: Callable[[], Any],
         thread.join()
 
 
-@pytest.mark.parametrize("kind", ["FileBaton", "own lock", "in a function of its own"])
-def test_a_lock_file_that_a_killed_process_left(kind: str, tmp_path: Path) -> None:
+WAITS: dict[str, Callable[[Path], None]] = {
+    "FileBaton": lambda lock: FileBaton(str(lock), wait_seconds=0.001).wait(),
+    "own_lock": lambda lock: OwnLock(lock).acquire(),
+    "own_function": lambda lock: until_removed(str(lock)),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_lock_file_that_a_process_left(kind: str, tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.touch()
-    if kind == "FileBaton":
-        from torch.utils.file_baton import FileBaton  # type: ignore[import-untyped,unused-ignore]
-
-        body, arguments = FileBaton(str(lock), wait_seconds=0.001).wait, ()
-    else:
-        body, arguments = (OwnLock(lock).acquire, ()) if kind == "own lock" else (until_removed, (str(lock),))  # type: ignore[assignment]
-    (found,) = seen(body, *arguments, release=lock.unlink)
+    (found,) = seen(WAITS[kind], lock, release=lock.unlink)
     assert (found["path"], found["is_open"]) == (str(lock), False)
     assert found["unchanged_s"] >= 0
 
@@ -98,6 +94,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert found == [{"path": str(tmp_path / "ready")}]
 
 
-def test_a_loop_that_looks_for_no_file(tmp_path: Path) -> None:
-    ON[0] = True
-    assert seen(for_a_while, str(tmp_path), release=lambda: ON.__setitem__(0, False), looks=50) == []
+def test_a_loop_that_looks_for_no_file() -> None:
+    done = threading.Event()
+    assert seen(until_set, done, release=done.set, looks=50) == []
