@@ -15,13 +15,15 @@ from nsa.config import ConfigError, ModelConfig
 def export(checkpoint: Path, target: Path) -> int:
     """Write the weights of ``checkpoint`` (a step_* folder) to ``target``; returns how many tensors.
 
-    The file's metadata has the step and, as JSON, the model's configuration. Raises ConfigError for a damaged checkpoint.
+    The file's metadata has the step and, as JSON, the model's configuration. Raises ConfigError for a damaged checkpoint, and
+    for a file that cannot be written.
     """
     import torch
 
     from nsa.training.checkpoint import load_model
 
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise ConfigError("export needs safetensors; pip install 'pytest-nsa[export]'") from None
@@ -29,7 +31,10 @@ def export(checkpoint: Path, target: Path) -> int:
     weights: dict[str, torch.Tensor] = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     metadata = {"step": str(described.step), "model": json.dumps(dataclasses.asdict(ModelConfig(**described.model)))}
     partial = target.with_name(target.name + ".partial")
-    save_file(weights, partial, metadata=metadata)
+    try:
+        save_file(weights, partial, metadata=metadata)
+    except SafetensorError as error:  # of a full disk, too
+        raise ConfigError(f"{target} cannot be written: {error}") from None
     partial.replace(target)
     return len(weights)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from nsa.training.parallel import RankInfo
 
 USAGE_ERROR, NOT_FINITE, INTERRUPTED = 2, 3, 130
+NOT_WRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES})
 EXIT_CODES = {
     0: "done",
-    USAGE_ERROR: "a setting or file that cannot be used: one line names it",
+    USAGE_ERROR: "a setting or file that cannot be used, or a disk that is full: one line names it",
     NOT_FINITE: "a loss or gradient is NaN or infinite (train.nonfinite): one line names the step and a checkpoint before it",
     75: "stopped by SIGTERM, with a checkpoint: start it again with --resume auto",
     INTERRUPTED: "interrupted",
@@ -70,6 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name not in NEEDED:
             raise
         print(f"error: {error.name} is not installed in {sys.executable}: {NEEDED[error.name]}", file=sys.stderr)
+        return USAGE_ERROR
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        what = error.filename or f"the results in {arguments.out or 'artifacts'}"
+        print(
+            f"error: {error.strerror}: {what} cannot be written; what was written before is kept: make room, or give another "
+            "folder with --out", file=sys.stderr,
+        )  # fmt: skip
         return USAGE_ERROR
     except KeyboardInterrupt:
         print("error: interrupted; what was written so far is kept", file=sys.stderr)

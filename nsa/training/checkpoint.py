@@ -70,6 +70,8 @@ class Checkpointer:
         if rank == 0:
             for left in (*folder.glob("step_*.partial"), *folder.glob("step_*.removed")):
                 shutil.rmtree(left, ignore_errors=True)
+            for left in folder.glob(".latest.*.partial"):  # of a process that was killed while it wrote
+                left.unlink(missing_ok=True)
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, finite: bool = True

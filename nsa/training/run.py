@@ -205,14 +205,14 @@ def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
     trace_log.propagate = False
     handlers: list[logging.Handler] = [
         logging.StreamHandler(sys.stdout),
-        logging.FileHandler(folder / "traces.log", encoding="utf-8"),
+        _TraceFile(folder / "traces.log", encoding="utf-8"),
     ]
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(message)s") if rank == 0 else _OfRank(rank))
         if rank != 0:
             handler.addFilter(lambda record: record.levelno >= logging.WARNING or _names_its_rank(record))
     if rank != 0:
-        handlers.append(logging.FileHandler(folder / f"traces_rank{rank}.log", encoding="utf-8"))
+        handlers.append(_TraceFile(folder / f"traces_rank{rank}.log", encoding="utf-8"))
     for handler in handlers:
         trace_log.addHandler(handler)
     return handlers
@@ -220,6 +220,15 @@ def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:
 
 def _names_its_rank(record: logging.LogRecord) -> bool:
     return record.getMessage().startswith("[DDP] rank=")
+
+
+class _TraceFile(logging.FileHandler):
+    """A log on a disk that may become full: then logging would print a stack per line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop a line that the disk refuses; where it still refuses at the end, closing the file raises."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class _OfRank(logging.Formatter):

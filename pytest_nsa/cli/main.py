@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--sources", action="store_true", help=_SOURCES)
     command = commands.add_parser(
         "watch",
-        help="follow a training whose ranks have NSA_TRACE_DIR set; of any other what /proc and py-spy show",
+        help="follow a training with NSA_TRACE_DIR set in its ranks; of any other what /proc and py-spy show",
     )
     command.add_argument("pids", metavar="PID", type=int, nargs="*", help="ranks of the training (any one is enough)")
     command.add_argument("--run", metavar="DIR", type=Path, help="the folder that NSA_TRACE_DIR names")

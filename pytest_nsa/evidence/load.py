@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.native import innermost_symbol
-from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, read_beats, read_events, read_reports
+from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
 from pytest_nsa.evidence.snapshots import FILE, read_snapshots
 from pytest_nsa.evidence.source import LOCATION, Sources, read_sources, record_sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, parse_children, parse_dump
@@ -149,7 +149,8 @@ def _read_rank(
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
-    frames, dump = _reported_frames(folder), _text(folder / "stacks.txt")
+    counters, dump = parse(_text(folder / "counters.json")), _text(folder / "stacks.txt")
+    frames = _reported(counters, "frames", is_counted)
     start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})
     machine = str(start.get("machine", ""))
     return RankEvidence(
@@ -197,6 +198,7 @@ def _read_rank(
         memory_mib=start.get("memory_mib", 0.0),
         counters=(raised[0].counters if raised else ()) or _counted(frames),
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
+        looked_for=tuple(_reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
         keys_set=_keys_set(events, own.get("keys", ())),
         handles=Handled(held["says"], held["at"], held["in"]) if (held := own.get("handles")) else None,
@@ -294,11 +296,12 @@ def _own_words(folder: Path, until: float, stalled_s: float) -> dict[str, Any]:
     return own if own["time"] >= until - stalled_s - 1.0 else {}
 
 
-def _reported_frames(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the functions that a rank was in when its test was ended, with their loops' counters; [] where it did not answer."""
-    counters = parse(_text(folder / "counters.json"))
-    frames = counters.get("frames") if isinstance(counters, dict) else None
-    return frames if isinstance(frames, list) and all(map(is_counted, frames)) else []
+def _reported(counters: Any, name: str, check: Callable[[Any], bool]) -> list[Mapping[str, Any]]:
+    """Return the ``frames`` that a rank reported when its test was ended, or the ``files`` that it looked for; [] where it reported
+    none.
+    """
+    found = counters.get(name) if isinstance(counters, dict) else None
+    return found if isinstance(found, list) and all(map(check, found)) else []
 
 
 def _counted(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, Mapping[str, int]], ...]:

@@ -59,6 +59,7 @@ def test_numbers_that_json_has_not_are_texts_and_read_back(tmp_path: Path) -> No
     assert math.isnan(with_numbers(texts[1])["norms"][0])
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=400) | TEXT.map(str.encode))
 def test_no_bytes_raise(data: bytes) -> None:
     text = data.decode(errors="replace")

@@ -269,3 +269,20 @@ def test_external_sort(group):
     unique: list = [None] * group.world_size
     dist.all_gather_object(unique, words)
     assert unique[0] == unique[2]
+
+
+@planted("sleeping", [0], n=3, marked=True, reason="lock (it is there", family="sleep", origin="issue 48")
+def test_lock_of_a_killed_build(group, tmp_path):
+    """The lock file that torch's builder of extensions makes is there, as a build was killed: rank 0 sleeps until it is removed."""
+    from torch.utils.file_baton import FileBaton
+
+    lock = tmp_path / "lock"
+    build = f"from torch.utils.file_baton import FileBaton as F; F({str(lock)!r}).try_acquire(); import os; os.kill(os.getpid(), 9)"
+    if group.rank == 0:
+        subprocess.run([sys.executable, "-c", build], check=False)
+    dist.barrier()
+    if group.rank == 0:
+        baton = FileBaton(str(lock))
+        if not baton.try_acquire():
+            baton.wait()  # HERE
+    dist.all_reduce(torch.ones(4))

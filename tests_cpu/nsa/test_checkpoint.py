@@ -112,6 +112,16 @@ def test_kills_at_random_moments_cost_nothing(tmp_path: Path, kills: int, in_sav
     assert saved == ["latest", *(f"step_{n:08d}" for n in (STEPS - 2, STEPS - 1, STEPS))]
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    small(tmp_path)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step_00000009.partial").mkdir(parents=True)
+    (folder / ".latest.0123456789abcdef.partial").write_text("step_0000")
+    options = ["--config", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "run")]
+    assert train.main([*options, "--steps", "1", "--save-every", "1"]) == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000001"]
+
+
 def trained(config: Config, ranks: RankInfo, folder: Path, steps: int) -> tuple[Trainer, Position]:
     trainer = Trainer(config, ranks, folder)
     data = batches(open_source(config), Position(), config.train.batch_size, ranks.rank, ranks.world_size)
@@ -394,6 +404,8 @@ def test_weights_for_other_programs(tmp_path: Path, capsys: pytest.CaptureFixtur
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is not a dict)
     assert weights.keys() == dict(trainer.module.named_parameters()).keys()
     assert all(torch.equal(weights[name], parameter) for name, parameter in trainer.module.named_parameters())
+    assert export.main([str(saved), str(tmp_path / "no_folder" / "weights.safetensors")]) == 2
+    assert "weights.safetensors cannot be written: " in capsys.readouterr().err
     (saved / "checkpoint.json").write_text("{}")
     assert export.main([str(saved), str(tmp_path / "other.safetensors")]) == 2
     assert "is not a checkpoint of this program" in capsys.readouterr().err

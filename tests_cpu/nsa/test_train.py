@@ -52,6 +52,16 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.parametrize("name", ["traces.log", "gate_health.jsonl"])
+def test_a_full_disk_is_named_in_one_line(tmp_path: Path, run: Run, name: str) -> None:
+    """At the start, and after a step: /dev/full refuses each write as a full disk does."""
+    (tmp_path / name).symlink_to("/dev/full")
+    code, _, errors = run("--steps", "2", "--out", str(tmp_path))
+    assert code == 2, errors
+    assert errors.startswith(f"error: No space left on device: the results in {tmp_path} cannot be written; ")
+    assert len(errors.splitlines()) == 1
+
+
 def test_boot_lines_and_progress(tmp_path: Path, run: Run) -> None:
     code, out, errors = run(
         "--steps", "2", "--out", str(tmp_path), NSA_GC_RANGE="0:6", NSA_TRACE_GRADS="1", NSA_MEM_DUMP_EVERY="1"

@@ -356,16 +356,17 @@ import allure
 @world_size(2)
 def test_steps(group):
     allure.dynamic.title("on ranks")
-    with allure.step("a step"):
+    with allure.step(f"a step of rank {group.rank}"):
         dist.barrier()
     allure.attach("text", "name")
 """
 
 
-@pytest.mark.parametrize("mode", LAUNCHES)
+@pytest.mark.parametrize("mode", [*LAUNCHES, pytest.param("xdist", marks=pytest.mark.slow)])
 def test_allure_has_one_result_for_a_test(pytester: pytest.Pytester, mode: str) -> None:
     pytest.importorskip("allure_pytest", reason="the extra 'test' has it")
-    arguments = ("-p", "allure_pytest", "--alluredir=results", "--clean-alluredir", f"--ranks-launch={mode}")
+    how = ("-p", "xdist", "-n", "2") if mode == "xdist" else (f"--ranks-launch={mode}",)
+    arguments = ("-p", "allure_pytest", "--alluredir=results", "--clean-alluredir", *how)
     run_example(pytester, OUTCOMES + STEPS, *arguments)
     folder = pytester.path / "results"
     results = [json.loads(path.read_text()) for path in folder.glob("*-result.json")]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nsa.trace.board import Board
+from pytest_nsa.session.folders import BOARD
 from pytest_nsa.testing import HEADER
 
 SOURCE = (
@@ -61,6 +63,12 @@ def is_whole(run: Path) -> None:
     assert "rank 1 is wrong" in (run / "SUMMARY.md").read_text()
     assert (run / "report.html").is_file()
     assert (run / "test_example.py-test_fail-" / "verdict.json").is_file() or list(run.glob("*test_fail*/verdict.json"))
+
+
+def test_the_space_that_is_set_aside_holds_a_board(tmp_path: Path) -> None:
+    """Else a rank that starts when the disk has become full ends."""
+    Board(tmp_path / "board.bin")
+    assert (tmp_path / "board.bin").stat().st_size <= BOARD
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

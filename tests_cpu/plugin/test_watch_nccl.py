@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_nsa.cli.nccl import NcclService, communicators, describe, read_answer
@@ -68,6 +68,7 @@ NAMES = st.sampled_from(["communicators", "ranks", "rank", "missing_ranks", "col
 LEAVES = st.none() | st.integers() | st.text(max_size=5)
 
 
+@settings(deadline=None)
 @given(st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(NAMES, v, max_size=4)))
 def test_answers_of_other_forms_are_passed_over(value: Any) -> None:
     found = communicators(value if isinstance(value, dict) else {"communicators": value})

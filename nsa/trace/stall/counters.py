@@ -21,6 +21,7 @@ from types import CodeType, FrameType, GeneratorType
 from nsa.trace.events import SCHEMA
 from nsa.trace.files import write_atomically
 from nsa.trace.frames import describe, is_user_file, user_frames
+from nsa.trace.stall.looked_for import files_looked_for
 
 FILE = "counters.json"
 REQUEST = "counters.asked"
@@ -65,12 +66,17 @@ def _streams_of(frame: FrameType) -> list[str]:
 
 
 def write_counters(folder: Path, thread: int) -> None:
-    """Write the user's frames of a thread, outermost first, with their counters; written to another file, which is renamed."""
+    """Write the user's frames of a thread, outermost first, with their counters, and the files that its innermost loop looks for;
+    written to another file, which is renamed.
+    """
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
     found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same
         write_atomically(folder / FILE, json.dumps(found))
+        files = files_looked_for(sys._current_frames().get(thread))  # afterwards: a file system may not answer
+        if files:
+            write_atomically(folder / FILE, json.dumps({**found, "files": files}))
 
 
 def counters_at(error: BaseException) -> list[dict[str, object]]:

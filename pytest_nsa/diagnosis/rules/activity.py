@@ -227,7 +227,24 @@ def _recursion(rank: RankEvidence) -> str:
 
 
 def _sleeping(rank: RankEvidence) -> Activity | None:
-    return Activity("sleeping", "sleeps", 0.8) if _sleeps(rank) else None
+    # What a library's function sleeps in is not in the user's line.
+    return Activity("sleeping", f"sleeps{_looks_for(rank)}", 0.8) if _sleeps(rank) or rank.looked_for else None
+
+
+def _looks_for(rank: RankEvidence) -> str:
+    """Return the files that its loop looks for, as ', in a loop that looks for /x/lock (there, unchanged for 7.0 s; ...)'."""
+    found = []
+    for file in rank.looked_for:
+        there = "there is no such file"
+        if "unchanged_s" in file:
+            holder = "a process has it open"
+            if not file.get("is_open"):
+                holder = (
+                    "no process of this user has it open: delete it where it is the lock of a process that has ended"
+                )
+            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
+        found.append(f"{file['path']} ({there})")
+    return f", in a loop that looks for {' and '.join(found)}" if found else ""
 
 
 def _io(rank: RankEvidence) -> Activity | None:
