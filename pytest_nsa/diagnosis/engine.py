@@ -256,6 +256,7 @@ def _relative(finding: Finding, root: str) -> Finding:
         finding,
         where=finding.where.replace(prefix, ""),
         reason=finding.reason.replace(prefix, ""),
+        advice=finding.advice.replace(prefix, ""),
         facts=facts,
     )
 

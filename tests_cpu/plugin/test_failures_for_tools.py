@@ -156,6 +156,29 @@ def test_checks(group, request):
     assert result.verdicts["test_checks"].where.endswith(f"test_example.py:{line} in test_checks"), result.stdout
 
 
+def test_no_rank_alone_fails_where_ranks_fail_at_different_lines(pytester: pytest.Pytester) -> None:
+    """With soft checks, after which a rank goes on, and without them."""
+    pytester.makepyfile(collects=COLLECTS)
+    source = """
+@world_size(2)
+def test_goes_on(group, request):
+    line = sys._getframe().f_lineno
+    failed = [f"check {n}\\ntest_example.py:{line + n} in test_goes_on() -> check(False)" for n in (0, 1)]
+    request.node.collected_failures = failed[1 - group.rank:]
+
+@world_size(2)
+def test_ends(group):
+    assert group.rank != 0
+    assert group.rank != 1
+"""
+    result = run_example(pytester, source, "-p", "collects")
+    assert result.outcomes == {"failed": 2}
+    for name in ("test_goes_on", "test_ends"):
+        first = result.verdicts[name].ranks
+        assert len(first) == 1
+        assert f"rank {1 - first[0]} at test_example.py:" in result.verdicts[name].advice, result.stdout
+
+
 @pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="pytest before 9 has no subtests")
 def test_each_subtest_is_at_its_line_and_has_its_description(pytester: pytest.Pytester) -> None:
     source = """

@@ -182,7 +182,11 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     advice = ""
     if cause == "assertion" and others:
         who = describe_ranks(culprits, evidence.job.world_size)
-        advice = f"{who} alone {'fails' if len(culprits) == 1 else 'fail'}: look at what differs there, its data, seed or state"
+        fails = "fails" if len(culprits) == 1 else "fail"
+        # A rank that another one does not wait for goes on, and may fail at another line.
+        later = [f"rank {r.rank} at {e.where}" for r, e in found if r in others]
+        where_else = f"{who} {fails} here first, {' and '.join(later[:2])} later" if later else f"{who} alone {fails}"
+        advice = f"{where_else}: look at what differs there, its data, seed or state"
     late = is_late(error.message)
     if late:
         reason += f"; {LATE_HINT}"
