@@ -41,8 +41,8 @@ def look(only: int | None = None) -> dict[int, list[Place]]:
 
     Not by faulthandler, which reads threads' states without their lock: one that C++ makes for a callback at that moment, as gloo
     does for each future, ends the process (SIGSEGV). A frame that is held here, though, keeps its function's locals alive, and
-    would end them in this thread: a generator's ``finally`` would run here. So no frame is held for longer than this thread has the GIL,
-    which it has just got and keeps for 5 ms, and nothing is collected in that time.
+    would end them in this thread: a generator's ``finally`` would run here. So no frame is held for longer than this thread has the
+    GIL, which it has just got and keeps for 5 ms, and nothing is collected in that time.
     """
     found: dict[int, list[tuple[CodeType, int, int]]] = {}
     time.sleep(0)
