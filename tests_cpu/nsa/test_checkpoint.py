@@ -94,7 +94,7 @@ print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "in_save", in_sa
 """
 
 
-@pytest.mark.parametrize(("kills", "in_saves"), [(5, 1), pytest.param(50, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "in_saves"), [(3, 1), pytest.param(50, 5, marks=pytest.mark.slow)])
 def test_kills_at_random_moments_cost_nothing(tmp_path: Path, kills: int, in_saves: int) -> None:
     small(tmp_path)
     config = str(tmp_path / "small.yaml")
