@@ -19,7 +19,7 @@ MOST_LINES = 8  # of a program
 # A page names a planted fault, then shows its program and, in the next block, its verdict.
 SHOWN = re.compile(
     r"^`tests_cpu/faults/planted_(?P<module>\w+)\.py::(?P<test>\w+)`:\n\n```python\n(?P<program>.*?)\n```\n"
-    r"(?P<between>(?:(?!```).*\n)*)```\n(?P<verdict>.*?)\n```$",
+    r"(?P<between>(?:(?!```)[^\n]*\n)*)```\n(?P<verdict>.*?)\n```$",
     re.M | re.S,
 )
 

@@ -103,7 +103,10 @@ def _replace(data: bytes, replaced: dict[str, str], *, is_padded: bool) -> bytes
 
 def unpack(module: str, folder: Path, only: str = "") -> dict[str, Path]:
     """Return the recorded folders of a module's faults, by test: of all, or of the test ``only``."""
-    with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
-        chosen = [entry for entry in archive if only in ("", entry.name.partition("/")[0])]
-        archive.extractall(folder, members=chosen, filter="data")
+    with tarfile.open(ARCHIVES / f"{module}.tar.xz", "r|xz") as archive:  # a step back would unpack it from its start
+        for entry in archive:
+            if only in ("", entry.name.partition("/")[0]):
+                archive.extract(entry, folder, filter="data")
+            elif any(folder.iterdir()):  # a test's entries follow each other
+                break
     return {path.name: path for path in sorted(folder.iterdir())}

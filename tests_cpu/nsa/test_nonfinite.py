@@ -99,16 +99,15 @@ WAYS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+REST = ((True, "nan"), (False, "gradient"), (False, "inf"), (True, "inf"))
+
+
 @world_size(2)
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("fused", "how"),
-    [
-        (False, "nan"), (True, "gradient"),
-        *(pytest.param(fused, how, marks=pytest.mark.slow)
-          for fused, how in ((True, "nan"), (False, "gradient"), (False, "inf"), (True, "inf"))),
-    ],
-)  # fmt: skip
+    [(False, "nan"), (True, "gradient"), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)],
+)
 def test_one_rank_s_odd_loss_changes_no_rank(group: Group, rank_tmp_path: Path, how: str, fused: bool) -> None:
     """Rank 1 has it in step 3, in the first micro-batch. No parameter and no moment changes; step 4 is as if 3 had not been."""
     ranks = RankInfo(rank=group.rank, world_size=2, local_rank=group.rank)

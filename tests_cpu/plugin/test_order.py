@@ -89,6 +89,8 @@ def test_ddp_construction_is_seen(launch: Launch) -> None:
 
 def test_a_receive_without_a_send(launch: Launch) -> None:
     verdict = launch(rank1_never_sends, timeout=30).verdict
-    assert (verdict.cause, verdict.ranks) == ("p2p_unmatched", (0,))
-    assert not verdict.certain  # rank 1 may have left its send out
+    assert verdict.cause == "p2p_unmatched"
+    # No earlier round shows whether rank 0 receives too much or rank 1 skips its send.
+    assert verdict.ranks in ((0,), (1,))
+    assert not verdict.certain
     assert f"test_order.py:{line_of('the receive')} " in verdict.where
