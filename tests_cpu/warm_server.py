@@ -36,7 +36,7 @@ SHARED = (
         "faulthandler", "helpconfig", "junitxml", "pastebin", "setuponly", "setupplan", "skipping", "threadexception",
         "tracemalloc", "unittest", "unraisableexception", "warnings",
     )),
-    "execnet.gateway", "pdb", "xml.dom.minidom", "xml.etree.ElementTree",
+    "pdb", "xml.dom.minidom", "xml.etree.ElementTree",
 )  # fmt: skip
 
 
@@ -157,8 +157,11 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         sys.path[0] = request["cwd"]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         sys.argv = [request["program"], *request["arguments"]]
-        _prepare_workers(request["arguments"])
-        code = int(pytest.console_main()) if request["program"] == "pytest" else _run(request["program"])
+        if request["program"] == "pytest":
+            _prepare_workers(request["arguments"])
+            code = int(pytest.console_main())
+        else:
+            code = _run(request["program"])
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:

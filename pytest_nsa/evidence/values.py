@@ -173,9 +173,8 @@ class RankEvidence:
     counters: tuple[tuple[str, Mapping[str, int]], ...] = ()
     handles: Handled | None = None
     streams: tuple[str, ...] = ()  # where the user's generators were that these loops had
-    looked_for: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # files by the innermost loop: path, unchanged_s and is_open where it is there
+    # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
+    looked_for: tuple[Mapping[str, Any], ...] = ()
     lines_seen: tuple[str, ...] = ()  # of the user's code, where its heartbeat found the main thread in a stall
     keys_set: tuple[tuple[str, str], ...] = ()  # the first and the last key of a store that each line set, and the line
     loop: EventLoop | None = None

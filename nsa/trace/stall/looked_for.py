@@ -31,7 +31,12 @@ def files_looked_for(frame: FrameType | None) -> list[dict[str, object]]:
         frame, depth = frame.f_back, depth + 1
         loop = _loop_at(frame)
     paths = dict.fromkeys(_paths_of(loop, frame)) if loop is not None else {}
-    return [_state_of(path) for path in list(paths)[:MOST_FILES]]
+    found = [_state_of(path) for path in list(paths)[:MOST_FILES]]
+    are_there = [state for state in found if "unchanged_s" in state]
+    opened = _open_files() if are_there else set()
+    for state in are_there:
+        state["is_open"] = os.path.realpath(str(state["path"])) in opened
+    return found
 
 
 def _paths_of(loop: ast.stmt, frame: FrameType) -> Iterator[str]:
@@ -90,16 +95,15 @@ def _state_of(path: str) -> dict[str, object]:
         status = os.lstat(path)
     except OSError:
         return {"path": path}
-    return {"path": path, "unchanged_s": max(0.0, time.time() - status.st_mtime), "is_open": _is_open(path)}
+    return {"path": path, "unchanged_s": max(0.0, time.time() - status.st_mtime)}
 
 
-def _is_open(path: str) -> bool:
-    """Return whether a process whose open files this user may read has a file open."""
-    real = os.path.realpath(path)
+def _open_files() -> set[str]:
+    """Return the paths that processes have open, of those that this user may read."""
+    found: set[str] = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # another user's, or one that has ended
             for descriptor in os.listdir(f"/proc/{process}/fd"):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{process}/fd/{descriptor}") == real:
-                        return True
-    return False
+                with contextlib.suppress(OSError):  # closed since
+                    found.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
+    return found

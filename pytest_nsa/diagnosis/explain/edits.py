@@ -101,9 +101,8 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
         for edit in edits:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
-    if any(
-        c.op == END or c.peer != -1 for c in entered.values()
-    ):  # such a rank made no collective in place of this one
+    # Such a rank made no collective in place of this one.
+    if any(c.op == END or c.peer != -1 for c in entered.values()):
         return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered, made)]
     if found:
         contrast = next(iter(found.values())).contrast

@@ -92,9 +92,8 @@ def init_timeout(evidence: Evidence) -> Finding | None:
     culprits = [r for r in absent if r.board is None] or (absent if len(absent) < len(evidence.ranks) else here)
     where, reason = last_seen(culprits[0]) if culprits else "", "the process group was not formed in time"
     waits = next((r for r in evidence.ranks if r not in culprits and r.is_waiting and last_seen(r)), None)
-    if (
-        culprits and not where and waits is not None
-    ):  # a rank that never connected counts only where another rank waits for it
+    # A rank that never connected counts only where another rank waits for it.
+    if culprits and not where and waits is not None:
         where = last_seen(waits)
         who = describe_ranks(tuple(r.rank for r in culprits), evidence.job.world_size)
         reason += f": {who} never connected, and rank {waits.rank} waits for it at {where}"
