@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.message_terms import message_values
-from pytest_nsa.diagnosis.explain.messages import END, Messages, Owed
+from pytest_nsa.diagnosis.explain.messages import END, Messages, Owed, is_collective
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
 from pytest_nsa.diagnosis.explain.terms import Sizes, position_values, values_of
 from pytest_nsa.diagnosis.facts import calls_before, rings
@@ -65,7 +65,7 @@ class Candidate:
     def is_of_a_collective(self) -> bool:
         """Whether the edit is that some ranks alone skipped, or made, a collective that ranks wait in."""
         calls = {Edit.SKIP: self.contrast.other_call, Edit.EXTRA: self.contrast.call}
-        return self.edit in calls and calls[self.edit].peer == -1 and calls[self.edit].op != END
+        return self.edit in calls and is_collective(calls[self.edit])
 
     def about(self, term: str) -> Ranks:
         """Return the ranks that a term describes. ``term`` is a name of the table of weights."""
@@ -102,7 +102,7 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
             found.setdefault((edit, ranks, others), Candidate(edit, ranks, others, contrast, values))
     everybody = tuple(sorted(entered))
     # Such a rank made no collective in place of this one.
-    if any(c.op == END or c.peer != -1 for c in entered.values()):
+    if not all(map(is_collective, entered.values())):
         return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered, made)]
     if found:
         contrast = next(iter(found.values())).contrast
@@ -143,9 +143,7 @@ def _of_waits(
     kinds: dict[object, list[Ranks]] = {}
     for side in sides:
         kinds.setdefault(token(entered[side[0]]), []).append(side)
-    for alike in [
-        found for found in kinds.values() if entered[found[0][0]].peer == -1 and entered[found[0][0]].op != END
-    ][:MOST_SIDES]:
+    for alike in [found for found in kinds.values() if is_collective(entered[found[0][0]])][:MOST_SIDES]:
         together = tuple(sorted(r for side in alike for r in side))
         for inside in dict.fromkeys((*alike[:MOST_SIDES], together)):
             lacked = set().union(*(lacks[entered[r].place] for r in inside))
@@ -161,7 +159,10 @@ def _of_waits(
         key = (history, token(call))
         costs[rank] = bits[key] = bits[key] if key in bits else surprise(history, token(call))
     odd = tuple(sorted(r for r, cost in costs.items() if cost > min(costs.values()) + ODD_BITS))
-    yield (Edit.ORDER, Edit.SKIP), odd, tuple(r for r in sorted(entered) if r not in odd)
+    usual = tuple(r for r in sorted(entered) if r not in odd)
+    yield (Edit.ORDER,), odd, usual
+    missing = set().union(*(lacks[entered[r].place] for r in usual if is_collective(entered[r])))
+    yield (Edit.SKIP,), tuple(r for r in odd if r in missing), usual
 
 
 def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candidate]:

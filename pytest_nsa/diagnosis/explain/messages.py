@@ -30,6 +30,11 @@ def line_of(call: Collective) -> Line:
     return call.is_send, call.site
 
 
+def is_collective(call: Collective) -> bool:
+    """Return whether a call is a collective: no send or receive, and not the end of a test."""
+    return call.peer == -1 and call.op != END
+
+
 def has_forgotten(rank: RankEvidence) -> bool:
     """Return whether a rank's ring has lost its first calls."""
     return bool(rank.collectives) and rank.collectives[0].index > 0
