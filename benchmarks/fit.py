@@ -31,6 +31,7 @@ from pytest_nsa.diagnosis.explain.edits import Edit, candidates  # noqa: E402
 from pytest_nsa.diagnosis.facts import rings  # noqa: E402
 from pytest_nsa.diagnosis.rules.absence import left_behind  # noqa: E402
 from pytest_nsa.diagnosis.rules.calls import held_in_different_calls  # noqa: E402
+from pytest_nsa.diagnosis.rules.keys import held_for_keys  # noqa: E402
 from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
 from pytest_nsa.evidence.collectives import first_departure  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
@@ -39,7 +40,7 @@ from tests_cpu.faults.recorded import GENERATED, unpack  # noqa: E402
 from tests_cpu.faults.test_corpus import MODULES, faults  # noqa: E402
 
 TABLE = ROOT / "pytest_nsa" / "diagnosis" / "explain" / "weights.json"
-PENALTY = 6e-4  # of a squared weight, per fault
+PENALTY = 5e-4  # of a squared weight, per fault
 AS_MANY = 60  # written faults as an archive of generated programs counts for
 LEAST = 0.05  # of a weight that is kept
 # What a recorded cause may be as an edit: some name why a call was skipped, or made otherwise.
@@ -51,6 +52,8 @@ CAUSES = {
     Edit.UNANSWERED: ("p2p_unmatched",),
     Edit.UNASKED: ("p2p_unmatched",),
     Edit.MISDIRECTED: ("p2p_unmatched",),
+    Edit.UNSET: ("missing_collective",),
+    Edit.NEVER_SET: ("missing_collective", "io_stuck"),
 }
 # By rule, what ranks are in that it explains.
 ENTERED = {
@@ -58,6 +61,7 @@ ENTERED = {
     "calls.waiting_in_different_calls": held_in_different_calls,
     "messages.unpaired": held_in_messages,
     "absence.left_alone": left_behind,
+    "keys.unset": held_for_keys,
 }
 Weights = dict[str, dict[str, float]]
 

@@ -79,7 +79,9 @@ class TraceSession:
         self.recorder.on_group = lambda name, ranks: record(
             Path(folder), event="group", name=name, ranks=in_runs(ranks)
         )
-        self.recorder.stores.on_set = lambda key, site: record(Path(folder), event="key_set", key=key, where=site)
+        self.recorder.stores.on_use = lambda event, key, site, number: record(
+            Path(folder), event=event, key=key, where=site, number=number
+        )
         self.observer.forget()
         self.board.open(Path(folder) / "board.bin", rank, world_size)
         path = (beats or Path(folder)) / f"heartbeat_rank{rank}.jsonl"
@@ -108,8 +110,7 @@ class TraceSession:
         while self.recorder.is_waiting and time.monotonic() < deadline:
             time.sleep(0.001)
             self.recorder.poll()
-        for key, site in self.recorder.stores.latest_keys():
-            self.recorder.stores.on_set(key, site)
+        self.recorder.stores.record_latest()
         self.heartbeat.stop()
 
 

@@ -17,6 +17,7 @@ from pytest_nsa.diagnosis.rules import (
     calls,
     exits,
     groups,
+    keys,
     messages,
     numbers,
     one_sided,
@@ -87,6 +88,7 @@ RULES: tuple[Rule, ...] = (
     speed.straggler,
     speed.slow,
     absence.skipped_in_a_request,
+    keys.unset,
     stalls.blocked,
     absence.not_entered,
     exits.only_victims,
@@ -106,6 +108,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     speed.graph_explosion,
     speed.straggler,
     absence.skipped_in_a_request,
+    keys.unset,
     stalls.blocked,
     absence.not_entered,
 )
@@ -121,7 +124,7 @@ OF_THE_PASSED: tuple[Rule, ...] = (
 
 
 # Modules of rules on waits, which may follow from an exception that a rank has raised and not yet left.
-_OF_STALLS = ("calls", "groups", "messages", "absence", "stalls")
+_OF_STALLS = ("calls", "groups", "messages", "absence", "keys", "stalls")
 
 
 def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | None, tuple[Fact, ...]]:

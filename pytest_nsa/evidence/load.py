@@ -22,6 +22,7 @@ from pytest_nsa.evidence.values import (
     Evidence,
     ExternalFact,
     Handled,
+    KeyUse,
     MissingGradients,
     RaisedException,
     RankEvidence,
@@ -200,7 +201,8 @@ def _read_rank(
         streams=tuple(place for frame in frames for place in frame.get("streams", ())),
         looked_for=tuple(_reported(counters, "files", is_looked_for)),
         lines_seen=tuple(own.get("lines", ())),
-        keys_set=_keys_set(events, own.get("keys", ())),
+        keys_set=_key_uses(events, "key_set", own.get("keys", ())),
+        keys_awaited=_key_uses(events, "key_awaited", own.get("keys_awaited", ())),
         handles=Handled(held["says"], held["at"], held["in"]) if (held := own.get("handles")) else None,
         loop=_loop(own.get("asyncio")),
         thread_errors=_thread_errors(events),
@@ -216,10 +218,17 @@ def _read_rank(
     )
 
 
-def _keys_set(events: Sequence[Mapping[str, Any]], latest: Sequence[Sequence[str]]) -> tuple[tuple[str, str], ...]:
-    """Return (key, line) of the first and the last key that each line of a rank has set in a store."""
-    found = [(e["key"], e["where"]) for e in events if e["event"] == "key_set"]
-    return tuple(dict.fromkeys([*found, *((pair[0], pair[1]) for pair in latest if len(pair) == 2)]))
+def _key_uses(events: Sequence[Mapping[str, Any]], event: str, latest: Sequence[Sequence[Any]]) -> tuple[KeyUse, ...]:
+    """Return the keys of a store that each line of a rank set, or waited for, with the largest number of each."""
+    found: dict[tuple[str, str], int] = {}
+    recorded = [(e["key"], e["where"], e.get("number", 0)) for e in events if e["event"] == event]
+    for key, where, number in [*recorded, *((*row, 0)[:3] for row in latest)]:
+        found[key, where] = max(found.get((key, where), 0), number)
+    return tuple(
+        KeyUse(key, site, callers, number)
+        for (key, where), number in found.items()
+        for site, _, callers in [where.partition(" < ")]
+    )
 
 
 def _loop(loop: Mapping[str, Any] | None) -> EventLoop | None:

@@ -75,6 +75,14 @@ def _tuples(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, list) and all(map(is_text, entry)) for entry in value)
 
 
+def _key_uses(value: Any) -> bool:
+    """Rows of a key, a line, and how many keys; versions before 0.2 left no number."""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and len(row) in (2, 3) and all(map(is_text, row[:2])) and all(map(_int, row[2:]))
+        for row in value
+    )
+
+
 def _places(value: Any) -> bool:
     """A stack: of each frame its file, line and function."""
     return isinstance(value, list) and all(
@@ -143,13 +151,14 @@ EVENTS: dict[str, dict[str, Check]] = {
     "gradients_ready": {"step": _int, "order": _int},
     "anomaly": {"kind": is_text, "step": _int},
     "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
-    "key_set": {"key": is_text, "where": is_text},
+    "key_set": {"key": is_text, "where": is_text, "number?": _int},
+    "key_awaited": {"key": is_text, "where": is_text, "number": _int},
     "group": {"name": is_text, "ranks": _ranks},
 }  # fmt: skip
 # What a stalled rank wrote of itself; the two that are empty where there is nothing to report.
 OWN_WORDS: dict[str, Check] = {
     "time": is_number, "stacks?": is_text, "beat_age_s?": is_number,
-    "keys?": _tuples, "lines?": _list_of(is_text),
+    "keys?": _key_uses, "keys_awaited?": _key_uses, "lines?": _list_of(is_text),
     "handles?": lambda value: is_map(value) and (not value or has(value, {"says": is_text, "at": is_text, "in": is_text})),
     "asyncio?": lambda value: is_map(value)
     and (not value or has(value, {"tasks": _list_of(is_text), "timers": _int, "files": _int, "failed?": _list_of(_is_error)})),

@@ -23,6 +23,24 @@ def _first_line(message: str) -> str:
     return next(iter(message.strip().splitlines()), "")
 
 
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """A key of a store that a line of the user's code set or waited for, and how many of its kind in a row (0: unknown).
+
+    ``callers`` are the lines that led there, innermost first, as those of `Collective`.
+    """
+
+    key: str
+    where: str
+    callers: str = ""
+    number: int = 0
+
+    @property
+    def called_from(self) -> str:
+        """The line that called the function of ``where``; '' where that is unknown."""
+        return self.callers.partition(" < ")[0]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaisedException:
     """An exception as the rank recorded it. ``where`` is the innermost line of the user's code.
@@ -176,7 +194,8 @@ class RankEvidence:
     # The files that the innermost loop looks for: path, and, of one that is there, unchanged_s and is_open.
     looked_for: tuple[Mapping[str, Any], ...] = ()
     lines_seen: tuple[str, ...] = ()  # of the user's code, where its heartbeat found the main thread in a stall
-    keys_set: tuple[tuple[str, str], ...] = ()  # the first and the last key of a store that each line set, and the line
+    keys_set: tuple[KeyUse, ...] = ()  # the first and the last key of a store, of each kind, that each line set
+    keys_awaited: tuple[KeyUse, ...] = ()  # the last key, of each kind, that each line waited for
     loop: EventLoop | None = None
     thread_errors: tuple[ThreadError, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()  # of syrupy's, that its test compared with

@@ -106,6 +106,7 @@ def _unpacked(archive: str, folder: Path) -> Path:
 def test_each_weight_is_of_a_term_that_there_is() -> None:
     named = {t.name for t in terms.SHARED} | {f"{side}: {t.name}" for t in terms.OWN for side in ("they", "others")}
     named |= {f"{'waiter' if t.is_of_waiter else 'peer'}: {t.name}" for t in MESSAGE}
+    named |= {f"{'asker' if t.is_of_waiter else 'setter'}: {t.name}" for t in terms.KEYS}
     named |= {*terms.Sizes(1, 1, 2).values(), "always", "others there", "others went on"}
     for kind, column in choose.weights().items():
         assert set(column) <= named, kind

@@ -121,9 +121,9 @@ def with_attempts(work, attempts=3):
     marked=True,
     family="extra",
     origin="unseen 2026-11-25",
-    miss="a call that is tried again",
 )
 def test_what_is_tried_again_has_a_collective(group):
+    """A rank makes a call again, with the collective in it."""
     failures = [2] if group.rank == 1 else []
 
     def load(epoch):

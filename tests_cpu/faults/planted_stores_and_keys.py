@@ -17,7 +17,7 @@ from torch.distributed.elastic.utils import store as stores
 from tests_cpu.faults.planting import AT, planted
 
 
-@planted("io_stuck", [1], n=3, marked=True, family="key", origin="generated 2026-11-23")
+@planted("missing_collective", [1], n=3, marked=True, family="key", origin="generated 2026-11-23")
 def test_a_key_under_another_name(group):
     """What asks is not called a store in the source."""
     own, attempt = dist.PrefixStore("rates", dist.distributed_c10d._get_default_store()), 0
@@ -85,7 +85,7 @@ def test_store_key_off_by_one(tmp_path):
     dist.barrier()
 
 
-@planted("io_stuck", [1], n=3, marked=True, family="extra", origin="generated 2026-11-23")
+@planted("missing_collective", [1], n=3, marked=True, family="extra", origin="generated 2026-11-23")
 def test_a_queue_without_an_end(group):
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if group.rank == 0 else None
     port = torch.tensor([served.port if served else 0])

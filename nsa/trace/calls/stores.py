@@ -1,8 +1,11 @@
-"""Records which keys of a store the main thread waits for, that it looks into one again and again, and where keys are set."""
+"""Records which keys of a store the main thread waits for, that it looks into one again and again, and where keys are set and
+awaited.
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from nsa.trace.board import Board
 from nsa.trace.calls.arguments import keys_of_call
 from nsa.trace.calls.limits import limit_of_call, limit_of_group
-from nsa.trace.frames import call_site
+from nsa.trace.frames import call_path
 
 LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
 _WAITS = ("wait", "get", "queue_pop")
@@ -21,7 +24,7 @@ _WAITS = ("wait", "get", "queue_pop")
 _WAITS_OF_A_CLASS = ("multi_get", "barrier")
 _LOOKS = ("check", "add", "num_keys")
 _SETS = ("set", "append", "compare_set", "multi_set", "queue_push")
-_MOST_SITES = 64  # lines that set keys: of each the first and the last one is recorded
+_MOST_USES = 64  # lines and kinds of keys: of each the first and the last one is recorded
 _STORES = ("PrefixStore", "TCPStore", "FileStore", "HashStore")
 
 
@@ -37,6 +40,32 @@ class Limit:
         self._board.number("limit_time", until)
 
 
+class KeyUses:
+    """The last key of each kind that each line used, and how many different ones in a row.
+
+    Keys are of one kind where they differ only in numbers: a helper sets keys of several.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def add(self, key: str, site: str) -> bool:
+        """Record a use; return whether it is the first one of this kind at this line."""
+        at = site, re.sub(r"\d+", "#", key)
+        latest, number = self._latest.get(at, ("", 0))
+        if not key or not site or key == latest or (not number and len(self._latest) == _MOST_USES):
+            return False
+        self._latest[at] = key, number + 1
+        return not number
+
+    def clear(self) -> None:
+        self._latest.clear()
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """Return (key, line, number of keys) of each line and kind."""
+        return [(key, site, number) for (site, _), (key, number) in list(self._latest.items())]
+
+
 class StoreRecorder:
     """Wraps the methods of torch's stores in this process for as long as the process lives."""
 
@@ -45,14 +74,17 @@ class StoreRecorder:
         self._limit = limit
         self._looked = 0.0  # when the main thread last looked into a store
         self._key = ""  # what the main thread waits for, or looked for last
-        self._latest: dict[str, str] = {}  # by line, the key that it set last
-        self.on_set: Callable[[str, str], None] = _ignore  # the key and the line, once a line
+        self.keys_set = KeyUses()
+        self.keys_awaited = KeyUses()
+        # Records the event, the key, the line and the number of keys: at the first key that a line sets, and at the end.
+        self.on_use: Callable[[str, str, str, int], None] = _ignore
 
     def forget(self) -> None:
         """Another test begins in this process, on a new board."""
         self._looked, self._key = 0.0, ""
-        self._latest.clear()
-        self.on_set = _ignore
+        self.keys_set.clear()
+        self.keys_awaited.clear()
+        self.on_use = _ignore
 
     def install(self) -> None:
         """Replace the methods. What torch's version does not have is skipped."""
@@ -79,6 +111,7 @@ class StoreRecorder:
             limit = limit_of_call((*args, *kwargs.values())) or limit_of_group(store.timeout)
             until, key = self._limit.until, self._key
             self._set_key(keys_of_call(args, kwargs))
+            self._use(self.keys_awaited, self._key, _way())
             if limit:
                 self._limit.set(time.time() + limit)
             try:
@@ -101,6 +134,8 @@ class StoreRecorder:
                 if now - self._looked > LOOKS_AGAIN_S:
                     self._board.number("polled_from", now)
                 self._set_key(keys_of_call(args, kwargs))
+                uses = self.keys_set if name == "add" and any(args[1:]) else self.keys_awaited
+                self._use(uses, self._key, _way())
                 self._looked = now
                 self._board.number("polled_time", now)
             return original(store, *args, **kwargs)
@@ -115,22 +150,20 @@ class StoreRecorder:
 
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            site = call_site()
-            if not site or (site not in self._latest and len(self._latest) == _MOST_SITES):
-                return original(store, *args, **kwargs)
-            key = keys_of_call(args, kwargs)
-            if site not in self._latest:
-                self.on_set(key, site)
-            try:
-                return original(store, *args, **kwargs)
-            finally:
-                self._latest[site] = key
+            self._use(self.keys_set, keys_of_call(args, kwargs), _way())
+            return original(store, *args, **kwargs)
 
         setattr(kind, name, recorded)
 
-    def latest_keys(self) -> list[tuple[str, str]]:
-        """Return (key, line) of the last key that each line set."""
-        return [(key, site) for site, key in list(self._latest.items())]
+    def record_latest(self) -> None:
+        """Record the last key of each line: the test ends."""
+        for event, uses in (("key_set", self.keys_set), ("key_awaited", self.keys_awaited)):
+            for row in uses.rows():
+                self.on_use(event, *row)
+
+    def _use(self, uses: KeyUses, key: str, site: str) -> None:
+        if uses.add(key, site) and uses is self.keys_set:
+            self.on_use("key_set", key, site, 1)
 
     def _set_key(self, key: str) -> None:
         if key != self._key:
@@ -138,5 +171,10 @@ class StoreRecorder:
             self._board.text("key", key)
 
 
-def _ignore(key: str, site: str) -> None:
-    """No call of it is recorded."""
+def _way() -> str:
+    """Return the user's lines that led to a call of a store, innermost first: 'train.py:30 in step < main.py:12 in main'."""
+    return " < ".join(filter(None, call_path(2)))
+
+
+def _ignore(event: str, key: str, site: str, number: int) -> None:
+    """No use is recorded."""

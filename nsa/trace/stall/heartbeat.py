@@ -240,7 +240,8 @@ class Heartbeat:
             "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": stacks,
             "lines": list(self._lines),
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
-            "keys": self.recorder.stores.latest_keys() if self.recorder is not None else [],
+            "keys": self.recorder.stores.keys_set.rows() if self.recorder is not None else [],
+            "keys_awaited": self.recorder.stores.keys_awaited.rows() if self.recorder is not None else [],
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test's own business
             write_atomically(self._stall, json.dumps(found))

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.keys import Keys, Wanted, key_values, kind_of
 from pytest_nsa.diagnosis.explain.message_terms import message_values
-from pytest_nsa.diagnosis.explain.messages import END, Messages, Owed, is_collective
+from pytest_nsa.diagnosis.explain.messages import END, KEY, Messages, Owed, is_collective
 from pytest_nsa.diagnosis.explain.rhythm import surprise, token
 from pytest_nsa.diagnosis.explain.terms import Sizes, position_values, values_of
 from pytest_nsa.diagnosis.facts import calls_before, rings
@@ -35,13 +36,15 @@ class Edit(enum.Enum):
     UNANSWERED = enum.auto()  # they did not make the other half of a message
     MISDIRECTED = enum.auto()  # they addressed a rank that does not wait for them
     UNASKED = enum.auto()  # they made a send or receive that no rank answers
+    UNSET = enum.auto()  # they did not set a key that ranks wait for
+    NEVER_SET = enum.auto()  # they wait for a key that no rank sets
 
     @property
     def cause(self) -> str:
         """The edit's cause in the registry."""
         return {
             Edit.SKIP: "skipped_collective", Edit.EXTRA: "extra_collective", Edit.MISMATCH: "collective_mismatch",
-            Edit.ORDER: "group_order_deadlock",
+            Edit.ORDER: "group_order_deadlock", Edit.UNSET: "missing_collective", Edit.NEVER_SET: "missing_collective",
         }.get(self, "p2p_unmatched")  # fmt: skip
 
 
@@ -60,6 +63,7 @@ class Candidate:
     values: Mapping[str, float]  # values of its terms, by name
     is_for_all: bool = False
     owed: Owed | None = None  # the message that a rank waits for
+    wanted: Wanted | None = None  # the keys that ranks wait for
 
     @property
     def is_of_a_collective(self) -> bool:
@@ -70,6 +74,8 @@ class Candidate:
     def about(self, term: str) -> Ranks:
         """Return the ranks that a term describes. ``term`` is a name of the table of weights."""
         side = term.partition(": ")[0]
+        if self.wanted is not None and side in ("asker", "setter"):
+            return self.wanted.waiters if side == "asker" else (self.wanted.peer,)
         if self.owed is None:
             return self.others if side == "others" else self.ranks
         of_one = {"waiter": self.owed.waiter, "peer": self.owed.peer, "others": self.contrast.other_number}
@@ -103,7 +109,8 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     everybody = tuple(sorted(entered))
     # Such a rank made no collective in place of this one.
     if not all(map(is_collective, entered.values())):
-        return [*(c for c in found.values() if c.is_of_a_collective), *_of_messages(evidence, entered, made)]
+        of_calls = [c for c in found.values() if c.is_of_a_collective]
+        return [*of_calls, *_of_messages(evidence, entered, made), *_of_keys(evidence, entered, sides)]
     if found:
         contrast = next(iter(found.values())).contrast
         sizes = Sizes(len(sides[0]), len(everybody) - len(sides[0]), len(sides))
@@ -169,7 +176,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
     """Return the edits that would explain unpaired sends and receives: of each waiting rank, of each peer, and of all
     ranks in the same position.
     """
-    messages = Messages(evidence, {rank: c for rank, c in entered.items() if c.op != END})
+    messages = Messages(evidence, {rank: c for rank, c in entered.items() if c.op not in (END, KEY)})
     pairs = [owed for owed in messages.pairs() if owed.peer in entered]
     if not pairs:
         return []
@@ -212,6 +219,52 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
     add(Edit.UNASKED, messages.pending, pairs[0], is_for_all=True)
     circle = messages.ends & messages.pending.keys()
     add(Edit.UNASKED, circle, next((o for o in pairs if o.waiter in circle), pairs[0]), is_for_all=True)
+    return list(found.values())
+
+
+def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list[Candidate]:
+    """Return the edits that would explain waits for keys of a store: of the ranks that wait for one key, of each rank that
+    might have set it, and of all that wait.
+    """
+    keys = Keys(evidence, entered)
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank in keys.waiting:
+        alike.setdefault(keys.wanted(rank), []).append(rank)
+    found: dict[tuple[Edit, Ranks, bool], Candidate] = {}
+    contrasts: dict[tuple[int, int], Contrast] = {}
+
+    def add(edit: Edit, ranks: Iterable[int], wanted: Wanted, *, is_for_all: bool = False) -> None:
+        named = tuple(sorted(ranks))
+        others = tuple(r for r in sorted(entered) if r not in named)
+        if not named or (edit, named, is_for_all) in found:
+            return
+        waiting = tuple(r for r in wanted.waiters if r not in named)
+        one, other = (
+            _representative(evidence, named),
+            _representative(evidence, waiting or others or named[1:] or named),
+        )
+        contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
+        contrasts.setdefault((other, one), contrast.turned)
+        values = key_values(wanted) | ({} if is_for_all else position_values(contrast))
+        values |= Sizes(len(named), len(evidence.ranks) - len(named), len(sides)).values()
+        found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, wanted=wanted)
+
+    outside = [rank for rank in entered if rank not in keys.waiting]
+    for names, waiters in [(n, w) for n, w in alike.items() if n][:MOST_SIDES]:
+        asked = tuple(waiters)
+        owners = keys.owners(names)
+        usual = owners or set(keys.sets.get(kind_of(names[0]), ()))
+        setter = next(iter(usual)) if len(usual) == 1 else None
+        if len(keys.waiting) == len(entered):
+            add(Edit.NEVER_SET, keys.waiting, Wanted(keys, asked, names, setter), is_for_all=True)
+        if len(waiters) < len(entered):
+            add(Edit.NEVER_SET, asked, Wanted(keys, asked, names, setter))
+        others = sorted({*owners, *outside, *(entered if len(entered) <= MOST_SIDES else ())})
+        for rank in others[:MOST_PAIRS]:
+            add(Edit.UNSET, (rank,), Wanted(keys, asked, names, rank))
+        for several in (owners, outside, [rank for rank in entered if rank not in waiters]):
+            if several:
+                add(Edit.UNSET, several, Wanted(keys, asked, names, min(several)))
     return list(found.values())
 
 

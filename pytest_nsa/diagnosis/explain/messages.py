@@ -15,7 +15,8 @@ from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 FEW_BITS = 3.0  # a call with less surprise is expected
-END = "end"  # operation of the call that represents the end of a test
+# Operations of the calls that represent the end of a test, and a wait for keys of a store.
+END, KEY = "end", "key"
 Signature = tuple[str, tuple[str, ...], int]  # operation, call path, peer
 Line = tuple[bool, str]  # whether it sends, its line
 
@@ -31,8 +32,8 @@ def line_of(call: Collective) -> Line:
 
 
 def is_collective(call: Collective) -> bool:
-    """Return whether a call is a collective: no send or receive, and not the end of a test."""
-    return call.peer == -1 and call.op != END
+    """Return whether a call is a collective: no send or receive, and no state that is no call."""
+    return call.peer == -1 and call.op not in (END, KEY)
 
 
 def has_forgotten(rank: RankEvidence) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.conditions import Path
 from pytest_nsa.diagnosis.explain.contrast import Contrast
+from pytest_nsa.diagnosis.explain.keys import TERMS as KEYS
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import share, token
@@ -184,12 +185,18 @@ class Sizes:
         }  # fmt: skip
 
 
+# By side of the ranks, and for '' of both together, the words of each term.
+WORDS: dict[str, dict[str, str]] = {
+    "waiter": {t.name: t.words for t in MESSAGE}, "asker": {t.name: t.words for t in KEYS},
+    "they": {t.name: t.words for t in OWN}, "": {t.name: t.words for t in SHARED},
+}  # fmt: skip
+WORDS |= {"peer": WORDS["waiter"], "setter": WORDS["asker"], "others": WORDS["they"]}
+
+
 def words_of(name: str) -> str:
     """Return the words of a term. ``name`` is its name in the table of weights."""
     side, _, bare = name.partition(": ")
-    if side in ("waiter", "peer"):
-        return next((t.words for t in MESSAGE if t.name == bare), "")
-    return next((t.words for t in (OWN if side in ("they", "others") else SHARED) if t.name == (bare or side)), "")
+    return WORDS.get(side, WORDS[""]).get(bare or side, "")
 
 
 def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dict[str, float]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.messages import END
+from pytest_nsa.diagnosis.explain.messages import END, KEY
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.one_sided import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
-from pytest_nsa.evidence.board import DEFAULT_GROUPS
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
 
@@ -119,12 +119,14 @@ def _shown(evidence: Evidence, entered: Calls) -> str:
     """Return each rank's call in words, and the members of every group that has not all ranks."""
     n, in_steps = evidence.job.world_size, any(c.step for c in entered.values())
     waits = {r: c for r, c in sorted(entered.items()) if c.op != END}
-    shown = by_ranks(
-        {r: f"in {c.describe()}" + (f" in step {c.step}" if in_steps else "") for r, c in waits.items()}, n
-    )
+    shown = by_ranks({r: _in_words(c) + (f" in step {c.step}" if in_steps else "") for r, c in waits.items()}, n)
     for group in sorted({c.group for c in waits.values()} - set(DEFAULT_GROUPS)):
         shown += f"; group {group} has {describe_ranks(evidence.members(group), n)}"
     return shown
+
+
+def _in_words(call: Collective) -> str:
+    return f"waiting for the key {call.note} of a store at {call.site}" if call.op == KEY else f"in {call.describe()}"
 
 
 def terms_of(found: Explanation, world_size: int) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.activity import activity_of
-from pytest_nsa.diagnosis.rules.keys import of_keys
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence
 
@@ -20,9 +19,6 @@ def blocked(evidence: Evidence) -> Finding | None:
     absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
     if not absent:
         absent = [r for r in alive if r.waits_for_a_key]
-        of_a_key = of_keys(evidence, alive, absent) if absent else None
-        if of_a_key is not None:
-            return of_a_key
     if not absent:
         return None
     activities = {rank.rank: activity for rank in absent if (activity := activity_of(rank)) is not None}

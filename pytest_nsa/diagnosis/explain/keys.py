@@ -1,0 +1,262 @@
+"""Keys of a store that ranks wait for: which rank sets such keys, by those that each rank set and awaited, with the terms
+of an explanation.
+
+Keys that differ only in numbers are of one kind. A number in them is the rank's, where each rank has its own number there;
+the other numbers count rounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pytest_nsa.diagnosis.explain.locations import user_frames
+from pytest_nsa.diagnosis.explain.messages import END, KEY, ended
+from pytest_nsa.diagnosis.facts import last_seen
+from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.values import Evidence, KeyUse, RankEvidence
+
+_CUT = "…"  # ends the names of a call that waits for many keys
+Numbers = tuple[str, ...]
+
+
+def key_of(rank: RankEvidence) -> str:
+    """Return the keys that a rank waits for in a store, separated by ', '; '' where they are unknown."""
+    is_main = rank.stack is not None and rank.stack.is_main  # the keys of another thread are not kept
+    return rank.board.key if rank.board is not None and is_main else ""
+
+
+def call_of(rank: RankEvidence) -> Collective:
+    """Return the call that represents a rank's wait for keys, with the lines of its stack."""
+    lines = [frame.describe() for frame in reversed(user_frames(rank))] or [last_seen(rank)]
+    return replace(ended(rank), op=KEY, site=lines[0], callers=" < ".join(lines[1:]), note=key_of(rank))
+
+
+def names_of(key: str) -> list[str]:
+    """Return the names of the keys in a text that a rank recorded."""
+    return [name for name in key.split(", ") if name and name != _CUT]
+
+
+def kind_of(name: str) -> str:
+    """Return a key with each number replaced."""
+    return re.sub(r"\d+", "#", name)
+
+
+def numbers_of(name: str) -> Numbers:
+    return tuple(re.findall(r"\d+", name))
+
+
+class Keys:
+    """The keys of a store that all ranks set and awaited. ``entered`` has what each rank waits in, or its end."""
+
+    def __init__(self, evidence: Evidence, entered: Mapping[int, Collective]) -> None:
+        self.evidence, self.entered = evidence, entered
+        self._places: dict[str, dict[int, dict[str, int]]] = {}  # by kind: thousands of ranks have one
+        self.waiting = {rank: names_of(c.note) for rank, c in sorted(entered.items()) if c.op == KEY}
+        self.sets: dict[str, dict[int, list[tuple[str, KeyUse]]]] = defaultdict(lambda: defaultdict(list))
+        for rank in evidence.ranks:
+            for use in rank.keys_set:
+                for name in names_of(use.key):
+                    self.sets[kind_of(name)][rank.rank].append((name, use))
+
+    @cached_property
+    def known(self) -> dict[str, set[int]]:
+        """By key, the ranks that are known to have set it: of each line the first and the last key are known."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for by_rank in self.sets.values():
+            for rank, uses in by_rank.items():
+                for name, _ in uses:
+                    found[name].add(rank)
+        return found
+
+    def wanted(self, rank: int) -> tuple[str, ...]:
+        """Return the keys that a rank waits for and no rank set; all, where ranks set each: they count in it."""
+        names = self.waiting[rank]
+        return tuple(name for name in names if name not in self.known) or tuple(names)
+
+    def uses(self, kind: str, rank: int) -> list[tuple[str, KeyUse]]:
+        """Return the keys of a kind that a rank set, in the order in which its lines came first."""
+        return self.sets[kind].get(rank, []) if kind in self.sets else []
+
+    def awaited(self, kind: str) -> dict[int, int]:
+        """Return how many keys of a kind each rank that awaited such waited for."""
+        found: dict[int, int] = {}
+        for rank in self.evidence.ranks:
+            numbers = [u.number for u in rank.keys_awaited if any(kind_of(n) == kind for n in names_of(u.key))]
+            if numbers:
+                found[rank.rank] = sum(numbers)
+        return found
+
+    def places(self, kind: str) -> dict[int, dict[str, int]]:
+        """Return the places of numbers at which each rank that set such keys has one number alone, and the rank of each number.
+
+        A place at which that is the rank's own number holds for ranks that set none, too.
+        """
+        if kind not in self._places:
+            self._places[kind] = self._found_places(kind)
+        return self._places[kind]
+
+    def _found_places(self, kind: str) -> dict[int, dict[str, int]]:
+        by_rank = {rank: {numbers_of(name) for name, _ in uses} for rank, uses in self.sets.get(kind, {}).items()}
+        found: dict[int, dict[str, int]] = {}
+        for place in range(kind.count("#")):
+            own = {rank: {numbers[place] for numbers in of} for rank, of in by_rank.items()}
+            if any(len(numbers) != 1 for numbers in own.values()):
+                continue
+            owners = {next(iter(numbers)): rank for rank, numbers in own.items()}
+            is_repeated = len(own) > 1 or any(len(keys) > 1 for keys in by_rank.values())  # else it may be the round's
+            if is_repeated and all(number == str(rank) for number, rank in owners.items()):
+                found[place] = {str(r.rank): r.rank for r in self.evidence.ranks}
+            elif len(owners) == len(own) > 1:
+                found[place] = owners
+        return found
+
+    def owners(self, names: Sequence[str]) -> set[int]:
+        """Return the ranks that set keys like these, by the numbers in the names; of several places that distinguish the
+        ranks, those in which the names differ count.
+        """
+        found: set[int] = set()
+        for name in names:
+            places, numbers = self.places(kind_of(name)), numbers_of(name)
+            varying = [p for p in places if len({numbers_of(n)[p] for n in names if kind_of(n) == kind_of(name)}) > 1]
+            for place in varying or places:
+                owner = places[place].get(numbers[place])
+                if owner is not None:
+                    found.add(owner)
+        return found
+
+    def round_of(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of a key that are no rank's."""
+        places = self.places(kind_of(name))
+        return tuple(int(n[-18:]) for place, n in enumerate(numbers_of(name)) if place not in places)
+
+    def latest(self, kind: str, rank: int) -> tuple[str, KeyUse] | None:
+        """Return the last key of a kind that a rank set; None where it set none."""
+        return max(self.uses(kind, rank), key=lambda use: self.round_of(use[0]), default=None)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Ranks ``waiters`` wait for the keys ``names``; ``setter`` is the rank that would set them, None where that is unknown."""
+
+    keys: Keys
+    waiters: tuple[int, ...]
+    names: tuple[str, ...]
+    setter: int | None
+
+    @property
+    def waiter(self) -> int:
+        return self.waiters[0]
+
+    @property
+    def peer(self) -> int:
+        return self.waiter if self.setter is None else self.setter
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name)
+
+    @cached_property
+    def owners(self) -> set[int]:
+        return self.keys.owners(self.names)
+
+    @cached_property
+    def setters(self) -> dict[int, int]:
+        """The ranks that set such keys, and how many."""
+        by_rank = self.keys.sets.get(self.kind, {})
+        return {rank: sum({id(use): use.number for _, use in uses}.values()) for rank, uses in by_rank.items()}
+
+    def compare_round(self, rank: int) -> int:
+        """Return 1 where the last such key that a rank set is of a later round than the awaited one, -1 of an earlier one, 0
+        of the same or where that is unknown.
+        """
+        latest = self.keys.latest(self.kind, rank)
+        mine, wanted = (self.keys.round_of(latest[0]) if latest else ()), self.keys.round_of(self.name)
+        return 0 if latest is None or len(mine) != len(wanted) else (mine > wanted) - (mine < wanted)
+
+    @property
+    def has_other_key(self) -> bool:
+        """Whether the other ranks that wait for such keys all wait for those of one round, and these for another."""
+        others = {
+            self.keys.round_of(names[0])
+            for rank, names in self.keys.waiting.items()
+            if names and rank not in self.waiters and kind_of(names[0]) == self.kind
+        }
+        return len(others) == 1 and self.keys.round_of(self.name) not in others
+
+    @property
+    def is_once_more(self) -> bool:
+        """Whether the waiter awaited more such keys than each other rank that did."""
+        counts = self.keys.awaited(self.kind)
+        mine, others = counts.get(self.waiter, 0), [n for rank, n in counts.items() if rank not in self.waiters]
+        return bool(others) and mine > max(others)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the round of the awaited key is not the one after the latest of which a rank set a key."""
+        rounds = [self.keys.round_of(name) for uses in self.keys.sets.get(self.kind, {}).values() for name, _ in uses]
+        wanted = self.keys.round_of(self.name)
+        pairs = [(a, b) for a, b in zip(max(rounds, default=()), wanted, strict=False) if a != b]
+        return any(b - a > 1 for a, b in pairs[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A fact about the rank that waits for a key (``is_of_waiter``), or about the one that would set it."""
+
+    name: str
+    words: str
+    is_of_waiter: bool
+    value: Callable[[Wanted], float]
+
+
+def _state(kind: Callable[[Collective], bool]) -> Callable[[Wanted], float]:
+    return lambda w: w.peer in w.keys.entered and kind(w.keys.entered[w.peer])
+
+
+TERMS: tuple[Term, ...] = (
+    Term("new kind", "waits for a key of a kind that no rank set", True, lambda w: not w.setters),
+    Term("other round", "waits for another round's key than the others at such keys", True, lambda w: w.has_other_key),
+    Term("once more", "awaited more such keys than each other rank that did", True, lambda w: w.is_once_more),
+    Term("far", "waits for a key of a round that does not follow the latest one", True, lambda w: w.is_far),
+    Term("own is older", "set such a key of an earlier round last", True, lambda w: w.compare_round(w.waiter) < 0),
+    Term("own is later", "set such a key of a later round last", True, lambda w: w.compare_round(w.waiter) > 0),
+    Term("own is set", "set such a key of this round", True, lambda w: w.waiter in w.setters and not w.compare_round(w.waiter)),
+    Term("counts", "waits for a key in which ranks count", True, lambda w: w.name in w.keys.known),
+    Term("alone", "waits where every other rank has ended its test", True,
+         lambda w: all(c.op == END for r, c in w.keys.entered.items() if r not in w.waiters)),
+    Term("owner", "sets the keys with this number", False, lambda w: (w.peer in w.owners) / max(1, len(w.owners))),
+    Term("not owner", "sets keys with another number", False, lambda w: bool(w.owners) and w.peer not in w.owners),
+    Term("has set it", "set this key", False, lambda w: w.peer in w.keys.known.get(w.name, ())),
+    Term("sets such", "set such keys before", False, lambda w: w.peer in w.setters),
+    Term("alone sets", "alone set such keys before", False, lambda w: set(w.setters) == {w.peer}),
+    Term("alone does not", "set no such key, and every other rank did", False,
+         lambda w: w.peer not in w.setters and len(w.setters) == len(w.keys.evidence.ranks) - 1),
+    Term("counted not", "did not count in this key, and every other rank did", False,
+         lambda w: len(w.keys.known.get(w.name, ())) == len(w.keys.evidence.ranks) - 1 and w.peer not in w.keys.known[w.name]),
+    Term("fewer", "set fewer such keys than each other rank that did", False,
+         lambda w: any(r != w.peer for r in w.setters)
+         and w.setters.get(w.peer, 0) < min(n for r, n in w.setters.items() if r != w.peer)),
+    Term("later set", "set such a key of a later round", False, lambda w: w.compare_round(w.peer) > 0),
+    Term("older set", "set such a key of an earlier round last", False, lambda w: w.compare_round(w.peer) < 0),
+    Term("waits too", "waits for a key, too", False, _state(lambda c: c.op == KEY)),
+    Term("waits for it", "waits for the key itself", False, lambda w: w.peer in w.waiters),
+    Term("ended", "", False, _state(lambda c: c.op == END)),
+)  # fmt: skip
+
+
+def key_values(wanted: Wanted) -> dict[str, float]:
+    """Return the terms of an awaited key that hold, by name."""
+    found = {
+        f"{'asker' if t.is_of_waiter else 'setter'}: {t.name}": float(t.value(wanted))
+        for t in TERMS
+        if t.is_of_waiter or wanted.setter is not None
+    }
+    return {name: value for name, value in (found | {"always": 1.0}).items() if value}
