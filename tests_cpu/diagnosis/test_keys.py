@@ -58,10 +58,9 @@ def test_a_key_that_ranks_count_in_is_wanted_though_it_is_set(tmp_path: Path) ->
     assert keys.wanted(2) == ("go/1",)
 
 
-def test_a_wait_for_another_round_than_the_others_is_seen(tmp_path: Path) -> None:
+def test_a_round_that_does_not_follow_the_latest_one_is_far(tmp_path: Path) -> None:
     sets = {rank: [f"part/{step}/{rank}" for step in (0, 3)] for rank in range(3)}
-    keys = keys_of(tmp_path, sets, {0: "part/3/2", 1: "part/10/0", 2: "part/3/1"})
-    assert [Wanted(keys, (rank,), keys.wanted(rank), None).has_other_key for rank in range(3)] == [False, True, False]
-    late = Wanted(keys, (1,), ("part/10/0",), None)
-    assert late.is_far
-    assert late.compare_round(1) == -1
+    keys = keys_of(tmp_path, sets, {0: "part/4/2", 1: "part/10/0"})
+    following, far = (Wanted(keys, (rank,), keys.wanted(rank), None) for rank in (0, 1))
+    assert (following.is_far, far.is_far) == (False, True)
+    assert far.compare_round(1) == -1

@@ -17,7 +17,7 @@ from pytest_nsa.fixtures import Group
 from tests_cpu.faults.planting import AT, Block, Net, batch, planted, train
 
 
-@planted("hook_deadlock", [0], n=3, marked=True, family="hook", origin="unseen 2026-11-25", miss="a hook with a budget")
+@planted("hook_deadlock", [0], n=3, marked=True, family="hook", origin="unseen 2026-11-25")
 def test_a_hook_that_one_rank_has_a_larger_budget_for(group):
     torch.manual_seed(0)
     model, budget, statistics = nn.Linear(8, 1), [6 if group.rank == 0 else 3], dist.new_group()

@@ -32,7 +32,7 @@ def test_a_key_under_another_name(group):
 
 def meet(store, world, tag):
     """All ranks count at a key; none goes on before all have."""
-    store.add(f"meet/{tag}", 1)
+    store.add(f"meet/{tag}", 1)  # HERE
     while int(store.add(f"meet/{tag}", 0)) < world:  # HERE
         time.sleep(0.005)  # HERE
 

@@ -182,16 +182,6 @@ class Wanted:
         return 0 if latest is None or len(mine) != len(wanted) else (mine > wanted) - (mine < wanted)
 
     @property
-    def has_other_key(self) -> bool:
-        """Whether the other ranks that wait for such keys all wait for those of one round, and these for another."""
-        others = {
-            self.keys.round_of(names[0])
-            for rank, names in self.keys.waiting.items()
-            if names and rank not in self.waiters and kind_of(names[0]) == self.kind
-        }
-        return len(others) == 1 and self.keys.round_of(self.name) not in others
-
-    @property
     def is_once_more(self) -> bool:
         """Whether the waiter awaited more such keys than each other rank that did."""
         counts = self.keys.awaited(self.kind)
@@ -223,18 +213,14 @@ def _state(kind: Callable[[Collective], bool]) -> Callable[[Wanted], float]:
 
 TERMS: tuple[Term, ...] = (
     Term("new kind", "waits for a key of a kind that no rank set", True, lambda w: not w.setters),
-    Term("other round", "waits for another round's key than the others at such keys", True, lambda w: w.has_other_key),
     Term("once more", "awaited more such keys than each other rank that did", True, lambda w: w.is_once_more),
     Term("far", "waits for a key of a round that does not follow the latest one", True, lambda w: w.is_far),
     Term("own is older", "set such a key of an earlier round last", True, lambda w: w.compare_round(w.waiter) < 0),
-    Term("own is later", "set such a key of a later round last", True, lambda w: w.compare_round(w.waiter) > 0),
     Term("own is set", "set such a key of this round", True, lambda w: w.waiter in w.setters and not w.compare_round(w.waiter)),
-    Term("counts", "waits for a key in which ranks count", True, lambda w: w.name in w.keys.known),
     Term("alone", "waits where every other rank has ended its test", True,
          lambda w: all(c.op == END for r, c in w.keys.entered.items() if r not in w.waiters)),
     Term("owner", "sets the keys with this number", False, lambda w: (w.peer in w.owners) / max(1, len(w.owners))),
     Term("not owner", "sets keys with another number", False, lambda w: bool(w.owners) and w.peer not in w.owners),
-    Term("has set it", "set this key", False, lambda w: w.peer in w.keys.known.get(w.name, ())),
     Term("sets such", "set such keys before", False, lambda w: w.peer in w.setters),
     Term("alone sets", "alone set such keys before", False, lambda w: set(w.setters) == {w.peer}),
     Term("alone does not", "set no such key, and every other rank did", False,
@@ -245,7 +231,6 @@ TERMS: tuple[Term, ...] = (
          lambda w: any(r != w.peer for r in w.setters)
          and w.setters.get(w.peer, 0) < min(n for r, n in w.setters.items() if r != w.peer)),
     Term("later set", "set such a key of a later round", False, lambda w: w.compare_round(w.peer) > 0),
-    Term("older set", "set such a key of an earlier round last", False, lambda w: w.compare_round(w.peer) < 0),
     Term("waits too", "waits for a key, too", False, _state(lambda c: c.op == KEY)),
     Term("waits for it", "waits for the key itself", False, lambda w: w.peer in w.waiters),
     Term("ended", "", False, _state(lambda c: c.op == END)),
