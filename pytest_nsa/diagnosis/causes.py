@@ -82,6 +82,7 @@ _REGISTRY = (
             "payloads.aborted",
             "payloads.splits_differ",
             "payloads.wrong_numbers",
+            "payloads.models_differ",
         ),
         of_the_rank=True,
     ),

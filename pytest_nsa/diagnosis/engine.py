@@ -61,6 +61,7 @@ def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
 RULES: tuple[Rule, ...] = (
     refused,
     absence.left_by_choice,
+    payloads.models_differ,
     autograd.ready_twice,
     autograd.static_graph_changed,  # before the next: its message contains both
     autograd.unused_parameters,

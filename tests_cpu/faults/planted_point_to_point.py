@@ -301,3 +301,26 @@ def test_the_tag_of_another_round(group):
         for work in sent:
             work.wait()  # HERE
         dist.barrier()
+
+
+@planted(
+    "collective_mismatch", [2], n=4, marked=True, reason="gloo aborted", family="mismatch", origin="unseen 2026-11-27"
+)
+def test_a_worker_sends_a_row_more_with_its_last_part(group):
+    for part in range(3):
+        if group.rank > 0:
+            rows = 6 + ((group.rank, part) == (2, 2))
+            dist.send(torch.ones(rows, 8), 0)  # HERE
+            continue
+        for worker in (1, 2, 3):
+            dist.recv(torch.empty(6, 8), worker)
+    dist.barrier()
+
+
+@planted("collective_mismatch", [1], marked=True, reason="gloo aborted", family="mismatch", origin="unseen 2026-11-27")
+def test_positions_that_one_rank_does_not_shorten(group):
+    """Both ranks receive as many bytes as the other's short numbers have."""
+    positions = torch.arange(5)
+    sent = dist.isend(positions if group.rank == 1 else positions.to(torch.int16), 1 - group.rank)  # HERE
+    dist.recv(torch.empty(5, dtype=torch.int16), 1 - group.rank)
+    sent.wait()

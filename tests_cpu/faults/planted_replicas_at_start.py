@@ -374,3 +374,17 @@ def test_a_head_that_is_put_in_after_ddp_was_made(group):
     model = DDP(two_outputs())
     model.module[2] = nn.Sequential(model.module[2], nn.Linear(2, 3))  # HERE
     train_on_noise(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, 3)
+
+
+@planted(
+    "collective_mismatch",
+    [2],
+    n=3,
+    marked=True,
+    reason="the models differ",
+    family="mismatch",
+    origin="unseen 2026-11-27",
+)
+def test_one_rank_has_a_layer_more(group):
+    layers = [nn.Linear(4, 4) for _ in range(2 + (group.rank == 2))]
+    DDP(nn.Sequential(*layers))  # HERE

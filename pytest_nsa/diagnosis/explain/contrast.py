@@ -122,6 +122,12 @@ class Contrast:
         *first, last = map(token, calls)
         return surprise([*self.history, *first], last)
 
+    @cached_property
+    def has_changed(self) -> bool:
+        """Whether the rank's latest earlier call by the same lines had another type, count, reduction or root."""
+        like = next((c for c in reversed(self.before) if token(c) == token(self.call)), None)
+        return like is not None and like.shape[2:] != self.call.shape[2:]
+
     @property
     def has_made(self) -> bool:
         """Whether the rank made its call before."""

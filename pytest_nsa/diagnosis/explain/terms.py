@@ -74,6 +74,7 @@ OWN: tuple[Term, ...] = (
     Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
     Term("no rounds", "made no whole round before", lambda c: len(c.counts) == 1),
     Term("again", "makes its latest call again", lambda c: c.history[-1:] == [token(c.call)]),
+    Term("changed", "carries something else than at its latest call by these lines", lambda c: c.has_changed),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),
     Term("not excluded", "is let through by a condition that excludes other ranks", _path(Path.EXCLUDES)),
     Term("on data", "is under a condition that does not name the rank", _path(Path.DATA)),

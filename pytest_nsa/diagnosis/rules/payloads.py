@@ -6,11 +6,12 @@ import re
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.messages import has_forgotten, signature_of
 from pytest_nsa.diagnosis.explain.rhythm import expected_next
-from pytest_nsa.diagnosis.facts import all_facts, rings
+from pytest_nsa.diagnosis.facts import all_facts, exception_fact, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.one_sided import of_a_shift, of_an_earlier_call
@@ -20,6 +21,7 @@ from pytest_nsa.evidence.collectives import by_place, first_departure
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 _SPLITS = re.compile(r"gives (\d+(?:,\d+)*) takes (\d+(?:,\d+)*)$")
+_PARAMETERS = re.compile(r"(?i)rank (\d+) has (?:inconsistent )?(\d+) params")  # of torch's message
 NOTE = 96  # bytes of a note on the board, where a longer one is cut
 
 
@@ -70,7 +72,8 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
 def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidence, at: Collective) -> Finding | None:
     """Find that a rank receives a message of another size than it expects: sender or receiver skipped a message.
 
-    The rank that departs from its own earlier calls is the culprit; both are named where neither or both do.
+    The rank that departs from its own earlier calls is the culprit; where neither or both do, the one that carries another
+    payload than other messages at its line.
     """
     if has_forgotten(rank) or has_forgotten(sender):
         return None
@@ -85,12 +88,14 @@ def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidenc
     found = {
         r.rank: usual for r, call in ((sender, sent[taken]), (rank, at)) if (usual := _expected(r, call)) is not None
     }
-    culprits = tuple(found) if len(found) == 1 else tuple(sorted((rank.rank, sender.rank)))
-    omitted = f"; rank {culprits[0]} skipped {found[culprits[0]].describe()}" if len(found) == 1 else ""
+    reason = f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}"
+    if len(found) != 1:  # neither skipped a message, by its earlier calls
+        calls = {sender.rank: sent[taken], rank.rank: at}
+        return replace(_of_another_kind(evidence, calls, _odd_end(evidence, calls)), reason=reason)
+    ((culprit, omitted),) = found.items()
     return Finding(
-        cause="p2p_unmatched", ranks=culprits, where=found[culprits[0]].site if len(found) == 1 else at.site,
-        reason=f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}{omitted}",
-        certain=True, confidence=0.8, facts=all_facts(evidence.ranks),
+        cause="p2p_unmatched", ranks=(culprit,), where=omitted.site, certain=True, confidence=0.8,
+        reason=f"{reason}; rank {culprit} skipped {omitted.describe()}", facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 
@@ -103,6 +108,29 @@ def _expected(rank: RankEvidence, call: Collective) -> Collective | None:
     if expected is None or expected == signature_of(call):
         return None
     return next((c for c in reversed(before) if signature_of(c) == expected), None)
+
+
+def models_differ(evidence: Evidence) -> Finding | None:
+    """Find the ranks that gave DDP a model with another number of parameters than most ranks, as torch states on each rank."""
+    counts: dict[int, int] = {}
+    raised = [(rank, error) for rank in evidence.ranks for error in rank.exceptions]
+    for _, error in raised:
+        for rank, number in _PARAMETERS.findall(error.message):
+            counts[int(rank)] = int(number)
+    (usual, most), *others = Counter(counts.values()).most_common() or [(0, 0)]
+    if not others:
+        return None
+    is_tie = most == others[0][1]
+    culprits = tuple(sorted(rank for rank, number in counts.items() if is_tie or number != usual))
+    where = next((e.where for rank, e in raised if rank.rank in culprits), raised[0][1].where)
+    shown = by_ranks(
+        {rank: f"gave DDP a model of {number} parameters" for rank, number in sorted(counts.items())},
+        evidence.job.world_size,
+    )
+    return Finding(
+        cause="collective_mismatch", ranks=culprits, where=where, reason=f"the models differ: {shown}",
+        certain=not is_tie, confidence=0.9, facts=tuple(exception_fact(rank, e) for rank, e in raised),
+    )  # fmt: skip
 
 
 def splits_differ(evidence: Evidence) -> Finding | None:
@@ -181,22 +209,25 @@ def wrong_numbers(evidence: Evidence) -> Finding | None:
     entered = first_departure(rings(evidence))
     if entered is not None and len({c.op for c in entered.values()}) == 1:
         found = explain(evidence, entered)
-        return _found(evidence, entered, found.candidate.ranks if found is not None else tuple(sorted(entered)))
+        if found is not None:
+            finding = _of_another_kind(evidence, entered, found.candidate.ranks)
+            return replace(finding, certain=found.is_certain, confidence=round(found.probability, 2))
     for calls in _in_order(evidence):
         if len({_terms(c, calls) for c in calls.values()}) > 1:
-            return _found(evidence, calls, _odd_ones(evidence, calls))
+            return _of_another_kind(evidence, calls, _odd_ones(evidence, calls))
     for calls in _messages(evidence):
         if not _fit(*calls.values()):
-            return _found(evidence, calls, _changed(evidence, calls) or tuple(sorted(calls)))
+            return _of_another_kind(evidence, calls, _odd_end(evidence, calls))
     return None
 
 
-def _found(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> Finding:
+def _of_another_kind(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> Finding:
+    """Return the finding that ranks exchanged numbers of different kinds; not certain where nothing tells them apart."""
     shown = by_ranks({r: f"in {c.describe()}" for r, c in calls.items()}, evidence.job.world_size)
     return Finding(
         cause="collective_mismatch", ranks=culprits, where=calls[culprits[0]].site,
         reason=f"the ranks exchanged numbers of different kinds, which no backend notices: {shown}",
-        certain=True, confidence=0.9, facts=all_facts(evidence.ranks),
+        certain=len(culprits) < len(calls), confidence=0.9, facts=all_facts(evidence.ranks),
     )  # fmt: skip
 
 
@@ -236,6 +267,20 @@ def _odd_ones(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
     if rest and most > rest[0][1]:
         return tuple(sorted(rank for rank, term in terms.items() if term != usual))
     return _changed(evidence, calls) or tuple(sorted(calls))
+
+
+def _odd_end(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
+    """Return the rank of a message that carries another payload than all other messages at its line, where the other's line
+    has no other payload; else both ranks.
+    """
+    odd: list[int] = []
+    usual: list[int] = []
+    for rank, call in calls.items():
+        alike = {
+            (c.dtype, c.count) for r in evidence.ranks for c in r.collectives if c.way == call.way and c is not call
+        }
+        (usual if alike <= {(call.dtype, call.count)} else odd).append(rank)
+    return tuple(odd) if len(odd) == 1 and usual else tuple(sorted(calls))
 
 
 def _changed(evidence: Evidence, calls: Calls) -> tuple[int, ...]:
