@@ -1,4 +1,4 @@
-"""The server of `tests_cpu.warm`: it imports torch and pytest, and nothing of this repository. Usage: warm_server.py FD"""
+"""The server of `tests_cpu.warm`: it imports torch, pytest and the plugin. Usage: warm_server.py FD"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import re
 import signal
 import socket
@@ -18,6 +19,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import _pytest.assertion
+import _pytest.config
 import execnet.gateway_base
 import execnet.gateway_io
 import pytest
@@ -40,11 +43,15 @@ SHARED = (
 )  # fmt: skip
 
 
+PLUGINS = ("xdist.plugin", "xdist.dsession", "xdist.looponfail", "pytest_timeout")
+
+
 def serve(fd: int) -> None:
     """Fork for each request; send the child's pid, then its exit code."""
     torch.set_num_threads(1)
     for name in SHARED:
         importlib.import_module(name)
+    _import_plugins()
     gc.freeze()  # else each session collects all objects of these imports, five times at its end
     sock = socket.socket(fileno=fd)
     while True:
@@ -63,6 +70,19 @@ def serve(fd: int) -> None:
         sock.sendall(json.dumps({"pid": pid}).encode() + b"\n")
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         sock.sendall(json.dumps({"code": code}).encode() + b"\n")
+
+
+def _import_plugins() -> None:
+    """Import what each session imports of its plugins, by the import hook of pytest's assertions, as a session does."""
+    sys.path[0] = os.path.dirname(sys.path[0])  # `nsa` is not tests_cpu/nsa
+    config = _pytest.config.get_config()
+    hook = _pytest.assertion.install_importhook(config)
+    hook.mark_rewrite("pytest_nsa", *(name.partition(".")[0] for name in PLUGINS))
+    package = importlib.import_module("pytest_nsa")
+    modules = [info.name for info in pkgutil.walk_packages(package.__path__, "pytest_nsa.")]
+    for name in (*PLUGINS, *(name for name in modules if not name.endswith("__main__"))):
+        importlib.import_module(name)
+    config._ensure_unconfigure()
 
 
 def _run(module: str) -> int:
