@@ -1,7 +1,6 @@
 """The registry of causes: what each means, the outcome that it has, what to do, and which rules may give it.
 
-To add one: a row here, a rule in `rules/` (named in the row, and in `engine.RULES` where it is a new function), a planted
-fault in tests_cpu/faults, and its page in docs/causes. A test holds the four together.
+To add one: a row here, a rule in `rules/` (named here and in `engine.RULES`), a planted fault and a page in docs/causes.
 """
 
 from __future__ import annotations
@@ -190,7 +189,7 @@ _REGISTRY = (
         name="lock_deadlock",
         chapter="What it is blocked in",
         summary="a rank waits for a lock, a queue, an event or a thread.",
-        advice="release the lock on every path (use `with`), and do not wait for it inside a backward or a hook",
+        advice="make what it waits for happen on every path (release locks by `with`), and do not wait inside a backward or a hook",
         rules=("stalls.blocked",),
     ),
     Cause(
@@ -383,7 +382,7 @@ _REGISTRY = (
         name="assertion",
         chapter="Else",
         summary="an ordinary failure of the test: its own assertion, or an exception that all ranks raised alike.",
-        advice="no rank is to blame: the test fails as it would on one rank",
+        advice="no rank differs: all that fail do so alike; look at what the test computes and asserts",
         rules=("exits.rank_raised", "items.foreseen", "numbers.differing"),
         outcome="FAIL",
         of_the_rank=True,

@@ -159,7 +159,7 @@ def memory_fact(evidence: Evidence) -> Fact | None:
     if limit and len(ranks) == len(evidence.ranks) and None not in shares:
         host = sum(rank.process["rss_mib"] for rank in ranks) / limit
         most = max(host, *(share or 0.0 for share in shares))
-        text += f", of {limit:,.0f} MiB here: {'not memory' if most < ENOUGH else 'memory may be short'}"
+        text += f", of {limit:,.0f} MiB here: {'memory is not short' if most < ENOUGH else 'memory may be short'}"
     return Fact(rank=NO_RANK, kind="memory", file="host.jsonl", text=text)
 
 

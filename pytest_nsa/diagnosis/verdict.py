@@ -159,7 +159,20 @@ def by_ranks(texts: Mapping[int, str], world_size: int) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{describe_ranks(tuple(of), world_size)} {text}" for text, of in ranks.items())
+    return "; ".join(stated(tuple(of), text, world_size) for text, of in ranks.items())
+
+
+_PLURAL = {"is": "are", "was": "were", "has": "have", "does": "do", "carries": "carry"}
+
+
+def stated(ranks: tuple[int, ...], text: str, world_size: int) -> str:
+    """Return a statement about ranks. ``text`` begins with its verb in the singular: 'is behind', or with a preposition."""
+    if len(ranks) > 1:
+        verb, _, rest = text.partition(" ")
+        is_verb = verb in _PLURAL or (verb.endswith("s") and verb.isalpha() and verb not in ("as", "this"))
+        verb = _PLURAL.get(verb, verb.removesuffix("s")) if is_verb else verb
+        text = f"{verb} {rest}".replace(" its ", " their ")
+    return f"{describe_ranks(ranks, world_size)} {text}"
 
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:

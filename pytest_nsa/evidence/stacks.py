@@ -108,6 +108,12 @@ class ThreadStack:
         return any(f.function in _JOINS and f.file.endswith(_JOIN_FILES) for f in self._library_frames)
 
     @property
+    def is_in_a_collective_of_an_executor(self) -> bool:
+        """Whether it is a thread of an executor that runs a call of torch.distributed."""
+        is_executor = any(f.function == "run" and f.file.endswith("/concurrent/futures/thread.py") for f in self.frames)
+        return is_executor and any(f.file.endswith("torch/distributed/distributed_c10d.py") for f in self.frames)
+
+    @property
     def waits_for_work(self) -> bool:
         """Whether it waits for an event, a condition or a queue, as a pool's worker does: it is idle, not stuck."""
         frames = self._library_frames
@@ -169,8 +175,8 @@ def _frame(line: str, own: str) -> Frame | None:
 def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
     """Return the thread that shows what the rank does: the main one, unless that waits for another of its threads.
 
-    So it does in autograd, for a thread that runs the user's backward; in a join, or for a future's result; and where it waits
-    for other ranks while it serves one of them (RPC).
+    So it does in autograd, for a thread that runs the user's backward; in a join, or for a future's result; in asyncio's loop, for
+    a collective that an executor runs; and where it waits for other ranks while it serves one of them (RPC).
     """
     main = next((t for t in threads if t.is_main), None)
     others = [t for t in threads if t is not main and not t.is_ours and t.user_frame is not None]
@@ -184,6 +190,9 @@ def thread_that_shows(threads: tuple[ThreadStack, ...]) -> ThreadStack | None:
         f.file.endswith("torch/distributed/rpc/api.py") or "torch/futures" in f.file for f in main.frames
     ):
         return served[0]
+    called = [t for t in threads if t is not main and t.is_in_a_collective_of_an_executor]
+    if called and any("/asyncio/" in f.file for f in main.frames):  # the loop awaits it
+        return called[0]
     if main.waits_for_a_thread:
         # A thread that a library has started for the user has none of the user's frames.
         threads = (*others, *(t for t in threads if t is not main and not t.is_ours and t not in others))

@@ -49,4 +49,4 @@ class HangLines:
             terminal.ensure_newline()
             if writer.width_of_current_line:  # letters under xdist
                 terminal.write("\n")
-            terminal.write_line(line[: writer.fullwidth])
+            terminal.write_line(line[: writer.fullwidth] if terminal.isatty else line)

@@ -53,7 +53,7 @@ def look_at(pid: int) -> ProcessState | None:
         voluntary_switches=int(switches),
         written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
         wchan=_read(proc / "wchan").strip(),
-        children=tuple(map(command_line, children_of(pid))),
+        children=tuple(_child(command_line(child), command_line(pid)) for child in children_of(pid)),
         threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
     )
@@ -92,6 +92,11 @@ def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
 def children_of(pid: int) -> list[int]:
     """Process ids of a process's children; [] where the kernel does not list them."""
     return [int(child) for child in _read(Path(f"/proc/{pid}/task/{pid}/children")).split()]
+
+
+def _child(command: str, parents: str) -> str:
+    """Return what a child process runs: a fork has its parent's command line, and has begun nothing else."""
+    return "a fork of it" if command == parents else command
 
 
 def catches(pid: int, number: int) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_nsa.diagnosis import verdict
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.diagnosis.explain import choose, terms
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates
@@ -148,3 +149,17 @@ def test_the_table_that_is_shipped_is_the_fit_to_the_recorded_faults(
     for kind, column in shipped.items():
         for name, weight in column.items():
             assert again[kind].get(name, 0.0) == pytest.approx(weight, abs=0.1), (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "stated"),
+    [
+        ((1,), "makes its latest call again", "rank 1 makes its latest call again"),
+        ((1, 2), "makes its latest call again", "ranks 1 and 2 make their latest call again"),
+        ((0, 1), "carries what the others carry", "ranks 0 and 1 carry what the others carry"),
+        ((0, 1), "has no earlier rounds", "ranks 0 and 1 have no earlier rounds"),
+        ((0, 1), "in barrier #1", "ranks 0 and 1 in barrier #1"),
+    ],
+)
+def test_a_statement_about_several_ranks_is_in_the_plural(ranks: tuple[int, ...], text: str, stated: str) -> None:
+    assert verdict.stated(ranks, text, 4) == stated

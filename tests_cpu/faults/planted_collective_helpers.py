@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -480,3 +481,15 @@ def test_all_stops_at_the_first_that_is_not(group):
         if all(is_steady(value, before) for value in values):  # HERE
             dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(12))
+
+
+@planted("skipped_collective", [1], n=3, marked=True, family="skip", origin="unseen 2026-11-27")
+def test_a_loop_awaits_a_collective_of_its_executor(group):
+    """No line of the user's is in the thread that makes the call."""
+
+    async def reduce(total):
+        await asyncio.get_running_loop().run_in_executor(None, dist.all_reduce, total)
+
+    for step in range(5):
+        if (group.rank, step) != (1, 4):
+            asyncio.run(reduce(torch.ones(3)))  # HERE

@@ -319,9 +319,11 @@ def test_missing_parameters_are_those_of_the_interrupted_backward(faults: tuple[
 def test_the_verdict_of_a_hang_has_a_word_on_memory(faults: tuple[ExampleResult, Path]) -> None:
     for name in ("test_lock_in_backward", "test_skips_collective"):
         (fact,) = [fact for fact in faults[0].verdicts[name].evidence if fact.kind == "memory"]
-        assert re.fullmatch(r".*ranks? .*held [\d,]+ MiB, of [\d,]+ MiB here: not memory", fact.text), fact.text
+        assert re.fullmatch(r".*ranks? .*held [\d,]+ MiB, of [\d,]+ MiB here: memory is not short", fact.text), (
+            fact.text
+        )
     assert [fact for fact in faults[0].verdicts["test_raises"].evidence if fact.kind == "memory"] == []
-    assert "MiB here: not memory" in faults[0].stdout
+    assert "MiB here: memory is not short" in faults[0].stdout
     assert re.search(r"^- memory: .* held ", (faults[0].run / "SUMMARY.md").read_text(), re.M)  # type: ignore[operator]
 
 

@@ -72,7 +72,7 @@ OWN: tuple[Term, ...] = (
     ),
     Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
     Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
-    Term("no rounds", "made no whole round before", lambda c: len(c.counts) == 1),
+    Term("no rounds", "has no earlier round to compare with", lambda c: len(c.counts) == 1),
     Term("again", "makes its latest call again", lambda c: c.history[-1:] == [token(c.call)]),
     Term("changed", "carries something else than at its latest call by these lines", lambda c: c.has_changed),
     Term("selected", "is selected by a condition on the rank", _path(Path.SELECTS)),

@@ -349,9 +349,27 @@ def _lock(rank: RankEvidence) -> Activity | None:
     by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
     if not (by_file or source or by_wait):
         return None
-    return Activity(
-        "lock_deadlock", f"waits for a lock that is not released{_in_hook(rank)}", 0.9 if by_file or source else 0.7
-    )
+    return Activity("lock_deadlock", f"waits for {_awaited(rank)}{_in_hook(rank)}", 0.9 if by_file or source else 0.7)
+
+
+_AWAITED = (  # by file and function of the library, and by source where it has no frame of Python
+    ("/queue.py", "get", r"\.get\(", "an item that no thread puts into its queue"),
+    ("/queue.py", "put", r"\.put\(", "room in a queue that no thread takes from"),
+    ("/queue.py", "join", r"$^", "the tasks of a queue, which no thread completes"),
+    ("/concurrent/futures/_base.py", "result", r"\.result\(", "a result that no thread delivers"),
+    ("/threading.py", "join", r"\.join\(", "a thread that does not end"),
+    ("/threading.py", "wait", r"\.wait\(", "an event or a condition that no thread sets"),
+)
+
+
+def _awaited(rank: RankEvidence) -> str:
+    """Return in words what a rank waits for within its process."""
+    frames = _library_frames(rank)
+    for file, function, source, words in _AWAITED:
+        by_frame = any(f.file.endswith(file) and f.function == function for f in frames)
+        if by_frame or (not frames and re.search(source, _source(rank))):
+            return words
+    return "a lock that is not released"
 
 
 def _backward(rank: RankEvidence) -> Activity | None:

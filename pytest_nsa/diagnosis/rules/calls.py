@@ -5,11 +5,11 @@ from __future__ import annotations
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import END, KEY
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.one_sided import Origin, of_a_shift, of_an_earlier_call, origin_of
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
-from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
@@ -93,12 +93,15 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         left = origin_of(evidence, ranks, other)
         reason += left.since
     reason += ran_out(evidence, culprits, cause)
+    where = left.where or next(
+        filter(None, (last_seen(evidence.ranks[r]) for r in entered)), ""
+    )  # a call of no user's line
     calls = () if are_waiting else tuple(
         Fact(rank=r, kind="collective", file=f"rank{r}/board.bin", text=f"entered {c.describe()} in step {c.step}")
         for r, c in sorted(entered.items())
     )  # fmt: skip
     return Finding(
-        cause=cause, ranks=culprits, where=left.where, called_from=left.called_from, reason=reason, certain=found.is_certain,
+        cause=cause, ranks=culprits, where=where, called_from=left.called_from, reason=reason, certain=found.is_certain,
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
         terms=terms_of(found, n),
     )  # fmt: skip
@@ -142,9 +145,4 @@ def because(found: Explanation, world_size: int) -> str:
 
 def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:
     """Return a term as a sentence about the side that it describes."""
-    ranks = found.candidate.about(name)
-    return (
-        f"{describe_ranks(ranks, world_size)}: {words}"
-        if len(ranks) > 1
-        else f"{describe_ranks(ranks, world_size)} {words}"
-    )
+    return stated(found.candidate.about(name), words, world_size)

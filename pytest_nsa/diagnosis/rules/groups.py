@@ -93,6 +93,7 @@ def _finding(
         reason=reason,
         certain=certain and all(awaited(r) is not None for r in evidence.ranks if not r.finished),
         confidence=0.85,
+        advice="let every rank create every group, its members or not, in the same order: torch numbers groups in that order",
         facts=all_facts(evidence.ranks),
     )
 

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.explain.keys import Wanted, call_of, key_of, kind_of
 from pytest_nsa.diagnosis.explain.messages import END, KEY, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse, RankEvidence
 
@@ -36,12 +36,14 @@ def unset(evidence: Evidence) -> Finding | None:
     facts, terms = all_facts(evidence.ranks), terms_of(found, n)
     if found.candidate.is_for_all:
         first = evidence.ranks[ranks[0]]
-        reason = f"{'each of ' if len(ranks) > 1 else ''}{describe_ranks(ranks, n)} {waits_for(first)}"
+        reason = by_ranks({rank: waits_for(evidence.ranks[rank]) for rank in ranks}, n)
         return Finding(
             cause="io_stuck", ranks=ranks, where=last_seen(first), reason=reason, confidence=0.6, facts=facts, terms=terms
         )  # fmt: skip
-    who, advice = describe_ranks(ranks, n), ""
-    waiting = f"{_waits(wanted.waiters, n)} for a key of a store that is not set: {_some(wanted.names)}"
+    who, advice = describe_ranks(ranks, n), "see why the rank did not set the key that the others wait for"
+    is_counted = wanted.name in wanted.keys.known
+    kind = "in which too few ranks have counted" if is_counted else "that is not set"
+    waiting = f"{_waits(wanted.waiters, n)} for a key of a store {kind}: {_some(wanted.names)}"
     use = _usual(evidence, wanted, ranks)
     where, called_from = (
         (use.where, use.called_from) if use is not None else (last_seen(evidence.ranks[wanted.waiter]), "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten
+from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten, is_collective
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -63,6 +63,10 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
         reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the matching call first"
     elif not blames_waiter:
         reason += f"; {_what_they_do(evidence, ranks, entered)}"
+    collectives = {
+        rank: c for rank, c in sorted(entered.items()) if is_collective(c) and (blames_waiter or rank not in ranks)
+    }
+    reason += f"; {_in_words(evidence, collectives)}" if collectives else ""
     call, where = owed.call, owed.call.site
     if not blames_waiter and owed.is_passed_over:
         call = owed.answers[-1]
@@ -148,4 +152,5 @@ def _of_dropped(
         cause="p2p_unmatched", ranks=tuple(sorted(dropped)), where=first.site, called_from=next(iter(first.way[1:]), ""),
         reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {_in_words(evidence, waits)}",
         certain=certain, confidence=0.95 if certain else 0.7, facts=all_facts(evidence.ranks),
+        advice="keep the Work that isend or irecv returns, and wait for it",
     )  # fmt: skip

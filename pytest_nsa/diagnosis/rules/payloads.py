@@ -88,7 +88,7 @@ def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidenc
     found = {
         r.rank: usual for r, call in ((sender, sent[taken]), (rank, at)) if (usual := _expected(r, call)) is not None
     }
-    reason = f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} sent {sent[taken].describe()}"
+    reason = f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} was in {sent[taken].describe()}"
     if len(found) != 1:  # neither skipped a message, by its earlier calls
         calls = {sender.rank: sent[taken], rank.rank: at}
         return replace(_of_another_kind(evidence, calls, _odd_end(evidence, calls)), reason=reason)
@@ -222,7 +222,7 @@ def wrong_numbers(evidence: Evidence) -> Finding | None:
 
 
 def _of_another_kind(evidence: Evidence, calls: Calls, culprits: tuple[int, ...]) -> Finding:
-    """Return the finding that ranks exchanged numbers of different kinds; not certain where nothing tells them apart."""
+    """Return the finding that ranks exchanged numbers of different kinds; not certain where all are named."""
     shown = by_ranks({r: f"in {c.describe()}" for r, c in calls.items()}, evidence.job.world_size)
     return Finding(
         cause="collective_mismatch", ranks=culprits, where=calls[culprits[0]].site,

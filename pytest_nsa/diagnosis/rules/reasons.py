@@ -38,7 +38,11 @@ def explained(
         who = describe_ranks(odd.ranks, evidence.job.world_size)
         # A rank that went on without the call skipped it, even where the step is unknown.
         blamed = culprits if cause == "skipped_collective" and set(odd.ranks) < set(culprits) else odd.ranks
-        return blamed, "skipped_collective", f"{who} made no whole step {odd.step}: {odd.reason}. {reason}"
+        return (
+            blamed,
+            "skipped_collective",
+            f"{who} made step {odd.step} otherwise than the other ranks: {odd.reason}. {reason}",
+        )
     # An aborted rank may have no stack.
     stacks = [r.stack for r in evidence.ranks if r.rank in culprits and r.stack is not None]
     if cause != "skipped_collective" and stacks and all(s.is_in_hook for s in stacks):
@@ -130,7 +134,7 @@ def _reason_of(kind: str, event: dict[str, object]) -> str:
     if kind == "forward_failed":
         return f"forward aborted by a swallowed exception in {event.get('module') or 'the model'}: {event.get('error')}"
     if kind == "not_synchronised":
-        return "no_sync on some ranks only"
+        return "gradients not reduced (no_sync)"
     return "batch skipped, no backward" if event.get("finite", True) else "batch skipped after NaN, no backward"
 
 
