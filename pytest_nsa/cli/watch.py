@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,9 +73,17 @@ class Watcher:
 
     def __post_init__(self) -> None:
         self.watch = ProgressWatch({})
-        self._scratch = None if is_ours(self.folder) else tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-")
-        self.log = (Path(self._scratch.name) if self._scratch is not None else self.folder) / "host.jsonl"
         self._find_ranks()
+
+    @cached_property
+    def _scratch(self) -> tempfile.TemporaryDirectory[str] | None:
+        """Asked when a rank is there: before, the training may not have made the folder."""
+        return None if is_ours(self.folder) else tempfile.TemporaryDirectory(prefix="pytest-nsa-watch-")
+
+    @cached_property
+    def log(self) -> Path:
+        """The file that has what was seen."""
+        return (Path(self._scratch.name) if self._scratch is not None else self.folder) / "host.jsonl"
 
     def _find_ranks(self) -> None:
         for path in self.folder.glob("rank*/board.bin"):

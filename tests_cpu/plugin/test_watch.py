@@ -160,3 +160,11 @@ def test_a_process_that_is_no_rank(folder: Path) -> None:
     other.wait()
     assert done.returncode == 2
     assert "is not a rank (no board, no RANK): start its training with NSA_TRACE_DIR=DIR" in done.stderr
+
+
+def test_a_watch_that_begins_before_the_training_writes_into_its_folder(tmp_path: Path) -> None:
+    """The folder of another user is not written into; one that is not there yet has no owner."""
+    watcher = Watcher(tmp_path / "run")
+    watcher.look()
+    (tmp_path / "run").mkdir()
+    assert watcher.log == tmp_path / "run" / "host.jsonl"
