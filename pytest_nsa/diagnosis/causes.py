@@ -271,7 +271,7 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="every rank is inside the same collective, and it does not end.",
         advice="all ranks are inside the same collective: look at the network, the interface, or NCCL's settings",
-        rules=("stalls.blocked",),
+        rules=("stalls.in_transit",),
         retry="elsewhere",
     ),
     Cause(

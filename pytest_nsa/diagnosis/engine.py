@@ -91,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     absence.skipped_in_a_request,
     keys.unset,
     stalls.blocked,
+    stalls.in_transit,
     absence.not_entered,
     exits.only_victims,
 )
@@ -111,6 +112,7 @@ SUSPICIONS: tuple[Rule, ...] = (
     absence.skipped_in_a_request,
     keys.unset,
     stalls.blocked,
+    stalls.in_transit,
     absence.not_entered,
 )
 

@@ -57,6 +57,14 @@ def test_every_rule_of_the_registry_is_one_that_is_applied() -> None:
     }
 
 
+def test_each_cause_is_named_by_the_code_of_a_rule() -> None:
+    """A cause that the corpus cannot have lost its rule once, and nothing else noticed."""
+    package = Path(engine.__file__).resolve().parents[1]
+    sources = [p for p in package.rglob("*.py") if p.name != "causes.py"]
+    text = "".join(p.read_text(encoding="utf-8") for p in sources)
+    assert [name for name in CAUSES if f'"{name}"' not in text] == []
+
+
 def test_every_cause_is_planted() -> None:
     planted = {fault.cause for module in MODULES for fault in faults(module).values()}
     assert planted == set(CAUSES) - NOT_IN_THE_CORPUS

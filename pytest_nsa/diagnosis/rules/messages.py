@@ -42,7 +42,7 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
         return None
     if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
         return None
-    if any(_is_paired(rank, c, pending) for rank, c in pending.items()):
+    if any(is_paired(rank, c, pending) for rank, c in pending.items()):
         return None  # it may be in progress
     return waits | {r.rank: ended(r) for r in evidence.ranks if r.finished}
 
@@ -96,7 +96,7 @@ def _what_they_do(evidence: Evidence, ranks: tuple[int, ...], entered: Calls) ->
     return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
 
 
-def _is_paired(rank: int, call: Collective, pending: Calls) -> bool:
+def is_paired(rank: int, call: Collective, pending: Calls) -> bool:
     """Return whether the peer is in the matching call in the same group: messages of two groups never pair."""
     other = pending.get(call.peer)
     if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.activity import activity_of
-from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.rules.messages import is_paired
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.values import Evidence
 
 STOPS = ("certain", "deadline", "hang_after", "failed", "host_died")
@@ -59,3 +60,30 @@ def blocked(evidence: Evidence) -> Finding | None:
         confidence=activity.confidence,
         facts=all_facts(evidence.ranks),
     )
+
+
+def in_transit(evidence: Evidence) -> Finding | None:
+    """Find that every rank waits and nothing is missing: all are in one collective, or a send and its receive are both there.
+
+    Never certain: a large message may be in progress.
+    """
+    if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
+        return None
+    alive = [r for r in evidence.ranks if not r.finished]
+    calls = {r.rank: c for r in alive if (c := awaited(r)) is not None and r.is_waiting}
+    if len(calls) < max(2, len(alive)):
+        return None
+    first = next(iter(calls.values()))
+    pending = {rank: c for rank, c in calls.items() if c.peer != -1}
+    if pending and any(is_paired(rank, c, pending) for rank, c in pending.items()):
+        reason = "a send and its receive do not complete"
+    elif not pending and len({c.place for c in calls.values()}) == 1 and len(calls) >= first.size:
+        reason = "all ranks are inside the same collective"
+    else:
+        return None
+    reason += f": {by_ranks({rank: f'in {c.describe()}' for rank, c in calls.items()}, evidence.job.world_size)}"
+    unsent = sum(r.process.get("unsent_bytes", 0) for r in alive)  # handed to the kernel, and not acknowledged
+    return Finding(
+        cause="transport_stuck", ranks=tuple(calls), where=first.site, confidence=0.9 if unsent else 0.7,
+        reason=reason + (f"; {unsent} bytes unsent" if unsent else ""), facts=all_facts(evidence.ranks),
+    )  # fmt: skip
