@@ -150,7 +150,7 @@ def test_the_commands_of_a_page(page: Path, block: str, clone: Path) -> None:
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment = {
         **outer, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1",
-        "VENV": str(clone.parent / "environment"),
+        "VENV": str(clone.parent / "environment"), "PYTEST_ADDOPTS": "-p no:randomly",  # ranks of a launcher collect alike
     }  # fmt: skip
     script = clone.parent / "documented.sh"  # given on a command line, it would match what a block kills by pattern
     script.write_text(run.script or block)
