@@ -87,6 +87,20 @@ class Candidate:
         return self.edit.name.lower() + (" by all" if self.is_for_all else "")
 
 
+class _Contrasts:
+    """The ranks compared in pairs, each pair once."""
+
+    def __init__(self, evidence: Evidence, entered: Calls) -> None:
+        self._evidence, self._entered = evidence, entered
+        self._found: dict[tuple[int, int], Contrast] = {}
+
+    def between(self, one: int, other: int) -> Contrast:
+        if (one, other) not in self._found:
+            contrast = Contrast(self._evidence, one, self._entered[one], other, self._entered[other])
+            self._found |= {(one, other): contrast, (other, one): contrast.turned}
+        return self._found[one, other]
+
+
 def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     """Return the edits that would explain ``entered``: ranks in different calls at one place of a sequence, or waiting
     at several places.
@@ -95,13 +109,11 @@ def candidates(evidence: Evidence, entered: Calls) -> list[Candidate]:
     places = {c.place for c in entered.values()}
     pairs = _of_one_place(sides) if len(places) == 1 and len(sides) > 1 else _of_waits(evidence, entered, sides)
     found: dict[tuple[Edit, Ranks, Ranks], Candidate] = {}
-    contrasts: dict[tuple[int, int], Contrast] = {}
+    contrasts = _Contrasts(evidence, entered)
     for edits, ranks, others in pairs:
         if not ranks or not others:
             continue
-        one, other = _representative(evidence, ranks), _representative(evidence, others)
-        contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
-        contrasts.setdefault((other, one), contrast.turned)
+        contrast = contrasts.between(_representative(evidence, ranks), _representative(evidence, others))
         values = values_of(contrast, Sizes(len(ranks), len(others), len(sides)))
         values |= _others_there(made, ranks, entered)
         for edit in edits:
@@ -190,8 +202,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
         blames_waiter = edit is not Edit.UNANSWERED
         one, other = (owed.waiter, owed.peer) if blames_waiter else (owed.peer, owed.waiter)
         values = message_values(owed)
-        contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
-        contrasts.setdefault((other, one), contrast.turned)
+        contrast = contrasts.between(one, other)
         if not is_for_all:
             values |= position_values(contrast)
         values |= Sizes(len(named), len(evidence.ranks) - len(named), sides).values()
@@ -199,7 +210,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
         others = tuple(r for r in sorted(entered) if r not in named)
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, owed)
 
-    contrasts: dict[tuple[int, int], Contrast] = {}
+    contrasts = _Contrasts(evidence, entered)
     lines: dict[object, list[Owed]] = {}
     for owed in pairs[:MOST_PAIRS]:
         lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)
@@ -231,7 +242,7 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
     for rank in keys.waiting:
         alike.setdefault(keys.wanted(rank), []).append(rank)
     found: dict[tuple[Edit, Ranks, bool], Candidate] = {}
-    contrasts: dict[tuple[int, int], Contrast] = {}
+    contrasts = _Contrasts(evidence, entered)
 
     def add(edit: Edit, ranks: Iterable[int], wanted: Wanted, *, is_for_all: bool = False) -> None:
         named = tuple(sorted(ranks))
@@ -243,8 +254,7 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
             _representative(evidence, named),
             _representative(evidence, waiting or others or named[1:] or named),
         )
-        contrast = contrasts.setdefault((one, other), Contrast(evidence, one, entered[one], other, entered[other]))
-        contrasts.setdefault((other, one), contrast.turned)
+        contrast = contrasts.between(one, other)
         values = key_values(wanted) | ({} if is_for_all else position_values(contrast))
         values |= Sizes(len(named), len(evidence.ranks) - len(named), len(sides)).values()
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, wanted=wanted)

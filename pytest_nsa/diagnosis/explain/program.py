@@ -100,15 +100,6 @@ def _of_stack(rank: RankEvidence) -> Position:
     return tuple(found)
 
 
-def compare_ranks(sources: Sources, one: RankEvidence, other: RankEvidence) -> Compared:
-    """Return the position of one rank relative to another, by their stacks and counters alone."""
-    return compare(sources, _of_stack(one), _of_stack(other), None, steps=(_steps(one), _steps(other)))
-
-
-def _steps(rank: RankEvidence) -> int:
-    return int(rank.board.numbers["step"]) if rank.board is not None else 0
-
-
 # Functions that call the user's code once, at the line that calls them.
 _PLAIN_CALLERS = (
     "torch/nn/modules/module.py",

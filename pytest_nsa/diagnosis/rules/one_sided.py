@@ -18,18 +18,6 @@ from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
 
 
-def extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective, reason: str) -> Finding:
-    """Return the finding that ``culprits`` made ``call`` alone."""
-    who = describe_ranks(culprits, evidence.job.world_size)
-    culprits, cause, reason = explained(
-        evidence, culprits, "extra_collective", f"{who} entered {call.describe()}, {reason}"
-    )
-    return Finding(
-        cause=cause, ranks=culprits, where=call.site, reason=reason, certain=True, confidence=0.85,
-        facts=all_facts(evidence.ranks),
-    )  # fmt: skip
-
-
 def of_a_shift(evidence: Evidence) -> Finding | None:
     """Find the call that only some ranks made and that was paired with the others' next one."""
     shift = first_shift(evidence)
