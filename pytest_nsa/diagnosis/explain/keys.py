@@ -54,7 +54,10 @@ class Keys:
 
     def __init__(self, evidence: Evidence, entered: Mapping[int, Collective]) -> None:
         self.evidence, self.entered = evidence, entered
-        self._places: dict[str, dict[int, dict[str, int]]] = {}  # by kind: thousands of ranks have one
+        # By kind: thousands of ranks have one.
+        self._places: dict[str, dict[int, dict[str, int]]] = {}
+        self._awaited: dict[str, dict[int, int]] = {}
+        self._setters: dict[str, dict[int, int]] = {}
         self.waiting = {rank: names_of(c.note) for rank, c in sorted(entered.items()) if c.op == KEY}
         self.sets: dict[str, dict[int, list[tuple[str, KeyUse]]]] = defaultdict(lambda: defaultdict(list))
         for rank in evidence.ranks:
@@ -81,14 +84,24 @@ class Keys:
         """Return the keys of a kind that a rank set, in the order in which its lines came first."""
         return self.sets[kind].get(rank, []) if kind in self.sets else []
 
+    def setters(self, kind: str) -> dict[int, int]:
+        """Return how many keys of a kind each rank that set such set."""
+        if kind not in self._setters:
+            self._setters[kind] = {
+                rank: sum({id(use): use.number for _, use in uses}.values())
+                for rank, uses in self.sets.get(kind, {}).items()
+            }
+        return self._setters[kind]
+
     def awaited(self, kind: str) -> dict[int, int]:
         """Return how many keys of a kind each rank that awaited such waited for."""
-        found: dict[int, int] = {}
-        for rank in self.evidence.ranks:
-            numbers = [u.number for u in rank.keys_awaited if any(kind_of(n) == kind for n in names_of(u.key))]
-            if numbers:
-                found[rank.rank] = sum(numbers)
-        return found
+        if kind not in self._awaited:
+            numbers = {
+                rank.rank: [u.number for u in rank.keys_awaited if any(kind_of(n) == kind for n in names_of(u.key))]
+                for rank in self.evidence.ranks
+            }
+            self._awaited[kind] = {rank: sum(of) for rank, of in numbers.items() if of}
+        return self._awaited[kind]
 
     def places(self, kind: str) -> dict[int, dict[str, int]]:
         """Return the places of numbers at which each rank that set such keys has one number alone, and the rank of each number.
@@ -167,11 +180,10 @@ class Wanted:
     def owners(self) -> set[int]:
         return self.keys.owners(self.names)
 
-    @cached_property
+    @property
     def setters(self) -> dict[int, int]:
         """The ranks that set such keys, and how many."""
-        by_rank = self.keys.sets.get(self.kind, {})
-        return {rank: sum({id(use): use.number for _, use in uses}.values()) for rank, uses in by_rank.items()}
+        return self.keys.setters(self.kind)
 
     def compare_round(self, rank: int) -> int:
         """Return 1 where the last such key that a rank set is of a later round than the awaited one, -1 of an earlier one, 0
