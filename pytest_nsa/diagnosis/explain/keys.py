@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.locations import user_frames
+from pytest_nsa.diagnosis.explain.message_terms import TermOfAWait
 from pytest_nsa.diagnosis.explain.messages import END, KEY, ended
 from pytest_nsa.diagnosis.facts import last_seen
 from pytest_nsa.evidence.board import Collective
@@ -209,14 +210,7 @@ class Wanted:
         return any(b - a > 1 for a, b in pairs[:1])
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A fact about the rank that waits for a key (``is_of_waiter``), or about the one that would set it."""
-
-    name: str
-    words: str
-    is_of_waiter: bool
-    value: Callable[[Wanted], float]
+Term = TermOfAWait[Wanted]
 
 
 def _state(kind: Callable[[Collective], bool]) -> Callable[[Wanted], float]:

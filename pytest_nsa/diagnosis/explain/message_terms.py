@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pytest_nsa.diagnosis.explain.messages import Owed, line_of
 from pytest_nsa.diagnosis.explain.rhythm import share
 from pytest_nsa.evidence.board import Collective
 
+Awaited = TypeVar("Awaited")
 
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A fact about a message: about the rank that waits (``is_of_waiter``), or about the peer that it waits for."""
+
+@dataclass(frozen=True)
+class TermOfAWait(Generic[Awaited]):
+    """A fact about what a rank waits for: about that rank (``is_of_waiter``), or about the one that it waits for."""
 
     name: str
     words: str
     is_of_waiter: bool
-    value: Callable[[Owed], float]
+    value: Callable[[Awaited], float]
+
+
+Term = TermOfAWait[Owed]
 
 
 def _has_peers_call(o: Owed, kind: Callable[[Collective], bool]) -> bool:
