@@ -250,11 +250,8 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
         if not named or (edit, named, is_for_all) in found:
             return
         waiting = tuple(r for r in wanted.waiters if r not in named)
-        one, other = (
-            _representative(evidence, named),
-            _representative(evidence, waiting or others or named[1:] or named),
-        )
-        contrast = contrasts.between(one, other)
+        other = _representative(evidence, waiting or others or named[1:] or named)
+        contrast = contrasts.between(_representative(evidence, named), other)
         values = key_values(wanted) | ({} if is_for_all else position_values(contrast))
         values |= Sizes(len(named), len(evidence.ranks) - len(named), len(sides)).values()
         found[edit, named, is_for_all] = Candidate(edit, named, others, contrast, values, is_for_all, wanted=wanted)

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.explain.keys import Wanted, call_of, key_of, kind_of
 from pytest_nsa.diagnosis.explain.messages import END, KEY, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse, RankEvidence
 
@@ -40,30 +40,36 @@ def unset(evidence: Evidence) -> Finding | None:
         return Finding(
             cause="io_stuck", ranks=ranks, where=last_seen(first), reason=reason, confidence=0.6, facts=facts, terms=terms
         )  # fmt: skip
-    who, advice = describe_ranks(ranks, n), "see why the rank did not set the key that the others wait for"
     is_counted = wanted.name in wanted.keys.known
     kind = "in which too few ranks have counted" if is_counted else "that is not set"
-    waiting = f"{_waits(wanted.waiters, n)} for a key of a store {kind}: {_some(wanted.names)}"
-    use = _usual(evidence, wanted, ranks)
-    where, called_from = (
-        (use.where, use.called_from) if use is not None else (last_seen(evidence.ranks[wanted.waiter]), "")
-    )
+    reason = stated(wanted.waiters, f"waits for a key of a store {kind}: {_some(wanted.names)}", n)
     if found.candidate.edit is Edit.NEVER_SET:
         where, called_from = last_seen(evidence.ranks[ranks[0]]), ""
-        reason = f"{waiting}, at {where}"
+        reason += f", at {where}"
         others = {c.note for r, c in entered.items() if c.op == KEY and r not in ranks}
         reason += f"; the others wait for {_some(sorted(others))}" if others else ""
         advice = "see why the rank waits for a key that no rank sets: its name, or a round that the others do not make"
     else:
-        calls = {c.describe() for r, c in entered.items() if r in ranks and c.op not in (END, KEY)}
-        ends = all(entered[r].op == END for r in ranks if r in entered)
-        went = f"waits in {calls.pop()}" if len(calls) == 1 else "waits, too"
-        went = ("ended its test" if len(ranks) == 1 else "ended their tests") if ends else went
-        reason = f"{waiting}; {who} {went}" + (f"; such keys are set at {use.where}" if use is not None else "")
+        use = _usual(evidence, wanted, ranks)
+        where, called_from = (
+            use.where if use else last_seen(evidence.ranks[wanted.waiter]),
+            use.called_from if use else "",
+        )
+        reason += f"; {_what_they_do(entered, ranks, n)}" + (f"; such keys are set at {use.where}" if use else "")
+        advice = "see why the rank did not set the key that the others wait for"
     return Finding(
         cause=found.candidate.edit.cause, ranks=ranks, where=where, called_from=called_from, advice=advice,
         reason=reason + because(found, n), confidence=round(found.probability, 2), facts=facts, terms=terms,
     )  # fmt: skip
+
+
+def _what_they_do(entered: Calls, ranks: tuple[int, ...], world_size: int) -> str:
+    """Return in words what the ranks that did not set a key do."""
+    calls = {c.describe() for r, c in entered.items() if r in ranks and c.op not in (END, KEY)}
+    if all(entered[r].op == END for r in ranks if r in entered):
+        return f"{describe_ranks(ranks, world_size)} {'ended its test' if len(ranks) == 1 else 'ended their tests'}"
+    doing = f"waits in {calls.pop()}" if len(calls) == 1 else "waits, too"
+    return f"{describe_ranks(ranks, world_size)} {doing}"
 
 
 def held_for_keys(evidence: Evidence) -> Calls | None:
@@ -97,7 +103,3 @@ def _usual(evidence: Evidence, wanted: Wanted, ranks: tuple[int, ...]) -> KeyUse
 
 def _some(keys: Sequence[str]) -> str:
     return ", ".join([*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else keys)
-
-
-def _waits(ranks: tuple[int, ...], world_size: int) -> str:
-    return f"{describe_ranks(ranks, world_size)} {'wait' if len(ranks) > 1 else 'waits'}"
