@@ -49,7 +49,7 @@ quick: lint
 	$(BIN)/python -m pytest $(QUICK) -n 2 -q $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
+	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile --durations=25 $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist worksteal $(ARGS)

@@ -3,9 +3,10 @@
     python benchmarks/ablation.py --json benchmarks/results/ablation.json --crossvalidation benchmarks/results/crossvalidation.json
 
 Ablation: each function is replaced by one that returns False, None or nothing, and the faults that call it are diagnosed again. A
-verdict depends on the function where its cause, its ranks or its line change. Cross-validation: the weights of the model are fitted
-without each tenth of the files, and of each of these files every function on which verdicts of that file alone depend is replaced,
-all at once; then the faults of the file are diagnosed again. A function that one file needs would not exist without that file.
+verdict depends on the function where its cause, its ranks or its line change. Cross-validation: the faults are parted by program
+(ten parts; the cases of one function are one program) and by subject (a part is a file; the weights are fitted without a tenth of
+the files). For each part the weights are fitted without its faults, every function on which verdicts of that part alone depend is
+replaced, all at once, and the faults of the part are diagnosed again. A function that one part needs would not exist without it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +42,7 @@ from tests_cpu.faults.test_corpus import MODULES, faults, planted_module  # noqa
 
 Fault = tuple[str, str]  # a file and a test in it
 Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
-PARTS = 10  # of the files, each of which is diagnosed by weights that were fitted to the others
+PARTS = 10  # of the programs, and of the files
 BANDS = ((0, 0), (1, 1), (2, 2), (3, 5), (6, 20), (21, 10_000))
 
 
@@ -145,24 +146,47 @@ def decided(recorded: dict[Fault, Evidence]) -> tuple[dict[str, set[Fault]], dic
     return found, {name: len(callers[name]) for name in known}
 
 
-def crossvalidated(recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]]) -> dict[str, Any]:
-    """Return how many verdicts are right where each file is diagnosed by weights that were fitted without it, and without the
-    functions that it alone needs.
+def tenth_of_programs(fault: Fault) -> str:
+    """Return the part of a fault; all cases of one function are in one part."""
+    module, test = fault
+    return _tenth(f"{module}.{test.partition('[')[0]}")
+
+
+def tenth_of_files(fault: Fault) -> str:
+    """Return the part of a fault; all faults of one file are in one part."""
+    return _tenth(fault[0])
+
+
+def subject(fault: Fault) -> str:
+    """Return the file, which holds the faults of one subject."""
+    return fault[0]
+
+
+def _tenth(name: str) -> str:
+    return str(zlib.crc32(name.encode()) % PARTS)
+
+
+def crossvalidated(
+    recorded: dict[Fault, Evidence],
+    depend: dict[str, set[Fault]],
+    rows: Sequence[fit.Row],
+    part_of: Callable[[Fault], str],
+    fold_of: Callable[[Fault], str],
+) -> dict[str, Any]:
+    """Return how many verdicts are right where each part is diagnosed without the functions that it alone needs, and by weights
+    that were fitted without the fold that holds the part.
     """
     known = functions()
     right, certain, wrong = Counter[str](), 0, []
-    with tempfile.TemporaryDirectory() as folder:
-        rows = fit.rows(Path(folder))
-    tables = [
-        fit.fitted([row for row in rows if _part(row.file) != part or row.file not in MODULES]) for part in range(PARTS)
-    ]
-    for module in sorted({module for module, _ in recorded}):
-        alone = [known[name] for name, needs in depend.items() if needs and {m for m, _ in needs} == {module}]
-        expected = faults(module)
-        table = tables[_part(module)]
-        with without(*alone), patch.object(choose, "weights", lambda table=table: table):
-            for (_, name), evidence in ((f, e) for f, e in recorded.items() if f[0] == module):
-                verdict, wants = diagnose(evidence), expected[name]
+    folds = {fold_of(fault) for fault in recorded}
+    tables = {
+        fold: fit.fitted([row for row in rows if row.fault is None or fold_of(row.fault) != fold]) for fold in folds
+    }
+    for part, fold in sorted({(part_of(fault), fold_of(fault)) for fault in recorded}):
+        alone = [known[name] for name, needs in depend.items() if needs and {part_of(f) for f in needs} == {part}]
+        with without(*alone), patch.object(choose, "weights", lambda table=tables[fold]: table):
+            for (module, name), evidence in ((f, e) for f, e in recorded.items() if part_of(f) == part):
+                verdict, wants = diagnose(evidence), faults(module)[name]
                 is_named = (verdict.cause, verdict.ranks) == (wants.cause, wants.ranks)
                 right.update(
                     {
@@ -175,18 +199,13 @@ def crossvalidated(recorded: dict[Fault, Evidence], depend: dict[str, set[Fault]
                 certain += verdict.certain and not is_named
                 if not is_named:
                     wrong.append(f"{module}.{name}: {verdict.cause} {list(verdict.ranks)}")
-    shares = {key: round(count / len(recorded), 4) for key, count in right.items()}
     return {
         "faults": len(recorded),
         "right": dict(right),
-        "share": shares,
+        "share": {key: round(count / len(recorded), 4) for key, count in right.items()},
         "wrong and certain": certain,
-        "wrong": wrong,
+        "wrong": sorted(wrong),
     }
-
-
-def _part(file: str) -> int:
-    return zlib.crc32(file.encode()) % PARTS
 
 
 def main() -> None:
@@ -217,7 +236,11 @@ def main() -> None:
             "share of one or none": round(few / len(depend), 4),
             "by_function": {name: len(needs) for name, needs in sorted(depend.items())},
         }  # fmt: skip
-        validation = crossvalidated(recorded, depend)
+        rows = fit.rows(Path(folder) / "fit")
+        validation = {
+            "by program": crossvalidated(recorded, depend, rows, tenth_of_programs, tenth_of_programs),
+            "by subject": crossvalidated(recorded, depend, rows, subject, tenth_of_files),
+        }
     print(json.dumps({**figures, "by_function": ..., "cross-validated": validation}, indent=1, default=str))
     for path, value in ((arguments.json, figures), (arguments.crossvalidation, validation)):
         if path is not None:

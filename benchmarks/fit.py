@@ -4,7 +4,7 @@
 
 The model is a conditional logit: of the edits that would explain a fault, the right one has the highest score. It is fitted to the
 recorded faults of tests_cpu/faults, and to recorded generated programs (`--record` of the generators), with a quadratic penalty.
-`ablation.py` fits it again without each file of faults, and scores it on that file.
+`ablation.py` fits it again without each part of the recorded faults, and scores it on that part.
 """
 
 from __future__ import annotations
@@ -68,16 +68,20 @@ Weights = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A fault: the kind of edit and the terms' values of each candidate, which of them are right, and the file it is from."""
+    """A fault: the kind of edit and the terms' values of each candidate, which of them are right, and, of a written fault, its file
+    and test.
+    """
 
-    file: str
+    fault: tuple[str, str] | None
     kinds: tuple[str, ...]
     values: tuple[Mapping[str, float], ...]
     right: frozenset[int]
     weight: float
 
 
-def row_of(file: str, evidence: Evidence, causes: Collection[str], ranks: Sequence[int], weight: float) -> Row | None:
+def row_of(
+    fault: tuple[str, str] | None, evidence: Evidence, causes: Collection[str], ranks: Sequence[int], weight: float
+) -> Row | None:
     """Return the row of a fault that is explained by an edit; None of any other."""
     with patch.object(choose, "weights", dict):  # which edit is chosen changes nothing in whether one is
         rule = diagnose(evidence).rule
@@ -88,7 +92,7 @@ def row_of(file: str, evidence: Evidence, causes: Collection[str], ranks: Sequen
     right = {i for i, c in enumerate(found) if set(causes) & set(CAUSES[c.edit]) and c.ranks == tuple(sorted(ranks))}
     if not right:
         return None
-    return Row(file, tuple(c.kind for c in found), tuple(c.values for c in found), frozenset(right), weight)
+    return Row(fault, tuple(c.kind for c in found), tuple(c.values for c in found), frozenset(right), weight)
 
 
 def rows(folder: Path) -> list[Row]:
@@ -99,13 +103,13 @@ def rows(folder: Path) -> list[Row]:
         for name, path in unpack(module, folder / module).items():
             if name in expected:
                 fault = expected[name]
-                found.append(row_of(module, load(path), [fault.cause], fault.ranks, 1.0))
+                found.append(row_of((module, name), load(path), [fault.cause], fault.ranks, 1.0))
     for archive in sorted(GENERATED.glob("*.tar.xz")):
         into = folder / archive.name
         with tarfile.open(archive) as packed:
             packed.extractall(into, filter="data")
         labels = json.loads((into / "labels.json").read_text(encoding="utf-8"))
-        made = [row_of(archive.name, load(into / n), of["causes"], of["ranks"], 1.0) for n, of in labels.items()]
+        made = [row_of(None, load(into / n), of["causes"], of["ranks"], 1.0) for n, of in labels.items()]
         rows_ = [row for row in made if row is not None]
         found += [replace(row, weight=min(1.0, AS_MANY / len(rows_))) for row in rows_]
     return [row for row in found if row is not None]
