@@ -171,20 +171,21 @@ def crossvalidated(
     depend: dict[str, set[Fault]],
     rows: Sequence[fit.Row],
     part_of: Callable[[Fault], str],
-    fold_of: Callable[[Fault], str],
+    tenth_of: Callable[[Fault], str],
 ) -> dict[str, Any]:
     """Return how many verdicts are right where each part is diagnosed without the functions that it alone needs, and by weights
-    that were fitted without the fold that holds the part.
+    that were fitted without the tenth that holds the part.
     """
     known = functions()
     right, certain, wrong = Counter[str](), 0, []
-    folds = {fold_of(fault) for fault in recorded}
+    tenths = {tenth_of(fault) for fault in recorded}
     tables = {
-        fold: fit.fitted([row for row in rows if row.fault is None or fold_of(row.fault) != fold]) for fold in folds
+        tenth: fit.fitted([row for row in rows if row.fault is None or tenth_of(row.fault) != tenth])
+        for tenth in tenths
     }
-    for part, fold in sorted({(part_of(fault), fold_of(fault)) for fault in recorded}):
+    for part, tenth in sorted({(part_of(fault), tenth_of(fault)) for fault in recorded}):
         alone = [known[name] for name, needs in depend.items() if needs and {part_of(f) for f in needs} == {part}]
-        with without(*alone), patch.object(choose, "weights", lambda table=tables[fold]: table):
+        with without(*alone), patch.object(choose, "weights", lambda table=tables[tenth]: table):
             for (module, name), evidence in ((f, e) for f, e in recorded.items() if part_of(f) == part):
                 verdict, wants = diagnose(evidence), faults(module)[name]
                 is_named = (verdict.cause, verdict.ranks) == (wants.cause, wants.ranks)
