@@ -178,7 +178,7 @@ class Reporter(threading.Thread):
             self.sums.put(x.item())
 
 
-@planted("collective_mismatch", [1], marked=True, reason="thread", family="swap", origin="unseen 2026-11-25")
+@planted("collective_mismatch", [1], marked=True, reason="a race", family="swap", origin="unseen 2026-11-25")
 def test_a_thread_that_reports_by_the_default_group(group):
     reporter, parts = Reporter(), [torch.empty(6) for _ in range(2)]
     reporter.start()
@@ -207,7 +207,7 @@ class MetricPusher(threading.Thread):
             self.done.set()
 
 
-@planted("collective_mismatch", [1], n=3, marked=True, family="swap", origin="bug reports 2026-11-23")
+@planted("collective_mismatch", [1], n=3, marked=True, reason="a race", family="swap", origin="bug reports 2026-11-23")
 def test_metric_thread_order():
     """A side thread gathers metrics on the training's own group: on rank 1, slow in its data, it comes before the main thread's all_reduce, elsewhere after."""
     rank, world = where()
@@ -237,7 +237,7 @@ class GroupReporter(threading.Thread):
             dist.all_reduce(torch.ones(3))  # HERE
 
 
-@planted("collective_mismatch", [2], n=4, marked=True, family="swap", origin="unseen 2026-11-26")
+@planted("collective_mismatch", [2], n=4, marked=True, reason="a race", family="swap", origin="unseen 2026-11-26")
 def test_reports_from_a_thread_in_the_training_s_group(group):
     reporter = GroupReporter(0.3 + 0.3 * ((group.rank + 2) % 4))
     reporter.start()
@@ -247,7 +247,7 @@ def test_reports_from_a_thread_in_the_training_s_group(group):
     reporter.ends.set()
 
 
-@planted("collective_mismatch", [1], n=3, marked=True, family="swap", origin="unseen 2026-11-26")
+@planted("collective_mismatch", [1], n=3, marked=True, reason="a race", family="swap", origin="unseen 2026-11-26")
 def test_sizes_are_gathered_in_a_thread_and_one_comes_later(group):
     def save():
         time.sleep(0.8 if group.rank == 1 else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import END, KEY
+from pytest_nsa.diagnosis.explain.side_threads import race_of_threads
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.one_sided import Origin, of_a_shift, of_an_earlier_call, origin_of
@@ -85,7 +86,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     else:
         round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
         reason = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
-    reason += because(found, n)
+    reason += race_of_threads(evidence, entered) + because(found, n)
     culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:

@@ -11,7 +11,6 @@ from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.counters import alike
 from pytest_nsa.diagnosis.explain.hooks import is_in_hook
 from pytest_nsa.diagnosis.explain.program import Order
-from pytest_nsa.diagnosis.explain.side_threads import raced
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import describe_ranks
@@ -27,9 +26,6 @@ def explained(
     entered: Mapping[int, Collective] | None = None,
 ) -> tuple[tuple[int, ...], str, str]:
     """Return the finding with what other evidence shows about the culprits: differing steps, paths, hooks, threads."""
-    if cause in ("extra_collective", "skipped_collective") and raced(evidence, culprits, entered or {}):
-        race = "a side thread of every rank makes one of the two calls, so their order is a race"
-        return culprits, "collective_mismatch", f"{reason}: {race}"
     # A rank that is behind has not reached the rest of its step.
     odd = None if cause == "extra_collective" and are_behind(evidence, culprits) else anomaly(evidence)
     if odd is not None and odd.is_habit and not set(odd.ranks) & set(culprits):
