@@ -39,8 +39,6 @@ _REGISTRY = (
         summary="a rank went on without a collective that the others wait in.",
         advice="make every rank reach this call the same number of times, or take it out on all ranks",
         rules=(
-            "payloads.splits_differ",
-            "one_sided.met_another_call",
             "calls.departed",
             "calls.waiting_in_different_calls",
             "payloads.aborted_in_different_calls",
@@ -58,7 +56,6 @@ _REGISTRY = (
         summary="a rank entered a collective that no other rank entered.",
         advice="take the extra call out, or make every rank reach it",
         rules=(
-            "payloads.splits_differ",
             "calls.waiting_in_different_calls",
             "payloads.aborted_in_different_calls",
             "messages.unpaired",

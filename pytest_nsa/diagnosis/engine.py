@@ -77,7 +77,6 @@ RULES: tuple[Rule, ...] = (
     exits.init_timeout,
     numbers.nan_loss,
     numbers.diverged_before,
-    one_sided.met_another_call,
     exits.rank_raised,
     payloads.aborted_in_different_calls,
     payloads.aborted,

@@ -8,7 +8,7 @@ from pytest_nsa.diagnosis.explain.messages import END, KEY
 from pytest_nsa.diagnosis.explain.side_threads import race_of_threads
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.one_sided import Origin, of_a_shift, of_an_earlier_call, origin_of
+from pytest_nsa.diagnosis.rules.one_sided import Origin, origin_of
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -23,7 +23,7 @@ def departed(evidence: Evidence) -> Finding | None:
     entered = first_departure(rings(evidence))
     if entered is None or _raised_before(evidence, entered):
         return None
-    return of_a_shift(evidence) or of_an_earlier_call(evidence, entered) or finding_of(evidence, entered)
+    return finding_of(evidence, entered)
 
 
 def waiting_in_different_calls(evidence: Evidence) -> Finding | None:

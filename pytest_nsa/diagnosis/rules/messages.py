@@ -10,7 +10,7 @@ from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten, is_
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.one_sided import of_a_shift, weakened
+from pytest_nsa.diagnosis.rules.one_sided import weakened
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -22,7 +22,7 @@ def unpaired(evidence: Evidence) -> Finding | None:
     entered = held_in_messages(evidence)
     if entered is None:
         return None
-    return _dropped(evidence, entered) or of_a_shift(evidence) or finding_of_messages(evidence, entered)
+    return _dropped(evidence, entered) or finding_of_messages(evidence, entered)
 
 
 def held_in_messages(evidence: Evidence) -> Calls | None:

@@ -4,33 +4,15 @@ rests on a tie.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.explain.locations import where_ways_part
-from pytest_nsa.diagnosis.facts import all_facts, awaited, rings
-from pytest_nsa.diagnosis.rules.exits import is_victim
+from pytest_nsa.diagnosis.facts import all_facts, awaited
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
-from pytest_nsa.diagnosis.rules.shifts import first_at_different_lines, first_shift, parted_before
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import by_place
 from pytest_nsa.evidence.values import Evidence
-
-
-def of_a_shift(evidence: Evidence) -> Finding | None:
-    """Find the call that only some ranks made and that was paired with the others' next one."""
-    shift = first_shift(evidence)
-    if shift is None:
-        return None
-    who = describe_ranks(shift.ranks, evidence.job.world_size)
-    here, there = where_ways_part(shift.extra.way, shift.usual.way)
-    at = f" (called at {here} and at {there})" if shift.extra.site == shift.usual.site else ""
-    reason = f"{who} entered {shift.extra.describe()}, which was paired with the others' {shift.usual.describe()}{at}"
-    return Finding(
-        cause="extra_collective", ranks=shift.ranks, where=shift.extra.site, called_from=here if at else "", certain=True,
-        confidence=0.85, reason=f"{reason}: one call apart from then on", facts=all_facts(evidence.ranks),
-    )  # fmt: skip
 
 
 def skipped(
@@ -57,35 +39,6 @@ def skipped(
     )
 
 
-def of_an_earlier_call(evidence: Evidence, entered: Mapping[int, Collective]) -> Finding | None:
-    """Find that some ranks skipped a call at or before the differing one, and met the others in it nevertheless."""
-    found = parted_before(evidence, entered)
-    if found is None:
-        return None
-    ranks, missed, made = found
-    who = describe_ranks(ranks, evidence.job.world_size)
-    reason = f"{who} went on without {missed.describe()}, and was paired with the others in it by {made.describe()} (call skipped)"
-    return skipped(evidence, ranks, missed, reason)
-
-
-def met_another_call(evidence: Evidence) -> Finding | None:
-    """Find that ranks met in two similar calls, and one of them raised, or was killed, because of what it received."""
-    ends = [e.time for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
-    ends += [r.exit_time for r in evidence.ranks if r.signal and not r.by_us]
-    if not ends:
-        return None
-    calls = {r: [c for c in ring if c.peer == -1 and c.entered < min(ends)] for r, ring in rings(evidence).items()}
-    latest = {place: found for place, found in by_place(calls).items() if len(found) == len(evidence.members(place[0]))}
-    for group in sorted({place[0] for place in latest}):
-        place = max(p for p in latest if p[0] == group)
-        found = (
-            of_an_earlier_call(evidence, latest[place]) if len({c.shape for c in latest[place].values()}) == 1 else None
-        )
-        if found is not None:
-            return found
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The line of a skipped call, the line that called its function where that is known, and since when it was skipped,
@@ -109,6 +62,42 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
         since = f"; off by one call since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
         return Origin(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
     return Origin(missed.site)
+
+
+def first_at_different_lines(
+    evidence: Evidence, culprits: tuple[int, ...], missed: Collective
+) -> tuple[Collective, Collective] | None:
+    """Return the first calls of ``missed``'s group that the culprits and the others made from different lines, before
+    ``missed``, the culprits' first.
+
+    The skipped call resembles the next one, so that neither side waited. None where lines differ by the program's
+    design: they became equal again, and not because one sequence lags behind the other.
+    """
+    rings = {r: [c for c in _calls(evidence, r) if c.group == missed.group] for r in evidence.members(missed.group)}
+    whole = [
+        found for place, found in sorted(by_place(rings).items()) if place < missed.place and len(found) == len(rings)
+    ]
+    odd = frozenset(culprits)
+    sides = [
+        ({c.way for r, c in found.items() if r in odd}, {c.way for r, c in found.items() if r not in odd})
+        for found in whole
+    ]
+    first = next((i for i, (mine, theirs) in enumerate(sides) if mine != theirs), None)
+    if not first or any(len(mine) != 1 or len(theirs) != 1 for mine, theirs in sides):
+        return None  # no earlier call shows that the lines are usually equal
+    ours, others = ([way for side in sides[first:] for way in side[i]] for i in (0, 1))
+    if len(set(ours)) == 1 < len(set(others)):
+        return None  # one line answers all of the others' calls, as DDP's join does
+    lags = any(ours[: len(ours) - k] == others[k:] for k in range(1, len(ours)))
+    if not lags and any(a == b for a, b in zip(ours, others, strict=True)):
+        return None
+    mine = next(c for r, c in whole[first].items() if r in odd)
+    theirs = next(c for r, c in whole[first].items() if r not in odd)
+    return theirs, mine
+
+
+def _calls(evidence: Evidence, rank: int) -> list[Collective]:
+    return [c for c in evidence.ranks[rank].collectives if c.peer == -1 and c.op != NEW_GROUP]
 
 
 CONFIDENCE = 0.55

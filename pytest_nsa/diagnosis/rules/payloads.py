@@ -14,7 +14,6 @@ from pytest_nsa.diagnosis.explain.rhythm import expected_next
 from pytest_nsa.diagnosis.facts import all_facts, exception_fact, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.one_sided import of_a_shift, of_an_earlier_call
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
 from pytest_nsa.evidence.board import ANY, NEW_GROUP, UNEVEN, Collective
 from pytest_nsa.evidence.collectives import by_place, first_departure
@@ -144,10 +143,6 @@ def splits_differ(evidence: Evidence) -> Finding | None:
         wrong = list(_wrong_splits(evidence.members(group), {rank: _splits(c.note) for rank, c in entered.items()}))
         if not wrong:
             continue
-        # Where ranks are one call apart, the two numbers belong to different calls.
-        shifted = of_a_shift(evidence) or of_an_earlier_call(evidence, entered)
-        if shifted is not None:
-            return shifted
         counts = Counter(rank for giver, taker, _, _ in wrong for rank in (giver, taker))
         # The ranks in most of the pairs; among equals, those with the rarest split.
         alike = Counter(c.note for c in entered.values())
