@@ -20,7 +20,6 @@ from pytest_nsa.diagnosis.rules import (
     keys,
     messages,
     numbers,
-    one_sided,
     payloads,
     speed,
     stalls,
@@ -142,8 +141,6 @@ def first_finding(rules: Sequence[Rule], evidence: Evidence) -> tuple[Finding | 
         try:
             finding = rule(evidence)
             finding = replace(finding, rule=name) if finding is not None else None
-            if finding is not None and not finding.terms:
-                finding = one_sided.weakened(evidence, finding)
             if finding is not None and name.partition(".")[0] in _OF_STALLS:
                 finding = unwinding.raised_in_a_thread(evidence, unwinding.in_cleanup(evidence, finding))
         except Exception as error:  # rules read evidence of arbitrary programs: any exception becomes a fact

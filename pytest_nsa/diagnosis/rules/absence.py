@@ -5,10 +5,11 @@ from __future__ import annotations
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, owning_module, rings
+from pytest_nsa.diagnosis.rules.calls import origin_of
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
-from pytest_nsa.diagnosis.rules.one_sided import skipped
+from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
@@ -121,4 +122,9 @@ def skipped_in_a_request(evidence: Evidence) -> Finding | None:
         f"{describe_ranks(culprits, n)} went on without {missed.describe()}, which earlier requests had, to read the next one from "
         f"the {starter} ({last_seen(idle[0])}); the others wait in the call"
     )
-    return skipped(evidence, culprits, missed, reason, confidence=0.8, certain=False)
+    origin = origin_of(evidence, culprits, missed)
+    culprits, cause, reason = explained(evidence, culprits, "skipped_collective", reason + origin.since)
+    return Finding(
+        cause=cause, ranks=culprits, where=origin.where, called_from=origin.called_from, confidence=0.8,
+        reason=reason + ran_out(evidence, culprits, cause), facts=all_facts(evidence.ranks),
+    )  # fmt: skip

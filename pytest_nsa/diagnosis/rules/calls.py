@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
+from pytest_nsa.diagnosis.explain.locations import where_ways_part
 from pytest_nsa.diagnosis.explain.messages import END, KEY
 from pytest_nsa.diagnosis.explain.side_threads import race_of_threads
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.one_sided import Origin, origin_of
 from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
 from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks, stated
-from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
-from pytest_nsa.evidence.collectives import any_can_complete, deadlocked, first_departure, waited_for
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, NEW_GROUP, Collective
+from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
 
 _OF_SKIPPED = ("skipped_collective", "data_dependent_branch", "hook_deadlock")  # causes that a skipped call may have
@@ -147,3 +149,64 @@ def because(found: Explanation, world_size: int) -> str:
 def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:
     """Return a term as a sentence about the side that it describes."""
     return stated(found.candidate.about(name), words, world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The line of a skipped call, the line that called its function where that is known, and since when it was skipped,
+    in words.
+    """
+
+    where: str
+    called_from: str = ""
+    since: str = ""
+
+
+def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective) -> Origin:
+    """Return where the culprits left the others' path: at ``missed``, in which the others wait; or earlier, at a call
+    that was paired with a similar next one, or at a call of another group in the same round.
+    """
+    differing = first_at_different_lines(evidence, culprits, missed)
+    if differing is not None:
+        theirs, mine = differing
+        there, here = where_ways_part(theirs.way, mine.way)
+        who = describe_ranks(culprits, evidence.job.world_size)
+        since = f"; off by one call since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
+        return Origin(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
+    return Origin(missed.site)
+
+
+def first_at_different_lines(
+    evidence: Evidence, culprits: tuple[int, ...], missed: Collective
+) -> tuple[Collective, Collective] | None:
+    """Return the first calls of ``missed``'s group that the culprits and the others made from different lines, before
+    ``missed``, the culprits' first.
+
+    The skipped call resembles the next one, so that neither side waited. None where lines differ by the program's
+    design: they became equal again, and not because one sequence lags behind the other.
+    """
+    rings = {r: [c for c in _calls(evidence, r) if c.group == missed.group] for r in evidence.members(missed.group)}
+    whole = [
+        found for place, found in sorted(by_place(rings).items()) if place < missed.place and len(found) == len(rings)
+    ]
+    odd = frozenset(culprits)
+    sides = [
+        ({c.way for r, c in found.items() if r in odd}, {c.way for r, c in found.items() if r not in odd})
+        for found in whole
+    ]
+    first = next((i for i, (mine, theirs) in enumerate(sides) if mine != theirs), None)
+    if not first or any(len(mine) != 1 or len(theirs) != 1 for mine, theirs in sides):
+        return None  # no earlier call shows that the lines are usually equal
+    ours, others = ([way for side in sides[first:] for way in side[i]] for i in (0, 1))
+    if len(set(ours)) == 1 < len(set(others)):
+        return None  # one line answers all of the others' calls, as DDP's join does
+    lags = any(ours[: len(ours) - k] == others[k:] for k in range(1, len(ours)))
+    if not lags and any(a == b for a, b in zip(ours, others, strict=True)):
+        return None
+    mine = next(c for r, c in whole[first].items() if r in odd)
+    theirs = next(c for r, c in whole[first].items() if r not in odd)
+    return theirs, mine
+
+
+def _calls(evidence: Evidence, rank: int) -> list[Collective]:
+    return [c for c in evidence.ranks[rank].collectives if c.peer == -1 and c.op != NEW_GROUP]

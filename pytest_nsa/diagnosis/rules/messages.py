@@ -10,7 +10,6 @@ from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten, is_
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.one_sided import weakened
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
@@ -75,12 +74,11 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     elif ranks[0] in pending:
         call = pending[ranks[0]]
         where = last_seen(evidence.ranks[ranks[0]]) or call.site
-    finding = Finding(
+    return Finding(
         cause="p2p_unmatched", ranks=ranks, where=where, called_from=next(iter(call.way[1:]), ""),
         reason=reason + because(found, n), certain=found.is_certain, is_permanent=True,
         confidence=round(found.probability, 2), facts=all_facts(evidence.ranks), terms=terms_of(found, n),
     )  # fmt: skip
-    return weakened(evidence, finding)
 
 
 def _in_words(evidence: Evidence, calls: Calls) -> str:
