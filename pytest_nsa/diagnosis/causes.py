@@ -1,6 +1,6 @@
-"""The registry of causes: what each means, the outcome that it has, what to do, and which rules may give it.
+"""The registry of causes: what each means, the outcome that it has, and what to do.
 
-To add one: a row here, a rule in `rules/` (named here and in `engine.RULES`), a planted fault and a page in docs/causes.
+To add one: a row here, a rule in `rules/` (in the order of `engine.RULES`), a planted fault and a page in docs/causes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ class Cause:
     ``outcome`` is the outcome of every verdict of this cause; '' where it follows from how the test ended. ``of_the_rank``: the
     model has no part in it. ``unmet``: other ranks wait for a call that never comes, so that an abort among them is a consequence.
     ``at_work``: the rank computes, so it is announced later. ``retry``: whether it helps to run the same again: never for what the
-    program does, once for what may pass, elsewhere for what may lie with the machine. ``rules`` are 'module.function' of `rules/`,
-    none for a repository's own cause (`pytest_nsa_causes`).
+    program does, once for what may pass, elsewhere for what may lie with the machine.
     """
 
     name: str
     chapter: str
     summary: str
     advice: str
-    rules: tuple[str, ...] = ()
     outcome: Literal["", "FAIL", "CRASH", "SLOW"] = ""
     of_the_rank: bool = False
     unmet: bool = False
@@ -38,15 +36,6 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="a rank went on without a collective that the others wait in.",
         advice="make every rank reach this call the same number of times, or take it out on all ranks",
-        rules=(
-            "calls.departed",
-            "calls.waiting_in_different_calls",
-            "payloads.aborted_in_different_calls",
-            "messages.unpaired",
-            "absence.left_alone",
-            "absence.skipped_in_a_request",
-            "keys.unset",
-        ),
         of_the_rank=True,
         unmet=True,
     ),
@@ -55,14 +44,6 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="a rank entered a collective that no other rank entered.",
         advice="take the extra call out, or make every rank reach it",
-        rules=(
-            "calls.waiting_in_different_calls",
-            "payloads.aborted_in_different_calls",
-            "messages.unpaired",
-            "calls.departed",
-            "absence.left_alone",
-            "keys.unset",
-        ),
         of_the_rank=True,
         unmet=True,
     ),
@@ -71,15 +52,6 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="the ranks called different operations, shapes, dtypes or orders at the same place of their sequence.",
         advice="make every rank call the same operation with the same shape and dtype, in the same order",
-        rules=(
-            "calls.waiting_in_different_calls",
-            "payloads.aborted_in_different_calls",
-            "calls.departed",
-            "payloads.aborted",
-            "payloads.splits_differ",
-            "payloads.wrong_numbers",
-            "payloads.models_differ",
-        ),
         of_the_rank=True,
     ),
     Cause(
@@ -87,12 +59,6 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="ranks wait in different groups, each for a rank that waits elsewhere.",
         advice="take the two groups in the same order on every rank",
-        rules=(
-            "groups.groups_differ",
-            "calls.waiting_in_different_calls",
-            "payloads.aborted_in_different_calls",
-            "stalls.blocked",
-        ),
         of_the_rank=True,
     ),
     Cause(
@@ -100,7 +66,6 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="a send or receive has no other half.",
         advice="pair each send with a receive and wait for each Work; where both ranks receive first, let one send first",
-        rules=("payloads.aborted", "messages.unpaired", "messages.lost_messages", "absence.left_alone"),
         of_the_rank=True,
     ),
     Cause(
@@ -108,7 +73,6 @@ _REGISTRY = (
         chapter="The order of collectives",
         summary="others wait in a collective, or for a key, that a rank never reached; nothing more is known of that rank.",
         advice="look at the rank's location: it never reached the call that the others wait in",
-        rules=("keys.unset", "absence.not_entered"),
         unmet=True,
     ),
     Cause(
@@ -116,7 +80,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="one rank raised; the others waited for it.",
         advice="fix the exception; what the other ranks report is a consequence of it",
-        rules=("exits.rank_raised", "unwinding.in_cleanup", "unwinding.raised_in_a_thread", "exits.only_victims"),
         outcome="FAIL",
         of_the_rank=True,
     ),
@@ -125,7 +88,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a rank's process exited, or raised SystemExit, before its test was done.",
         advice="the rank exited before the others were done: let every rank run to the end, or let all exit together",
-        rules=("exits.rank_raised", "unwinding.in_cleanup", "exits.rank_exited"),
         outcome="FAIL",
         of_the_rank=True,
     ),
@@ -134,7 +96,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a signal ended a rank.",
         advice="find the sender of the signal: the kernel's OOM killer (dmesg), a crash in native code, an operator",
-        rules=("exits.rank_died", "exits.rank_gone"),
         outcome="CRASH",
         of_the_rank=True,
         retry="once",
@@ -144,7 +105,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a rank is stopped: SIGSTOP, or a debugger.",
         advice="continue the process (SIGCONT), or detach the debugger that holds it",
-        rules=("stalls.blocked",),
         of_the_rank=True,
         retry="once",
     ),
@@ -153,7 +113,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a rank ran out of memory.",
         advice="lower the batch or sequence, checkpoint more layers, or give the rank more memory",
-        rules=("exits.rank_raised", "unwinding.in_cleanup", "unwinding.raised_in_a_thread"),
         outcome="FAIL",
         of_the_rank=True,
     ),
@@ -162,14 +121,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="a process group never formed.",
         advice="look at the named rank: why it does not arrive, or has a wrong RANK or WORLD_SIZE",
-        rules=(
-            "groups.numbers_differ",
-            "groups.groups_differ",
-            "exits.init_timeout",
-            "absence.left_alone",
-            "absence.not_entered",
-            "stalls.blocked",
-        ),
         of_the_rank=True,
         retry="once",
     ),
@@ -178,7 +129,6 @@ _REGISTRY = (
         chapter="The rank itself",
         summary="an interface, a host name or a port that a group needs cannot be used.",
         advice="the reason names what cannot be used: mend it, or name another; no code of the test is at fault",
-        rules=("exits.unusable",),
         outcome="FAIL",
         retry="elsewhere",
     ),
@@ -187,14 +137,12 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="a rank waits for a lock, a queue, an event or a thread.",
         advice="make what it waits for happen on every path (release locks by `with`), and do not wait inside a backward or a hook",
-        rules=("stalls.blocked",),
     ),
     Cause(
         name="infinite_loop",
         chapter="What it is blocked in",
         summary="Python code runs without making progress.",
         advice="give the loop a condition that ends it; the stack names its line",
-        rules=("stalls.blocked", "speed.straggler"),
         at_work=True,
     ),
     Cause(
@@ -202,14 +150,12 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="a rank sleeps while others wait for it.",
         advice="the rank sleeps while others wait: take the sleep out, or let all ranks wait at a barrier",
-        rules=("stalls.blocked",),
     ),
     Cause(
         name="native_busy",
         chapter="What it is blocked in",
         summary="native code is at work.",
         advice="the rank is at work in native code: give it time, or make the call smaller",
-        rules=("stalls.blocked",),
         at_work=True,
         retry="once",
     ),
@@ -218,7 +164,6 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="a rank waits for its GPU, and a kernel on it does not end.",
         advice="a kernel launched before this line does not end: CUDA_LAUNCH_BLOCKING=1 shows the line that launches it",
-        rules=("stalls.blocked",),
         at_work=True,
         retry="once",
     ),
@@ -227,14 +172,12 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="native code holds the GIL.",
         advice="native code holds the GIL: release it around the call, or make the call shorter",
-        rules=("stalls.blocked",),
     ),
     Cause(
         name="io_stuck",
         chapter="What it is blocked in",
         summary="a rank waits for a file, a pipe or a socket.",
         advice="the file, pipe or socket does not answer: check the mount, the writer at the other end, add a timeout",
-        rules=("keys.unset", "stalls.blocked"),
         retry="elsewhere",
     ),
     Cause(
@@ -242,7 +185,6 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="a rank waits for a process that it has started.",
         advice="the rank waits for a process it started: see why that one does not end, or wait with a timeout",
-        rules=("stalls.blocked",),
         retry="once",
     ),
     Cause(
@@ -250,7 +192,6 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="the data loader's worker does not deliver.",
         advice="look at the data loader's worker: its dataset blocks; try num_workers=0 and a loader timeout",
-        rules=("stalls.blocked", "exits.rank_raised"),
         retry="once",
     ),
     Cause(
@@ -258,7 +199,6 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="a compile is under way.",
         advice="a compile is under way on this rank: warm up before timing, or raise the timeout",
-        rules=("stalls.blocked",),
         at_work=True,
         retry="once",
         outcome="SLOW",
@@ -268,7 +208,6 @@ _REGISTRY = (
         chapter="What it is blocked in",
         summary="every rank is inside the same collective, and it does not end.",
         advice="all ranks are inside the same collective: look at the network, the interface, or NCCL's settings",
-        rules=("stalls.in_transit",),
         retry="elsewhere",
     ),
     Cause(
@@ -276,7 +215,6 @@ _REGISTRY = (
         chapter="Autograd and DDP",
         summary="DDP: a parameter was marked ready twice in one backward.",
         advice="use non-reentrant checkpointing (use_reentrant=False), or static_graph=True, or drop find_unused_parameters",
-        rules=("autograd.ready_twice",),
         outcome="FAIL",
     ),
     Cause(
@@ -284,7 +222,6 @@ _REGISTRY = (
         chapter="Autograd and DDP",
         summary="parameters got no gradient in a backward that ended.",
         advice="let every parameter take part in the loss on every rank, or set DDP's find_unused_parameters=True",
-        rules=("autograd.unused_parameters", "autograd.never_arrived"),
         outcome="FAIL",
     ),
     Cause(
@@ -292,7 +229,6 @@ _REGISTRY = (
         chapter="Autograd and DDP",
         summary="DDP was promised a static graph, and it changed.",
         advice="the graph must be the same each step under static_graph=True: make it so, or drop static_graph",
-        rules=("autograd.static_graph_changed",),
         outcome="FAIL",
     ),
     Cause(
@@ -300,42 +236,24 @@ _REGISTRY = (
         chapter="Autograd and DDP",
         summary="ranks took different paths through the model, or only some of them skipped a test.",
         advice="let every rank run the same modules whatever its data, with weights of zero where needed",
-        rules=(
-            "absence.left_by_choice",
-            "calls.departed",
-            "calls.waiting_in_different_calls",
-            "payloads.aborted_in_different_calls",
-            "messages.unpaired",
-            "absence.left_alone",
-            "engine.skipped_by_some",
-        ),
     ),
     Cause(
         name="hook_deadlock",
         chapter="Autograd and DDP",
         summary="a collective in a gradient hook waits for ranks that never enter it.",
         advice="do not call collectives or take locks in gradient hooks",
-        rules=(
-            "calls.departed",
-            "calls.waiting_in_different_calls",
-            "payloads.aborted_in_different_calls",
-            "messages.unpaired",
-            "absence.left_alone",
-        ),
     ),
     Cause(
         name="backward_deadlock",
         chapter="Autograd and DDP",
         summary="a rank is blocked in backward, and no gradient has arrived.",
         advice="the first backward node does not return: run it alone under torch.autograd.set_detect_anomaly(True)",
-        rules=("stalls.blocked",),
     ),
     Cause(
         name="silent_divergence",
         chapter="Numbers",
         summary="ranks end with different gradients or parameters, though DDP keeps them equal.",
         advice="find what differs: a seed, a learning rate, an unreduced gradient (use non-reentrant checkpointing)",
-        rules=("numbers.silent_divergence", "numbers.diverged_before"),
         outcome="FAIL",
     ),
     Cause(
@@ -343,7 +261,6 @@ _REGISTRY = (
         chapter="Numbers",
         summary="a loss is not finite, and the test failed after it or left NaN in its model.",
         advice="find the first step with a NaN; lower the learning rate, clip gradients, check the data",
-        rules=("numbers.nan_loss", "numbers.trained_away"),
         outcome="FAIL",
     ),
     Cause(
@@ -351,7 +268,6 @@ _REGISTRY = (
         chapter="Speed",
         summary="the ranks make progress, but too slowly for the time limit.",
         advice="the ranks make progress: raise the timeout, or make the step smaller",
-        rules=("stalls.blocked", "speed.slow"),
         outcome="SLOW",
         at_work=True,
         retry="once",
@@ -361,7 +277,6 @@ _REGISTRY = (
         chapter="Speed",
         summary="one module makes most of a very large autograd graph.",
         advice="vectorise the module that owns the autograd nodes",
-        rules=("speed.graph_explosion",),
         outcome="SLOW",
         at_work=True,
     ),
@@ -370,7 +285,6 @@ _REGISTRY = (
         chapter="Speed",
         summary="one rank is slower, and the others wait for it.",
         advice="balance the work between ranks, or raise the timeout",
-        rules=("speed.straggler",),
         outcome="SLOW",
         at_work=True,
         retry="elsewhere",
@@ -380,7 +294,6 @@ _REGISTRY = (
         chapter="Else",
         summary="an ordinary failure of the test: its own assertion, or an exception that all ranks raised alike.",
         advice="no rank differs: all that fail do so alike; look at what the test computes and asserts",
-        rules=("exits.rank_raised", "items.foreseen", "numbers.differing"),
         outcome="FAIL",
         of_the_rank=True,
     ),
@@ -389,7 +302,6 @@ _REGISTRY = (
         chapter="Else",
         summary="no rule fits.",
         advice="no rule fits; all the evidence is in the folder",
-        rules=("engine.unknown", "engine.refused"),
         retry="once",
     ),
 )
