@@ -25,7 +25,7 @@ LIMITS: dict[str, tuple[str, int]] = {
     "stand": (r"stands?|standing|stood", 1),
     "tell": (r"tells?|telling|told", 0),
     "say": (r"says?|saying|said", 1),
-    "apart": (r"apart", 2),
+    "apart": (r"apart", 0),
     "beside": (r"besides?", 0),
     "anew": (r"anew", 0),
     "left out": (r"(leaves?|leaving|left) out", 0),

@@ -70,7 +70,7 @@ def test_a_document_that_no_bin_has_room_for(group):
         dist.all_reduce(torch.tensor(float(len(bin_))))
 
 
-@planted("infinite_loop", [2], n=3, marked=True, reason="repeats a loop", family="endless", origin="unseen 2026-11-25")
+@planted("infinite_loop", [2], n=3, marked=True, miss="it has no end", family="endless", origin="unseen 2026-11-25")
 def test_a_search_that_calls_the_model_and_finds_nothing(group):
     """Each attempt is a forward: the rank moves for ever, and gets nowhere."""
     torch.manual_seed(0)
@@ -251,7 +251,7 @@ def parts_of(batch, size):
         first += size
 
 
-@planted("infinite_loop", [3], n=4, marked=True, reason="repeats a loop", family="endless", origin="unseen 2026-11-25")
+@planted("infinite_loop", [3], n=4, marked=True, miss="it has no end", family="endless", origin="unseen 2026-11-25")
 def test_a_for_over_parts_of_size_zero(group):
     """It calls a module in each round, and so makes progress for ever."""
     model = nn.Embedding(50, 8)

@@ -91,7 +91,7 @@ def test_the_test_itself_looks_for_a_number(ddp: fixtures.DDP) -> None:
     loss.backward()
 
 
-@planted("nan_loss", [1], family="numbers", origin="first corpus")
+@planted("assertion", [1], family="numbers", origin="first corpus")
 def test_a_number_without_a_model(ddp: fixtures.DDP) -> None:
     loss = torch.tensor(float("inf") if ddp.rank == 1 else 1.0)
     dist.barrier()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.messages import END, ended, has_forgotten, is_collective
+from pytest_nsa.diagnosis.explain.messages import END, ended, is_collective
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -103,52 +101,22 @@ def is_paired(rank: int, call: Collective, pending: Calls) -> bool:
 
 
 def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
-    """Find ranks that dropped the Work of the call that would match what other ranks wait in, without a wait.
-
-    The messages between two ranks, in one group and with one tag, pair in their order.
-    """
+    """Find ranks that dropped the Work of a call that matches what another rank waits in, without a wait."""
     dropped = {}
     for waiter, call in entered.items():
         if not 0 <= call.peer < len(evidence.ranks):
             continue
-        peer = evidence.ranks[call.peer]
-        made = [c for c in evidence.ranks[waiter].collectives if _is_of(c, call, call.peer, sends=call.is_send)]
-        answers = [c for c in peer.collectives if _is_of(c, call, waiter, sends=not call.is_send)]
-        number = [c.index for c in made].index(call.index)
-        if has_forgotten(evidence.ranks[waiter]) or has_forgotten(peer):
-            number = len(answers) - 1  # a ring that lost its first calls cannot number them: take the latest
-        if 0 <= number < len(answers) and answers[number].dropped:
-            dropped[peer.rank] = answers[number]
-    waits = {rank: c for rank, c in entered.items() if c.op != END}
-    return _of_dropped(evidence, dropped, waits, certain=True) if dropped else None
-
-
-def lost_messages(evidence: Evidence) -> Finding | None:
-    """Find that all ranks wait, after some dropped the Work of a send or receive. A suspicion, never certain.
-
-    The unfinished message may block the connection, so that a call that all ranks have entered does not complete
-    either.
-    """
-    alive = [r for r in evidence.ranks if not r.finished]
-    dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped}
-    if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
+        for c in evidence.ranks[call.peer].collectives:
+            is_answer = c.is_send != call.is_send and (c.peer, c.group, c.note) == (waiter, call.group, call.note)
+            if is_answer and c.dropped:
+                dropped[call.peer] = c
+    if not dropped:
         return None
-    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
-    return _of_dropped(evidence, dropped, waits, certain=False)
-
-
-def _is_of(call: Collective, like: Collective, peer: int, *, sends: bool) -> bool:
-    return call.peer == peer and call.is_send == sends and (call.group, call.note) == (like.group, like.note)
-
-
-def _of_dropped(
-    evidence: Evidence, dropped: Mapping[int, Collective], waits: Calls, *, certain: bool
-) -> Finding:  # fmt: skip
-    n, first = evidence.job.world_size, dropped[min(dropped)]
-    began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, n)
+    first, waits = dropped[min(dropped)], {rank: c for rank, c in entered.items() if c.op != END}
+    began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, evidence.job.world_size)
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(dropped)), where=first.site, called_from=next(iter(first.way[1:]), ""),
         reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {_in_words(evidence, waits)}",
-        certain=certain, confidence=0.95 if certain else 0.7, facts=all_facts(evidence.ranks),
+        certain=True, confidence=0.95, facts=all_facts(evidence.ranks),
         advice="keep the Work that isend or irecv returns, and wait for it",
     )  # fmt: skip

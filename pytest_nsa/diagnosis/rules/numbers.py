@@ -5,7 +5,6 @@ values.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,11 +15,9 @@ from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.snapshots import by_snapshot
-from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
+from pytest_nsa.evidence.values import Evidence, RankEvidence
 from pytest_nsa.wire.files import read_lines, with_numbers
 
-_FINITE = re.compile(r"isfinite|isnan|isinf")
-_NAN = re.compile(r"\bnan\b|\binf\b|tensor\(True\)|tensor\(False\)|isfinite|isnan", re.IGNORECASE)
 TOLERANCE = 1e-6  # relative, of a tensor's norm
 Model = tuple[tuple[int, ...], int, int]  # its ranks, the joins before, its index among their models
 _WHAT = {
@@ -36,10 +33,8 @@ def nan_loss(evidence: Evidence) -> Finding | None:
     """Find that a test failed by an assertion or an exception after a loss that is not finite."""
     errors = [(r, e) for r in evidence.ranks for e in r.exceptions if not is_victim(e)]
     odd = [(r, e) for r in evidence.ranks for e in r.anomalies if _is_not_finite(e, r)]
-    if not errors:
+    if not errors or not odd:
         return None
-    if not odd:
-        return _stated_by_the_test(evidence)
     step = min(e["step"] for _, e in odd)
     ranks = tuple(sorted({r.rank for r, e in odd if e["step"] == step}))
     value = next(e.get("value", "not finite") for _, e in odd if e["step"] == step)
@@ -65,34 +60,6 @@ def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
     """Return whether a loss is not finite; or an output, in the step in which the test ended without a backward."""
     ended_there = rank.board is not None and rank.board.numbers["step"] == event["step"]
     return event["kind"] == "not_finite" or (event["kind"] == "no_backward" and not event["finite"] and ended_there)
-
-
-def _stated_by_the_test(evidence: Evidence) -> Finding | None:
-    """Find that the test's own assertion checked for a finite number and failed."""
-    found = [
-        (r, e)
-        for r in evidence.ranks
-        for e in r.exceptions
-        if e.type == "AssertionError" and _checks_a_number(evidence, e)
-    ]
-    if not found:
-        return None
-    ranks = tuple(sorted({r.rank for r, _ in found}))
-    rank, error = found[0]
-    return Finding(
-        cause="nan_loss",
-        ranks=ranks,
-        where=error.where,
-        reason=f"the test's assertion found no finite number: {error.headline[:120]}",
-        certain=True,
-        confidence=0.8,
-        facts=(exception_fact(rank, error),),
-    )
-
-
-def _checks_a_number(evidence: Evidence, error: RaisedException) -> bool:
-    source = evidence.sources.line(error.file, error.line)
-    return bool(_FINITE.search(source)) and bool(_NAN.search(error.message))
 
 
 def trained_away(evidence: Evidence) -> Finding | None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.explain.messages import has_forgotten, signature_of
-from pytest_nsa.diagnosis.explain.rhythm import expected_next
+from pytest_nsa.diagnosis.explain.messages import has_forgotten
 from pytest_nsa.diagnosis.facts import all_facts, exception_fact, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -33,7 +32,7 @@ def aborted(evidence: Evidence) -> Finding | None:
         if rank.signal != signal.SIGABRT or rank.by_us or at is None:
             continue
         if at.is_receive and 0 <= at.peer < len(evidence.ranks):
-            other = _of_another_size(evidence, rank, evidence.ranks[at.peer], at)
+            other = _of_another_size(evidence, rank, at)
             if other is not None:
                 return other
         if not at.op.startswith(UNEVEN):
@@ -68,45 +67,15 @@ def aborted_in_different_calls(evidence: Evidence) -> Finding | None:
     return finding_of(evidence, waits)
 
 
-def _of_another_size(evidence: Evidence, rank: RankEvidence, sender: RankEvidence, at: Collective) -> Finding | None:
-    """Find that a rank receives a message of another size than it expects: sender or receiver skipped a message.
-
-    The rank that departs from its own earlier calls is the culprit; where neither or both do, the one that carries another
-    payload than other messages at its line.
-    """
-    if has_forgotten(rank) or has_forgotten(sender):
-        return None
-    is_same = (at.group, at.note)
-    sent = [c for c in sender.collectives if c.is_send and c.peer == rank.rank and (c.group, c.note) == is_same]
-    taken = sum(
-        c.is_receive and c.peer == sender.rank and (c.group, c.note) == is_same and not c.is_inside
-        for c in rank.collectives
-    )
-    if taken >= len(sent) or (sent[taken].dtype, sent[taken].count) == (at.dtype, at.count):
-        return None
-    found = {
-        r.rank: usual for r, call in ((sender, sent[taken]), (rank, at)) if (usual := _expected(r, call)) is not None
-    }
-    reason = f"gloo aborted rank {rank.rank} in {at.describe()}: rank {sender.rank} was in {sent[taken].describe()}"
-    if len(found) != 1:  # neither skipped a message, by its earlier calls
-        calls = {sender.rank: sent[taken], rank.rank: at}
-        return replace(_of_another_kind(evidence, calls, _odd_end(evidence, calls)), reason=reason)
-    ((culprit, omitted),) = found.items()
-    return Finding(
-        cause="p2p_unmatched", ranks=(culprit,), where=omitted.site, certain=True, confidence=0.8,
-        reason=f"{reason}; rank {culprit} skipped {omitted.describe()}", facts=all_facts(evidence.ranks),
-    )  # fmt: skip
-
-
-def _expected(rank: RankEvidence, call: Collective) -> Collective | None:
-    """Return the latest call of the kind that a rank's earlier calls predict in place of ``call``; None where ``call``
-    is as predicted.
-    """
-    before = [c for c in rank.collectives if c.index < call.index]
-    expected = expected_next([signature_of(c) for c in before])
-    if expected is None or expected == signature_of(call):
-        return None
-    return next((c for c in reversed(before) if signature_of(c) == expected), None)
+def _of_another_size(evidence: Evidence, rank: RankEvidence, at: Collective) -> Finding | None:
+    """Find that a rank receives a message of another size or type than it expects."""
+    for calls in _messages(evidence):
+        mine, sent = calls.get(rank.rank), calls.get(at.peer)
+        if mine is None or sent is None or mine.index != at.index or mine.shape[2:4] == sent.shape[2:4]:
+            continue
+        reason = f"gloo aborted rank {rank.rank} in {at.describe()}: rank {at.peer} was in {sent.describe()}"
+        return replace(_of_another_kind(evidence, calls, _odd_end(evidence, calls)), reason=reason, certain=False)
+    return None
 
 
 def models_differ(evidence: Evidence) -> Finding | None:

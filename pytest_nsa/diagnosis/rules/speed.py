@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.explain.locations import line_of_its_loop
-from pytest_nsa.diagnosis.explain.source import is_in_while, loops_of
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -14,8 +12,6 @@ RECENT = 20  # collectives, and all in the last seconds
 WINDOW_S = 5.0
 OFTEN = 0.7
 LATE = 0.4  # of the time
-MANY_TIMES = 50  # module calls of a round, relative to all earlier rounds
-WITHOUT_END = 500  # module calls since the collective, relative to any rank's total
 _ENGINE = "_engine_run_backward"
 
 
@@ -63,51 +59,15 @@ def straggler(evidence: Evidence) -> Finding | None:
         return None
     ranks, reason = late
     first = next(r for r in evidence.ranks if r.rank in ranks)
-    rounds = _goes_round(evidence, first) if len(ranks) == 1 else ""
     return Finding(
-        cause="infinite_loop" if rounds else "straggler",
+        cause="straggler",
         ranks=ranks,
-        where=(line_of_its_loop(first) if rounds else "") or last_seen(first),
+        where=last_seen(first),
         module=owning_module(first),
-        reason=rounds or reason,
+        reason=reason,
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )
-
-
-def _goes_round(evidence: Evidence, rank: RankEvidence) -> str:
-    """Return in words that a rank repeats a loop since its latest collective; else ''.
-
-    In a ``while``: with many more steps than before the collective. In any loop: with many more module calls than any
-    rank made.
-    """
-    frames = [f for f in rank.stack.frames if f.is_user][:4] if rank.stack is not None else []
-    board, calls = rank.board, [c for c in rank.collectives if c.peer == -1]
-    if board is None or not calls:
-        return ""
-    detail = ""
-    before = calls[-1].step
-    since = int(board.numbers["step"]) - before
-    in_while = any(is_in_while(evidence.sources, f.describe()) for f in frames)
-    if in_while and len(calls) > 1 and since >= MANY_TIMES * max(before, MANY_TIMES):
-        detail = f"it has called its model {since:,} times since its latest collective, {before:,} times before"
-    elif any(loops_of(evidence.sources, f.describe()) for f in frames):
-        detail = _calls_without_end(evidence, rank)
-    return f"rank {rank.rank} repeats a loop: {detail}" if detail else ""
-
-
-def _calls_without_end(evidence: Evidence, rank: RankEvidence) -> str:
-    """Return in words that a rank made many more module calls since its latest collective than before it, and than the
-    others in total.
-    """
-    assert rank.board is not None
-    earlier = [b for b in rank.heartbeats if b["collectives"] < rank.heartbeats[-1]["collectives"]]
-    others = [int(r.board.numbers["modules_entered"]) for r in evidence.ranks if r.board is not None and r is not rank]
-    before = int(earlier[-1]["modules_entered"]) if earlier else 0
-    since, usual = int(rank.board.numbers["modules_entered"]) - before, max(before, *others, 0)
-    if since < WITHOUT_END * max(usual, MANY_TIMES):
-        return ""
-    return f"it has called modules {since:,} times since its latest collective; before, and on other ranks, {usual:,} at most"
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
