@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+Difference = tuple[str, tuple[int, ...], str, str]  # cause, ranks at fault, line, reason
 
 
 def groups_differ(evidence: Evidence) -> Finding | None:
@@ -34,53 +36,28 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         return None
     if any(is_cut(c) for c in making.values()):
         return None
-    n = evidence.job.world_size
-    order = _in_another_order(evidence)
-    if order is not None:
-        ranks, made, usual = order
-        return _finding(
-            evidence, "group_order_deadlock", ranks, made.site,
-            f"{describe_ranks(ranks, n)} created the group of {_named(made, n)} where the others created that of "
-            f"{_named(usual, n)}: in another order, and so under another number",
-        )  # fmt: skip
-    made_alone = None
-    if all(is_numbered(c) for c in making.values()):
-        made_alone = _made_by_some(evidence) or _made_by_makers_alone(evidence, making)
-    if made_alone is not None:
-        makers, call = made_alone
-        who = describe_ranks(makers, n)
-        absent = tuple(r.rank for r in evidence.ranks if r.rank not in makers)
-        if len(makers) > len(absent):  # every rank has to create it, members or not: the minority that does not is odd
-            return _finding(
-                evidence, "init_timeout", absent, call.site,
-                f"{describe_ranks(absent, n)} did not create group {call.note} at {call.site}: every rank has to, its members or "
-                "not, and later groups have other numbers",
-            )  # fmt: skip
-        others = by_ranks({r: f"in the creation of group {c.note}" for r, c in making.items() if r not in makers}, n)
-        return _finding(
-            evidence, "init_timeout", makers, call.site,
-            f"{who} alone created group {call.note} at {call.site}, and so number later groups differently"
-            + (f": {others}" if others else ""),
-        )  # fmt: skip
-    call = next(iter(making.values()))
+    differing = _first_difference(evidence, making)
+    if differing is not None:
+        return _finding(evidence, *differing)
+    n, call = evidence.job.world_size, next(iter(making.values()))
     outside = tuple(sorted(members_of_new(call, n) - set(making)))
     if outside:
         does = {m: f"{doing(evidence.ranks[m])}, without group {call.note}" for m in outside}
-        return _finding(
-            evidence, "init_timeout", outside, call.site, f"{by_ranks(does, n)}; the others wait for its creation at {call.site}"
-        )  # fmt: skip
+        reason = f"{by_ranks(does, n)}; the others wait for its creation at {call.site}"
+        return _finding(evidence, "init_timeout", outside, call.site, reason)
     ranks = _minority(making)
-    if len({members_of_new(c, n) for c in making.values()}) == 1:
-        shown = by_ranks({r: f"by {c.note}" for r, c in making.items()}, n)
-        return _finding(
-            evidence, "init_timeout", ranks, making[ranks[0]].site, f"the ranks do not meet to create their group: {shown}",
-            certain=len(ranks) < len(making),
-        )  # fmt: skip
     shown = by_ranks({r: f"in the creation of group {c.note} at {c.site}" for r, c in making.items()}, n)
+    is_one = len({members_of_new(c, n) for c in making.values()}) == 1
+    reason = "the ranks do not meet to create their group" if is_one else "the ranks create different groups"
+    cause = "init_timeout" if is_one else "group_order_deadlock"
     return _finding(
-        evidence, "group_order_deadlock", ranks, making[ranks[0]].site,
-        f"the ranks create groups in different orders, or with different members: {shown}",
-    )  # fmt: skip
+        evidence,
+        cause,
+        ranks,
+        making[ranks[0]].site,
+        f"{reason}: {shown}",
+        certain=not is_one or len(ranks) < len(making),
+    )
 
 
 def _finding(
@@ -98,88 +75,63 @@ def _finding(
     )
 
 
-def _made_by_some(evidence: Evidence) -> tuple[tuple[int, ...], Collective] | None:
-    """Return the ranks that created a group which the others did not create, and the call; the smaller of the two
-    sides.
+def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> Difference | None:
+    """Return the first place in the order of creation at which ranks create different numbered groups, or some create
+    none and wait in something else: the cause, the ranks at fault, the line and the reason.
 
-    The groups are compared in the order of their creation. A group that comes later in another rank's order is not such
-    a group.
+    A group that others create later is in another order. A group that no other rank creates later is made by its makers
+    alone; where these are the majority, the others omitted it. None where neither holds.
     """
-    made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
-    if len(made) < 2:
+    if not all(is_numbered(c) for c in making.values()):
         return None
-    for place in range(max(map(len, made.values()))):
-        at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
-        kinds: dict[frozenset[int], list[int]] = {}
-        for rank, call in at.items():
-            kinds.setdefault(members_of_new(call, evidence.job.world_size), []).append(rank)
-        if len(kinds) < 2:
-            continue
-        later = Counter(m for r in at for m in all_members(made[r][place:], evidence.job.world_size))
-        for members, ranks in sorted(kinds.items(), key=lambda kind: len(kind[1])):
-            if later[members] == len(ranks):  # no other rank creates it later
-                return tuple(sorted(ranks)), at[ranks[0]]
-        return None
-    return None
-
-
-def _made_by_makers_alone(
-    evidence: Evidence, making: dict[int, Collective]
-) -> tuple[tuple[int, ...], Collective] | None:
-    """Return the ranks that created a group after which others, that now wait in something else, created none; and the
-    call.
-    """
-    made = {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
-    elsewhere = [rank for rank in made if rank not in making]
-    fewest = min((len(made[rank]) for rank in elsewhere), default=0)
-    makers = tuple(sorted(rank for rank in made if len(made[rank]) > fewest))
-    if not elsewhere or set(makers) != set(making):
-        return None
-    return makers, made[makers[0]][fewest]
-
-
-def _in_another_order(evidence: Evidence) -> tuple[tuple[int, ...], Collective, Collective] | None:
-    """Return the few ranks that created another group where most created one that these created later: their call, and
-    the others'.
-    """
     n, made = evidence.job.world_size, {r.rank: made_by(r) for r in evidence.ranks if r.board is not None}
     for place in range(max(map(len, made.values()), default=0)):
-        at = {rank: calls[place] for rank, calls in made.items() if place < len(calls)}
-        groups = Counter(members_of_new(c, n) for c in at.values())
-        if len(groups) < 2:
+        at = {rank: members_of_new(calls[place], n) for rank, calls in made.items() if place < len(calls)}
+        without = [rank for rank in made if rank not in at and rank not in making]
+        by_number = Counter(at.values()).most_common()
+        if len(by_number) + bool(without) < 2:
             continue
-        (most, number), (_, next_most) = groups.most_common(2)
-        odd = tuple(sorted(r for r, c in at.items() if members_of_new(c, n) != most))
-        if number == next_most or len(odd) >= number:
-            return None
-        theirs = {members for r in set(at) - set(odd) for members in all_members(made[r][place:], n)}
+        later = {rank: {members_of_new(c, n) for c in made[rank][place:]} for rank in at}
+        usual, most = by_number[0]
+        odd = tuple(sorted(rank for rank in at if at[rank] != usual))
+        is_swapped = odd and all(any(at[r] in later[o] for o in at if o not in odd) for r in odd)
         # A rank that creates only its own groups skipped some; a rank that creates another's has another order.
-        made_later = all(
-            members_of_new(at[r], n) in theirs
-            and (most in all_members(made[r][place:], n) or r not in members_of_new(at[r], n))
-            for r in odd
-        )
-        return (odd, at[odd[0]], next(c for r, c in at.items() if r not in odd)) if made_later else None
+        if is_swapped and len(odd) < most and all(usual in later[r] or r not in at[r] for r in odd):
+            reason = (
+                f"{describe_ranks(odd, n)} created the group of {describe_ranks(tuple(sorted(at[odd[0]])), n)} where the others "
+                f"created that of {describe_ranks(tuple(sorted(usual)), n)}: in another order, and so under another number"
+            )
+            return "group_order_deadlock", odd, made[odd[0]][place].site, reason
+        for members, number in reversed(by_number):
+            makers = tuple(sorted(rank for rank in at if at[rank] == members))
+            if sum(members in groups for groups in later.values()) == number:
+                return _made_alone(evidence, makers, made[makers[0]][place], making)
+        return None
     return None
 
 
-def _named(call: Collective, world_size: int) -> str:
-    return describe_ranks(tuple(sorted(members_of_new(call, world_size))), world_size)
+def _made_alone(
+    evidence: Evidence, makers: tuple[int, ...], call: Collective, making: Mapping[int, Collective]
+) -> Difference:
+    """Return the difference that ``makers`` created a group which no other rank creates."""
+    n, absent = evidence.job.world_size, tuple(r.rank for r in evidence.ranks if r.rank not in makers)
+    at = f"group {call.note} at {call.site}"
+    if len(makers) > len(absent):
+        every = "every rank has to, its members or not, and later groups have other numbers"
+        return "init_timeout", absent, call.site, f"{describe_ranks(absent, n)} did not create {at}: {every}"
+    others = by_ranks({r: f"in the creation of group {c.note}" for r, c in making.items() if r not in makers}, n)
+    reason = f"{describe_ranks(makers, n)} alone created {at}, and so number later groups differently"
+    return "init_timeout", makers, call.site, reason + (f": {others}" if others else "")
 
 
 def _minority(making: dict[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that create the rarest group; all of them where none is rarer. A rank's own number in the note
     is ignored.
     """
-    notes = {r: _common_note(c) for r, c in making.items()}
+    notes = {r: ITSELF.sub("", c.note) for r, c in making.items()}
     numbers = Counter(notes.values())
     fewest, most = min(numbers.values()), max(numbers.values())
     return tuple(sorted(r for r, note in notes.items() if fewest == most or numbers[note] == fewest))
-
-
-def _common_note(making: Collective) -> str:
-    """Return a new group's note without the rank's own number."""
-    return ITSELF.sub("", making.note)
 
 
 ITSELF = re.compile(r"(?<=: )rank -?\d+ of -?\d+(, by )?")
@@ -212,10 +164,6 @@ def made_by(rank: RankEvidence) -> list[Collective]:
     return [c for c in rank.collectives if c.op == NEW_GROUP and is_numbered(c) and not is_cut(c)]
 
 
-def all_members(calls: list[Collective], world_size: int) -> set[frozenset[int]]:
-    return {members_of_new(call, world_size) for call in calls}
-
-
 _CLAIM = re.compile(r"[^:]*: rank (?P<number>-?\d+) of (?P<size>-?\d+), by (?P<place>.+)")
 
 
@@ -243,7 +191,7 @@ def numbers_differ(evidence: Evidence) -> Finding | None:
     for claims in _meetings(evidence).values():
         if not any(c.is_inside for c in claims.values()):
             continue  # the group was created
-        finding = _of_sizes(evidence, claims) or _of_numbers(evidence, claims) or _of_too_few(evidence, claims)
+        finding = _of_sizes(evidence, claims) or _of_numbers(evidence, claims)
         if finding is not None:
             return finding
     return None
@@ -273,25 +221,24 @@ def _claims(rank: RankEvidence) -> list[Claim]:
 
 
 def _of_sizes(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
-    """Find ranks that expect another world size than the others: the minority, or those that do not expect all ranks."""
+    """Find ranks that expect another world size than the others (the minority, or those that do not expect all ranks), or
+    more ranks than exist.
+    """
     by_size: dict[int, list[int]] = {}
-    for rank, claim in claims.items():
+    for rank, claim in sorted(claims.items()):
         by_size.setdefault(claim.size, []).append(rank)
-    if len(by_size) < 2:
+    n = evidence.job.world_size
+    if len(by_size) == 1 and (min(by_size) <= n or len(claims) < n):
         return None
     most = max(map(len, by_size.values()))
     usual = [size for size, ranks in by_size.items() if len(ranks) == most]
-    right = usual[0] if len(usual) == 1 else evidence.job.world_size
+    right = usual[0] if len(usual) == 1 < len(by_size) else n
     culprits = tuple(sorted(r for size, ranks in by_size.items() if size != right for r in ranks))
-    shown = "; ".join(
-        f"{describe_ranks(tuple(sorted(ranks)), evidence.job.world_size)} {_expect(ranks)} {size} ranks"
-        for size, ranks in sorted(by_size.items())
-    )
-    return _misnumbered(evidence, claims, culprits, f"the ranks do not agree on the size of their group: {shown}")
-
-
-def _expect(ranks: list[int]) -> str:
-    return "expects" if len(ranks) == 1 else "expect"
+    shown = "; ".join(stated(tuple(ranks), f"expects {size} ranks", n) for size, ranks in sorted(by_size.items()))
+    reason = f"the ranks do not agree on the size of their group: {shown}"
+    if len(by_size) == 1:
+        reason = f"the group expects {usual[0]} ranks, but there are {n}"
+    return _misnumbered(evidence, claims, culprits, reason)
 
 
 def _of_numbers(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
@@ -304,19 +251,10 @@ def _of_numbers(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | No
         return None
     culprits = tuple(sorted(r for n, ranks in twice.items() for r in (set(ranks) - {n} if n in ranks else ranks)))
     shown = "; ".join(
-        f"{describe_ranks(tuple(ranks), evidence.job.world_size)} claim to be rank {n} of {claims[ranks[0]].size}"
+        stated(tuple(ranks), f"claims to be rank {n} of {claims[ranks[0]].size}", evidence.job.world_size)
         for n, ranks in sorted(twice.items())
     )
     return _misnumbered(evidence, claims, culprits, f"{shown} where their group is made")
-
-
-def _of_too_few(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | None:
-    """Find that a group expects more ranks than exist."""
-    size, there = next(iter(claims.values())).size, evidence.job.world_size
-    if size <= there or len(claims) < there:
-        return None
-    ranks = tuple(sorted(claims))
-    return _misnumbered(evidence, claims, ranks, f"the group expects {size} ranks, but there are {there}")
 
 
 def _misnumbered(evidence: Evidence, claims: Mapping[int, Claim], culprits: tuple[int, ...], reason: str) -> Finding:
