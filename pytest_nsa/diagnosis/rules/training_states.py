@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +40,13 @@ def with_origin(
     if equal:
         before = {rank: len(_known(records, equal[rank]).get("loads", ())) for rank, records in streams.items()}
         loads = {rank: of_rank[before[rank] :] for rank, of_rank in loads.items()}
-    found = (
-        _not_loaded(world_size, loads)
-        or _loaded_otherwise(world_size, loads)
-        or (_loaded_alone(world_size, loads) if equal else _begun_otherwise(world_size, known, loads))
-        or _set_otherwise(world_size, known)
-    )
+    states = list(_states(known, loads, has_begun=bool(equal)))
+    is_kept = bool(equal) or any(what == "begun" for what, *_ in states)
+    found = _loaded_by_some(world_size, loads, is_kept=is_kept)
+    if found is None and states:
+        _, values, text, where = states[0]
+        shown = {rank: f"{v:.6g}" if isinstance(v, float) else f"{v}" for rank, v in values.items()}
+        found = text.replace("{}", by_ranks(shown, world_size)), where
     if found is None:
         return changed_before(finding, world_size, streams, diverged, equal, known)
     text, where = found
@@ -66,83 +67,72 @@ def _known(records: Records, last: dict[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _not_loaded(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
-    """Return in words that some ranks did not load what others loaded, and the line.
+def _loaded_by_some(world_size: int, loads: Mapping[int, Loads], *, is_kept: bool) -> tuple[str, str] | None:
+    """Return in words which ranks loaded a state, or did not, in contrast to the others, and the line.
 
-    Most ranks must have loaded a model: where few have, its parameters are broadcast from there.
+    Where few ranks load a model, its parameters are broadcast from there: such a load counts where it ``is_kept``, that is,
+    where the parameters differed after it.
     """
     done = {rank: {(what, site) for what, site, _, error in of_rank if not error} for rank, of_rank in loads.items()}
     for what, site in dict.fromkeys(load for of_rank in done.values() for load in sorted(of_rank)):
         without = tuple(rank for rank, of_rank in done.items() if (what, site) not in of_rank)
-        if not without or (what == "model" and 2 * len(without) >= len(done)):
-            continue
-        error = next((e for r in without for w, s, _, e in loads[r] if (w, s) == (what, site) and e), "")
         who, others = (
             describe_ranks(ranks, world_size) for ranks in (without, tuple(r for r in done if r not in without))
         )
-        return f"{who} did not load the {what} that {others} loaded at {site}" + (f" ({error})" if error else ""), site
+        if what == "model" and 2 * len(without) >= len(done):
+            if is_kept:
+                return f"{others} loaded a model's parameters at {site}, and the others did not", site
+        elif without:
+            error = next((e for r in without for w, s, _, e in loads[r] if (w, s) == (what, site) and e), "")
+            detail = f" ({error})" if error else ""
+            return f"{who} did not load the {what} that {others} loaded at {site}{detail}", site
     return None
 
 
-def _loaded_alone(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
-    """Return in words that few ranks loaded a model's parameters without a broadcast after it, and the line."""
-    done = {rank: [load for load in of_rank if load[0] == "model" and not load[3]] for rank, of_rank in loads.items()}
-    alone = tuple(rank for rank, of_rank in done.items() if of_rank)
-    if not alone or len(alone) == len(done):
-        return None
-    site = done[alone[0]][-1][1]
-    return f"{describe_ranks(alone, world_size)} loaded a model's parameters at {site}, and the others did not", site
+def _states(
+    known: Mapping[int, Mapping[str, Any]], loads: Mapping[int, Loads], *, has_begun: bool
+) -> Iterator[tuple[str, dict[int, Any], str, str]]:
+    """Yield each state in which ranks differ: its kind, the value on each rank, a sentence with a place for the values, and
+    the line.
 
-
-def _loaded_otherwise(world_size: int, loads: Mapping[int, Loads]) -> tuple[str, str] | None:
-    """Return in words that ranks loaded different numbers at one line, and that line."""
+    The states are what ranks loaded at one line, a model's parameters at its first call (unless it ``has_begun`` with equal
+    ones), and the settings of the optimizer.
+    """
     done = {rank: [load for load in of_rank if not load[3]] for rank, of_rank in loads.items()}
-    if len({tuple((what, site) for what, site, _, _ in of_rank) for of_rank in done.values()}) != 1:
-        return None
-    for calls in zip(*done.values(), strict=True):
-        norms = dict(zip(done, (call[2] for call in calls), strict=True))
-        if _odd(norms):
-            what, site = calls[0][:2]
-            detail = by_ranks({rank: f"{norm:.6g}" for rank, norm in norms.items()}, world_size)
-            return f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {detail})", site
-    return None
-
-
-def _begun_otherwise(
-    world_size: int, known: Mapping[int, dict[str, Any]], loads: Mapping[int, Loads]
-) -> tuple[str, str] | None:
-    """Return in words that a model's parameters differed at its first call, and the line that created it."""
+    if len({tuple((what, site) for what, site, *_ in of_rank) for of_rank in done.values()}) == 1:
+        for calls in zip(*done.values(), strict=True):
+            norms, (what, site) = {rank: call[2] for rank, call in zip(done, calls, strict=True)}, calls[0][:2]
+            if _odd(norms):
+                yield (
+                    "loaded",
+                    norms,
+                    f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {{}})",
+                    site,
+                )
     begun = {rank: k["begun"] for rank, k in known.items() if "begun" in k}
-    if len(begun) < len(known) or len({len(of_rank["norms"]) for of_rank in begun.values()}) != 1:
-        return None
-    for norms in zip(*(of_rank["norms"] for of_rank in begun.values()), strict=True):
-        values = dict(zip(begun, norms, strict=True))
-        if _odd(values) and (alone := _loaded_alone(world_size, loads)) is not None:
-            return alone
-        if _odd(values):
-            where = next((of_rank["site"] for of_rank in begun.values() if of_rank["site"]), "")
-            detail = by_ranks({rank: f"{norm:.6g}" for rank, norm in values.items()}, world_size)
-            return (
-                f"they were not equal when the model was first called (L2 norms of one: {detail}), as made at {where}",
-                where,
-            )
-    return None
-
-
-def _set_otherwise(world_size: int, known: Mapping[int, dict[str, Any]]) -> tuple[str, str] | None:
-    """Return in words that a setting of the optimizer differs, and the line that set it last."""
+    if not has_begun and len(begun) == len(known) and len({len(b["norms"]) for b in begun.values()}) == 1:
+        where = next((b["site"] for b in begun.values() if b["site"]), "")
+        for of_ranks in zip(*(b["norms"] for b in begun.values()), strict=True):
+            if _odd(norms := dict(zip(begun, of_ranks, strict=True))):
+                text = (
+                    f"they were not equal when the model was first called (L2 norms of one: {{}}), as made at {where}"
+                )
+                yield "begun", norms, text, where
     groups = {rank: k.get("settings", []) for rank, k in known.items()}
     if len({len(of_rank) for of_rank in groups.values()}) != 1:
-        return None
-    for of_ranks in zip(*groups.values(), strict=True):
-        for name in of_ranks[0]:
-            values = {rank: group.get(name) for rank, group in zip(groups, of_ranks, strict=True)}
-            odd = _odd(values)
-            if odd:
+        return
+    for settings in zip(*groups.values(), strict=True):
+        for name in settings[0]:
+            values = {rank: group.get(name) for rank, group in zip(groups, settings, strict=True)}
+            if odd := _odd(values):
                 where = next((at for rank in (*odd, *values) if (at := known[rank].get("set_at", ""))), "")
-                detail = by_ranks({rank: f"{value}" for rank, value in values.items()}, world_size)
-                return f"the optimizer's {name} differs ({detail})" + (f", as set at {where}" if where else ""), where
-    return None
+                set_at = f", as set at {where}" if where else ""
+                yield (
+                    "set",
+                    {r: str(v) for r, v in values.items()},
+                    f"the optimizer's {name} differs ({{}}){set_at}",
+                    where,
+                )
 
 
 def _odd(values: Mapping[int, Any]) -> tuple[int, ...]:
