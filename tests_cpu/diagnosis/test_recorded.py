@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
+from pytest_nsa.diagnosis import words
 from pytest_nsa.diagnosis.engine import diagnose
 from pytest_nsa.evidence.load import load
 from tests_cpu.faults.recorded import unpack
@@ -34,3 +36,20 @@ def test_the_verdict_from_a_recorded_folder(module: str, name: str, recorded: di
     assert expected.allows(verdict.where, planted_module(module)), verdict.where
     assert expected.reason in verdict.reason
     assert verdict.rule
+
+
+def test_no_verdict_depends_on_words(recorded: dict[str, dict[str, Path]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is never control flow: with empty words each verdict has the same cause, ranks and line."""
+    evidence = [load(recorded[m][name]) for m in MODULES for name in list(faults(m))[::3]]
+    before = [diagnose(of) for of in evidence]
+    empty = {"str": lambda *_, **__: "", "dict[str, float]": lambda *_, **__: {}}
+    found = [f for f in vars(words).values() if isinstance(f, FunctionType) and f.__module__ == words.__name__]
+    makers = [f for f in found if f.__annotations__["return"] in empty]
+    for function in makers:
+        monkeypatch.setattr(function, "__code__", empty[function.__annotations__["return"]].__code__)
+    after = [diagnose(of) for of in evidence]
+    assert len(makers) > 10
+    assert [v.reason for v in after] != [v.reason for v in before]
+    assert [(v.cause, v.ranks, v.where, v.certain) for v in after] == [
+        (v.cause, v.ranks, v.where, v.certain) for v in before
+    ]

@@ -9,8 +9,9 @@ from pytest_nsa.diagnosis.rules.calls import origin_of
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
 from pytest_nsa.diagnosis.rules.messages import finding_of_messages
-from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
+from pytest_nsa.diagnosis.rules.reasons import explained
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.words import ran_out
 from pytest_nsa.evidence.board import NEW_GROUP
 from pytest_nsa.evidence.collectives import lacking
 from pytest_nsa.evidence.values import Evidence

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, parts_of
 from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
-from pytest_nsa.diagnosis.rules.keys import waits_for
+from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, waits_for_a_key, who_holds
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
@@ -164,11 +164,7 @@ def _gil_held(rank: RankEvidence) -> Activity | None:
     silent = rank.beat_age_s is not None and rank.beat_age_s > SILENT_S
     if not silent or (rank.process.get("wants_cpu") and not computes(rank.process)):  # starved, and so is its heartbeat
         return None
-    return Activity("gil_held", f"holds the GIL in native code{_symbol(rank)}", 0.8)
-
-
-def _symbol(rank: RankEvidence) -> str:
-    return f" ({rank.native_symbol})" if rank.native_symbol else ""
+    return Activity("gil_held", f"holds the GIL in native code{in_symbol(rank)}", 0.8)
 
 
 def _busy(rank: RankEvidence) -> Activity | None:
@@ -209,7 +205,7 @@ def _what_computes(rank: RankEvidence) -> Activity:
         if recursion:
             return Activity("infinite_loop", "runs in a recursion without making progress", 0.8, recursion)
         return Activity("infinite_loop", "runs in Python without making progress", 0.8, line_of_its_loop(rank))
-    return Activity("native_busy", f"is busy in native code{_symbol(rank)}", 0.7)
+    return Activity("native_busy", f"is busy in native code{in_symbol(rank)}", 0.7)
 
 
 def _recursion(rank: RankEvidence) -> str:
@@ -228,23 +224,7 @@ def _recursion(rank: RankEvidence) -> str:
 
 def _sleeping(rank: RankEvidence) -> Activity | None:
     # What a library's function sleeps in is not in the user's line.
-    return Activity("sleeping", f"sleeps{_looks_for(rank)}", 0.8) if _sleeps(rank) or rank.looked_for else None
-
-
-def _looks_for(rank: RankEvidence) -> str:
-    """Return the files that its loop looks for, as ', in a loop that looks for /x/lock (there, unchanged for 7.0 s; ...)'."""
-    found = []
-    for file in rank.looked_for:
-        there = "there is no such file"
-        if "unchanged_s" in file:
-            holder = "a process has it open"
-            if not file.get("is_open"):
-                holder = (
-                    "no process of this user has it open: delete it where it is the lock of a process that has ended"
-                )
-            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
-        found.append(f"{file['path']} ({there})")
-    return f", in a loop that looks for {' and '.join(found)}" if found else ""
+    return Activity("sleeping", f"sleeps{looked_for(rank)}", 0.8) if _sleeps(rank) or rank.looked_for else None
 
 
 def _io(rank: RankEvidence) -> Activity | None:
@@ -292,7 +272,7 @@ def _executor_s_place(rank: RankEvidence) -> str:
 
 
 def _store(rank: RankEvidence) -> Activity | None:
-    return Activity("io_stuck", waits_for(rank), 0.6) if rank.waits_for_a_key else None
+    return Activity("io_stuck", waits_for_a_key(rank), 0.6) if rank.waits_for_a_key else None
 
 
 def _meets(rank: RankEvidence) -> Activity | None:
@@ -309,13 +289,7 @@ def _file_lock(rank: RankEvidence) -> Activity | None:
     path, holders = rank.process.get("waits_for_lock"), tuple(rank.process.get("held_by", ()))
     if not path:
         return None
-    return Activity("lock_deadlock", f"waits for a lock on {path}{_who_holds(rank, holders)}", 0.9, holders=holders)
-
-
-def _who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
-    if rank.rank in holders:
-        return ", which it holds itself"
-    return f", which rank {holders[0]} holds" if holders else ""
+    return Activity("lock_deadlock", f"waits for a lock on {path}{who_holds(rank, holders)}", 0.9, holders=holders)
 
 
 def _polled_file(rank: RankEvidence) -> Activity | None:
@@ -323,16 +297,12 @@ def _polled_file(rank: RankEvidence) -> Activity | None:
     path, holders = rank.process.get("open_and_locked"), tuple(rank.process.get("locked_by", ()))
     if not path or not _sleeps(rank):
         return None
-    return Activity("lock_deadlock", f"polls for a lock on {path}{_who_holds(rank, holders)}", 0.85, holders=holders)
+    return Activity("lock_deadlock", f"polls for a lock on {path}{who_holds(rank, holders)}", 0.85, holders=holders)
 
 
 def _sleeps(rank: RankEvidence) -> bool:
     in_kernel = any(word in _wchan(rank) for word in ("nanosleep", "pause", "sigsuspend"))
     return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
-
-
-def _in_hook(rank: RankEvidence) -> str:
-    return ", in a gradient hook" if rank.stack is not None and rank.stack.is_in_hook else ""
 
 
 def is_at_a_lock(line: str) -> bool:
@@ -349,27 +319,9 @@ def _lock(rank: RankEvidence) -> Activity | None:
     by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
     if not (by_file or source or by_wait):
         return None
-    return Activity("lock_deadlock", f"waits for {_awaited(rank)}{_in_hook(rank)}", 0.9 if by_file or source else 0.7)
-
-
-_AWAITED = (  # by file and function of the library, and by source where it has no frame of Python
-    ("/queue.py", "get", r"\.get\(", "an item that no thread puts into its queue"),
-    ("/queue.py", "put", r"\.put\(", "room in a queue that no thread takes from"),
-    ("/queue.py", "join", r"$^", "the tasks of a queue, which no thread completes"),
-    ("/concurrent/futures/_base.py", "result", r"\.result\(", "a result that no thread delivers"),
-    ("/threading.py", "join", r"\.join\(", "a thread that does not end"),
-    ("/threading.py", "wait", r"\.wait\(", "an event or a condition that no thread sets"),
-)
-
-
-def _awaited(rank: RankEvidence) -> str:
-    """Return in words what a rank waits for within its process."""
-    frames = _library_frames(rank)
-    for file, function, source, words in _AWAITED:
-        by_frame = any(f.file.endswith(file) and f.function == function for f in frames)
-        if by_frame or (not frames and re.search(source, _source(rank))):
-            return words
-    return "a lock that is not released"
+    hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""
+    description = f"waits for {awaited_within(_library_frames(rank), _source(rank))}{hook}"
+    return Activity("lock_deadlock", description, 0.9 if by_file or source else 0.7)
 
 
 def _backward(rank: RankEvidence) -> Activity | None:

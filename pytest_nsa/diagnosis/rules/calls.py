@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.locations import where_ways_part
-from pytest_nsa.diagnosis.explain.messages import END, KEY
-from pytest_nsa.diagnosis.explain.side_threads import race_of_threads
+from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.reasons import explained, ran_out
-from pytest_nsa.diagnosis.verdict import Fact, Finding, by_ranks, describe_ranks, stated
-from pytest_nsa.evidence.board import DEFAULT_GROUPS, NEW_GROUP, Collective
+from pytest_nsa.diagnosis.rules.reasons import explained
+from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
+from pytest_nsa.diagnosis.words import because, calls_and_groups, race_of_threads, ran_out, terms_of
+from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import any_can_complete, by_place, deadlocked, first_departure, waited_for
 from pytest_nsa.evidence.values import Evidence
 
@@ -70,7 +70,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     n, edit = evidence.job.world_size, found.candidate.edit
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
-    shown, values = _shown(evidence, entered), found.candidate.values
+    shown, values = calls_and_groups(evidence, entered), found.candidate.values
     if edit is Edit.ORDER:
         reason = f"the ranks wait in different collectives: {shown}"
     elif found.candidate.is_for_all:
@@ -119,36 +119,6 @@ def _raised_before(evidence: Evidence, entered: Calls) -> bool:
         for rank, c in entered.items()
         for error in evidence.ranks[rank].exceptions
     )
-
-
-def _shown(evidence: Evidence, entered: Calls) -> str:
-    """Return each rank's call in words, and the members of every group that has not all ranks."""
-    n, in_steps = evidence.job.world_size, any(c.step for c in entered.values())
-    waits = {r: c for r, c in sorted(entered.items()) if c.op != END}
-    shown = by_ranks({r: _in_words(c) + (f" in step {c.step}" if in_steps else "") for r, c in waits.items()}, n)
-    for group in sorted({c.group for c in waits.values()} - set(DEFAULT_GROUPS)):
-        shown += f"; group {group} has {describe_ranks(evidence.members(group), n)}"
-    return shown
-
-
-def _in_words(call: Collective) -> str:
-    return f"waiting for the key {call.note} of a store at {call.site}" if call.op == KEY else f"in {call.describe()}"
-
-
-def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
-    """Return the terms of an explanation as sentences, with their weights."""
-    return {_sentence(found, name, words, world_size): gain for name, words, gain in found.terms}
-
-
-def because(found: Explanation, world_size: int) -> str:
-    """Return the two terms of the largest weight in words, after a semicolon; '' without any."""
-    sentences = [_sentence(found, name, words, world_size) for name, words, _ in found.terms[:2]]
-    return f"; {'; '.join(sentences)}" if sentences else ""
-
-
-def _sentence(found: Explanation, name: str, words: str, world_size: int) -> str:
-    """Return a term as a sentence about the side that it describes."""
-    return stated(found.candidate.about(name), words, world_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.keys import Wanted, call_of, key_of, kind_of
-from pytest_nsa.diagnosis.explain.messages import END, KEY, ended
+from pytest_nsa.diagnosis.explain.keys import Wanted, call_of, kind_of
+from pytest_nsa.diagnosis.explain.messages import KEY, ended
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen
-from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
-from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
+from pytest_nsa.diagnosis.rules.calls import finding_from
+from pytest_nsa.diagnosis.verdict import Finding, by_ranks, stated
+from pytest_nsa.diagnosis.words import because, some_of, terms_of, waits_for_a_key, what_they_do
 from pytest_nsa.evidence.board import Collective
-from pytest_nsa.evidence.values import Evidence, KeyUse, RankEvidence
+from pytest_nsa.evidence.values import Evidence, KeyUse
 
 _SHOWN = 8  # number of keys that a reason names
-
-
-def waits_for(rank: RankEvidence) -> str:
-    """Return in words that a rank waits for a key."""
-    key = key_of(rank)
-    return f"waits for a key of a store that no rank has set{f': {key}' if key else ''}"
 
 
 def unset(evidence: Evidence) -> Finding | None:
@@ -36,18 +30,18 @@ def unset(evidence: Evidence) -> Finding | None:
     facts, terms = all_facts(evidence.ranks), terms_of(found, n)
     if found.candidate.is_for_all:
         first = evidence.ranks[ranks[0]]
-        reason = by_ranks({rank: waits_for(evidence.ranks[rank]) for rank in ranks}, n)
+        reason = by_ranks({rank: waits_for_a_key(evidence.ranks[rank]) for rank in ranks}, n)
         return Finding(
             cause="io_stuck", ranks=ranks, where=last_seen(first), reason=reason, confidence=0.6, facts=facts, terms=terms
         )  # fmt: skip
     is_counted = wanted.name in wanted.keys.known
     kind = "in which too few ranks have counted" if is_counted else "that is not set"
-    reason = stated(wanted.waiters, f"waits for a key of a store {kind}: {_some(wanted.names)}", n)
+    reason = stated(wanted.waiters, f"waits for a key of a store {kind}: {some_of(wanted.names)}", n)
     if found.candidate.edit is Edit.NEVER_SET:
         where, called_from = last_seen(evidence.ranks[ranks[0]]), ""
         reason += f", at {where}"
         others = {c.note for r, c in entered.items() if c.op == KEY and r not in ranks}
-        reason += f"; the others wait for {_some(sorted(others))}" if others else ""
+        reason += f"; the others wait for {some_of(sorted(others))}" if others else ""
         advice = "see why the rank waits for a key that no rank sets: its name, or a round that the others do not make"
     else:
         use = _usual(evidence, wanted, ranks)
@@ -55,21 +49,12 @@ def unset(evidence: Evidence) -> Finding | None:
             use.where if use else last_seen(evidence.ranks[wanted.waiter]),
             use.called_from if use else "",
         )
-        reason += f"; {_what_they_do(entered, ranks, n)}" + (f"; such keys are set at {use.where}" if use else "")
+        reason += f"; {what_they_do(evidence, ranks, entered)}" + (f"; such keys are set at {use.where}" if use else "")
         advice = "see why the rank did not set the key that the others wait for"
     return Finding(
         cause=found.candidate.edit.cause, ranks=ranks, where=where, called_from=called_from, advice=advice,
         reason=reason + because(found, n), confidence=round(found.probability, 2), facts=facts, terms=terms,
     )  # fmt: skip
-
-
-def _what_they_do(entered: Calls, ranks: tuple[int, ...], world_size: int) -> str:
-    """Return in words what the ranks that did not set a key do."""
-    calls = {c.describe() for r, c in entered.items() if r in ranks and c.op not in (END, KEY)}
-    if all(entered[r].op == END for r in ranks if r in entered):
-        return f"{describe_ranks(ranks, world_size)} {'ended its test' if len(ranks) == 1 else 'ended their tests'}"
-    doing = f"waits in {calls.pop()}" if len(calls) == 1 else "waits, too"
-    return f"{describe_ranks(ranks, world_size)} {doing}"
 
 
 def held_for_keys(evidence: Evidence) -> Calls | None:
@@ -99,7 +84,3 @@ def _usual(evidence: Evidence, wanted: Wanted, ranks: tuple[int, ...]) -> KeyUse
         if latest is not None:
             return latest[1]
     return None
-
-
-def _some(keys: Sequence[str]) -> str:
-    return ", ".join([*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else keys)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.messages import END, ended, is_collective
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing, last_seen, rings
-from pytest_nsa.diagnosis.rules.calls import because, finding_from, terms_of
+from pytest_nsa.diagnosis.explain.messages import ended, is_collective
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
+from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
+from pytest_nsa.diagnosis.words import because, each_call, terms_of, what_they_do
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence
@@ -55,15 +56,15 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     pending = {rank: c for rank, c in sorted(entered.items()) if c.peer != -1}
     blames_waiter = found.candidate.edit is not Edit.UNANSWERED
     victims = {rank: c for rank, c in pending.items() if rank not in ranks} or pending
-    reason = f"receives and sends do not pair: {_in_words(evidence, pending if blames_waiter else victims)}"
+    reason = f"receives and sends do not pair: {each_call(pending if blames_waiter else victims, n)}"
     if found.candidate.is_for_all:
         reason += f"; {describe_ranks(ranks, n)} wait for each other, and none makes the matching call first"
     elif not blames_waiter:
-        reason += f"; {_what_they_do(evidence, ranks, entered)}"
+        reason += f"; {what_they_do(evidence, ranks, entered, instead_of='the matching call')}"
     collectives = {
         rank: c for rank, c in sorted(entered.items()) if is_collective(c) and (blames_waiter or rank not in ranks)
     }
-    reason += f"; {_in_words(evidence, collectives)}" if collectives else ""
+    reason += f"; {each_call(collectives, n)}" if collectives else ""
     call, where = owed.call, owed.call.site
     if not blames_waiter and owed.is_passed_over:
         call = owed.answers[-1]
@@ -77,19 +78,6 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
         reason=reason + because(found, n), certain=found.is_certain, is_permanent=True,
         confidence=round(found.probability, 2), facts=all_facts(evidence.ranks), terms=terms_of(found, n),
     )  # fmt: skip
-
-
-def _in_words(evidence: Evidence, calls: Calls) -> str:
-    return by_ranks({rank: f"in {c.describe()}" for rank, c in calls.items()}, evidence.job.world_size)
-
-
-def _what_they_do(evidence: Evidence, ranks: tuple[int, ...], entered: Calls) -> str:
-    """Return in words what the awaited ranks do."""
-    n = evidence.job.world_size
-    if all(entered[r].op == END for r in ranks if r in entered):
-        one = len(ranks) == 1
-        return f"{describe_ranks(ranks, n)} ended {'its test' if one else 'their tests'} without the matching call"
-    return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
 
 
 def is_paired(rank: int, call: Collective, pending: Calls) -> bool:
@@ -112,11 +100,11 @@ def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
                 dropped[call.peer] = c
     if not dropped:
         return None
-    first, waits = dropped[min(dropped)], {rank: c for rank, c in entered.items() if c.op != END}
-    began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, evidence.job.world_size)
+    n, first = evidence.job.world_size, dropped[min(dropped)]
+    began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, n)
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(dropped)), where=first.site, called_from=next(iter(first.way[1:]), ""),
-        reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {_in_words(evidence, waits)}",
+        reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {each_call(entered, n)}",
         certain=True, confidence=0.95, facts=all_facts(evidence.ranks),
         advice="keep the Work that isend or irecv returns, and wait for it",
     )  # fmt: skip

@@ -14,6 +14,7 @@ from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import describe_ranks
+from pytest_nsa.diagnosis.words import step_that_differs
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -77,15 +78,6 @@ def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
     )
 
 
-def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
-    """Return in words that the culprits' data loaders were exhausted and the others' were not; else ''."""
-    ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
-    others = [n for rank, n in ended.items() if rank not in culprits]
-    if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
-        return ""
-    return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anomaly:
     """What some ranks did in a step and the others did not. ``reason`` is the plan's reason, with details.
@@ -113,7 +105,9 @@ def anomaly(evidence: Evidence) -> Anomaly | None:
         if len(ranks) < len(evidence.ranks):
             event = next(iter(ranks.values()))
             is_habit = kind == "not_synchronised"
-            return Anomaly(ranks=tuple(sorted(ranks)), step=step, reason=_reason_of(kind, event), is_habit=is_habit)
+            return Anomaly(
+                ranks=tuple(sorted(ranks)), step=step, reason=step_that_differs(kind, event), is_habit=is_habit
+            )
     return None
 
 
@@ -124,14 +118,6 @@ def _is_no_cause(rank: RankEvidence, event: dict[str, object]) -> bool:
     error = str(event.get("error", ""))
     was_raised = any(f"{e.type}: {e.message}"[: len(error)] == error for e in rank.exceptions)
     return was_raised or is_victim_text(error)
-
-
-def _reason_of(kind: str, event: dict[str, object]) -> str:
-    if kind == "forward_failed":
-        return f"forward aborted by a swallowed exception in {event.get('module') or 'the model'}: {event.get('error')}"
-    if kind == "not_synchronised":
-        return "gradients not reduced (no_sync)"
-    return "batch skipped, no backward" if event.get("finite", True) else "batch skipped after NaN, no backward"
 
 
 def other_path(evidence: Evidence, culprits: tuple[int, ...]) -> str:

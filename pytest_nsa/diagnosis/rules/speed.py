@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.words import progress_of, rate_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 MANY_NODES = 20_000
@@ -31,7 +32,7 @@ def graph_explosion(evidence: Evidence) -> Finding | None:
         ranks=tuple(r.rank for r in found),
         where=last_seen(rank),
         module=module,
-        reason=f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {_progress(rank)}",
+        reason=f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {progress_of(rank)}",
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )
@@ -128,32 +129,7 @@ def slow(evidence: Evidence) -> Finding | None:
         cause="slow",
         ranks=tuple(r.rank for r in moving),
         where=last_seen(moving[0]) if moving else "",
-        reason=f"the ranks still made progress at the time limit: {_rate(evidence)}",
+        reason=f"the ranks still made progress at the time limit: {rate_of(evidence)}",
         confidence=0.8,
         facts=all_facts(evidence.ranks),
     )
-
-
-def _rate(evidence: Evidence) -> str:
-    boards = [r.board for r in evidence.ranks if r.board is not None]
-    steps = min((b.numbers["step"] for b in boards), default=0.0)
-    seconds = max(evidence.stop_time - evidence.started, 1e-9)
-    if steps > 1:
-        return f"{steps:.0f} steps in {seconds:.1f} s, {seconds / steps:.2f} s a step"
-    in_backward = next((r for r in evidence.ranks if r.board is not None and r.board.phase == "backward"), None)
-    return _progress(in_backward) if in_backward else f"no whole step in {seconds:.1f} s"
-
-
-def _progress(rank: RankEvidence) -> str:
-    """Return how far a backward has come and how long it still needs, by the heartbeats of the step."""
-    assert rank.board is not None
-    n = rank.board.numbers
-    arrived, expected = n["gradients"], n["gradients_expected"]
-    beats = [b for b in rank.heartbeats if b["phase"] == "backward" and b["step"] == n["step"]]
-    if rank.board.phase != "backward" or not beats:
-        return f"{rank.board.phase} of step {n['step']:.0f}"
-    seconds = n["beat_time"] - beats[0]["time"]
-    text = f"backward of step {n['step']:.0f} has produced {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
-    if 0 < arrived < expected:
-        text += f", {arrived / max(seconds, 1e-9):.2g} a second: about {seconds * (expected - arrived) / arrived:.0f} s to go"
-    return text

@@ -1,0 +1,182 @@
+"""What a finding states, in words. No verdict depends on them: a cause, its ranks and its line are decided before."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+from pytest_nsa.diagnosis.explain.choose import Explanation
+from pytest_nsa.diagnosis.explain.keys import key_of
+from pytest_nsa.diagnosis.explain.locations import parts_of
+from pytest_nsa.diagnosis.explain.messages import END, KEY
+from pytest_nsa.diagnosis.facts import doing
+from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks, stated
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
+from pytest_nsa.evidence.stacks import Frame
+from pytest_nsa.evidence.values import Evidence, RankEvidence
+
+Calls = Mapping[int, Collective]  # by rank, the call that it is in
+_MOST_KEYS = 8  # that a reason names
+_AWAITED = (  # by file and function of the library, and by source where it has no frame of Python
+    ("/queue.py", "get", r"\.get\(", "an item that no thread puts into its queue"),
+    ("/queue.py", "put", r"\.put\(", "room in a queue that no thread takes from"),
+    ("/queue.py", "join", r"$^", "the tasks of a queue, which no thread completes"),
+    ("/concurrent/futures/_base.py", "result", r"\.result\(", "a result that no thread delivers"),
+    ("/threading.py", "join", r"\.join\(", "a thread that does not end"),
+    ("/threading.py", "wait", r"\.wait\(", "an event or a condition that no thread sets"),
+)
+
+
+def each_call(calls: Calls, world_size: int, *, with_steps: bool = False) -> str:
+    """Return the call of each rank, without ranks that ended: 'ranks 0 and 1 in barrier #4 at ...; rank 2 in ...'."""
+    texts = {}
+    for rank, call in sorted(calls.items()):
+        text = (
+            f"waiting for the key {call.note} of a store at {call.site}" if call.op == KEY else f"in {call.describe()}"
+        )
+        if call.op != END:
+            texts[rank] = text + (f" in step {call.step}" if with_steps else "")
+    return by_ranks(texts, world_size)
+
+
+def calls_and_groups(evidence: Evidence, calls: Calls) -> str:
+    """Return the call of each rank, and the members of every group that has not all ranks."""
+    n = evidence.job.world_size
+    text = each_call(calls, n, with_steps=any(c.step for c in calls.values()))
+    for group in sorted({c.group for c in calls.values() if c.op != END} - set(DEFAULT_GROUPS)):
+        text += f"; group {group} has {describe_ranks(evidence.members(group), n)}"
+    return text
+
+
+def what_they_do(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *, instead_of: str = "") -> str:
+    """Return what the awaited ranks do, 'ended its test' or 'waits in ...'."""
+    n = evidence.job.world_size
+    if all(calls[r].op == END for r in ranks if r in calls):
+        without = f" without {instead_of}" if instead_of else ""
+        return f"{describe_ranks(ranks, n)} ended {'its test' if len(ranks) == 1 else 'their tests'}{without}"
+    return by_ranks({r: f"waits {doing(evidence.ranks[r])}" for r in ranks}, n)
+
+
+def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
+    """Return the terms of an explanation as sentences about the side that each describes, with their weights."""
+    return {stated(found.candidate.about(name), words, world_size): gain for name, words, gain in found.terms}
+
+
+def because(found: Explanation, world_size: int) -> str:
+    """Return the two terms of the largest weight after a semicolon; '' without any."""
+    return "".join(f"; {sentence}" for sentence in itertools.islice(terms_of(found, world_size), 2))
+
+
+def some_of(keys: Sequence[str]) -> str:
+    """Return the first keys, and the number of further ones."""
+    return ", ".join([*keys[:_MOST_KEYS], f"and {len(keys) - _MOST_KEYS} more"] if len(keys) > _MOST_KEYS else keys)
+
+
+def waits_for_a_key(rank: RankEvidence) -> str:
+    """Return that a rank waits for a key, and which."""
+    key = key_of(rank)
+    return f"waits for a key of a store that no rank has set{f': {key}' if key else ''}"
+
+
+def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> str:
+    """Return in words that some ranks make their call of a group in a side thread and the others in their main thread; ''
+    where all do the same. ``entered`` has the call of each rank.
+    """
+    functions = {rank: parts_of(call.site)[::2] for rank, call in entered.items()}
+    in_threads = set().union(*(_functions_of_side_threads(evidence.ranks[rank]) for rank in entered))
+    aside = tuple(sorted(rank for rank, function in functions.items() if function in in_threads))
+    if not aside or len(aside) == len(entered) or len({c.process_group for c in entered.values()}) != 1:
+        return ""
+    who, does = describe_ranks(aside, evidence.job.world_size), "calls" if len(aside) == 1 else "call"
+    names = " and ".join(sorted({functions[rank][1] for rank in aside}))
+    return (
+        f"; {who} {does} in a side thread ({names}), the others in their main thread: one group, so the order is a race"
+    )
+
+
+def _functions_of_side_threads(rank: RankEvidence) -> set[tuple[str, ...]]:
+    """Return the user's functions, by file and name, that a rank's side threads are in, were in when the test raised, or
+    raised in.
+    """
+    frames = [f for stack in (*rank.threads, *rank.fatal) if not stack.is_main for f in stack.frames if f.is_user]
+    places = [*(place for e in rank.exceptions for place in e.side_threads), *(e.where for e in rank.thread_errors)]
+    return {(f.file, f.function) for f in frames} | {parts_of(place)[::2] for place in places}
+
+
+def ran_out(evidence: Evidence, culprits: tuple[int, ...], cause: str) -> str:
+    """Return that the culprits' data loaders were exhausted and the others' were not; else ''."""
+    ended = {r.rank: r.board.numbers.get("loaders_ended", 0.0) for r in evidence.ranks if r.board is not None}
+    others = [n for rank, n in ended.items() if rank not in culprits]
+    if cause != "skipped_collective" or not others or not all(ended.get(r, 0.0) > max(others) for r in culprits):
+        return ""
+    return f"; the data loader of {describe_ranks(culprits, evidence.job.world_size)} ran out of data: uneven batches"
+
+
+def step_that_differs(kind: str, event: Mapping[str, object]) -> str:
+    """Return the plan's reason for what a rank did in a step and others did not, with details."""
+    if kind == "forward_failed":
+        return f"forward aborted by a swallowed exception in {event.get('module') or 'the model'}: {event.get('error')}"
+    if kind == "not_synchronised":
+        return "gradients not reduced (no_sync)"
+    return "batch skipped, no backward" if event.get("finite", True) else "batch skipped after NaN, no backward"
+
+
+def rate_of(evidence: Evidence) -> str:
+    """Return the steps that all ranks made, and the time of a step; of a backward without a step before, its progress."""
+    boards = [r.board for r in evidence.ranks if r.board is not None]
+    steps = min((b.numbers["step"] for b in boards), default=0.0)
+    seconds = max(evidence.stop_time - evidence.started, 1e-9)
+    if steps > 1:
+        return f"{steps:.0f} steps in {seconds:.1f} s, {seconds / steps:.2f} s a step"
+    in_backward = next((r for r in evidence.ranks if r.board is not None and r.board.phase == "backward"), None)
+    return progress_of(in_backward) if in_backward else f"no whole step in {seconds:.1f} s"
+
+
+def progress_of(rank: RankEvidence) -> str:
+    """Return how far a backward has come and how long it still needs, by the heartbeats of the step."""
+    assert rank.board is not None
+    n = rank.board.numbers
+    arrived, expected = n["gradients"], n["gradients_expected"]
+    beats = [b for b in rank.heartbeats if b["phase"] == "backward" and b["step"] == n["step"]]
+    if rank.board.phase != "backward" or not beats:
+        return f"{rank.board.phase} of step {n['step']:.0f}"
+    seconds = n["beat_time"] - beats[0]["time"]
+    text = f"backward of step {n['step']:.0f} has produced {arrived:.0f} of {expected:.0f} gradients in {seconds:.1f} s"
+    if 0 < arrived < expected:
+        text += f", {arrived / max(seconds, 1e-9):.2g} a second: about {seconds * (expected - arrived) / arrived:.0f} s to go"
+    return text
+
+
+def in_symbol(rank: RankEvidence) -> str:
+    """Return the native function that a rank is in, in brackets; '' where it is unknown."""
+    return f" ({rank.native_symbol})" if rank.native_symbol else ""
+
+
+def who_holds(rank: RankEvidence, holders: Sequence[int]) -> str:
+    """Return which rank holds the lock that a rank waits for; '' where it is unknown."""
+    if rank.rank in holders:
+        return ", which it holds itself"
+    return f", which rank {holders[0]} holds" if holders else ""
+
+
+def looked_for(rank: RankEvidence) -> str:
+    """Return the files that its loop looks for, as ', in a loop that looks for /x/lock (there, unchanged for 7.0 s; ...)'."""
+    found = []
+    for file in rank.looked_for:
+        there = "there is no such file"
+        if "unchanged_s" in file:
+            nobody = "no process of this user has it open: delete it where it is the lock of a process that has ended"
+            holder = "a process has it open" if file.get("is_open") else nobody
+            there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
+        found.append(f"{file['path']} ({there})")
+    return f", in a loop that looks for {' and '.join(found)}" if found else ""
+
+
+def awaited_within(frames: Sequence[Frame], source: str) -> str:
+    """Return what a rank waits for within its process. ``frames`` are those that its innermost line ``source`` called."""
+    for file, function, pattern, words in _AWAITED:
+        by_frame = any(f.file.endswith(file) and f.function == function for f in frames)
+        if by_frame or (not frames and re.search(pattern, source)):
+            return words
+    return "a lock that is not released"
