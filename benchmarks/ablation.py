@@ -2,11 +2,14 @@
 
     python benchmarks/ablation.py --json benchmarks/results/ablation.json --crossvalidation benchmarks/results/crossvalidation.json
 
-Ablation: each function is replaced by one that returns False, None or nothing, and the faults that call it are diagnosed again. A
-verdict depends on the function where its cause, its ranks or its line change. Cross-validation: the faults are parted by program
-(ten parts; the cases of one function are one program) and by subject (a part is a file; the weights are fitted without a tenth of
-the files). For each part the weights are fitted without its faults, every function on which verdicts of that part alone depend is
-replaced, all at once, and the faults of the part are diagnosed again. A function that one part needs would not exist without it.
+Ablation: each function is replaced by one that returns False, None or nothing, and the programs that call it (the faults of
+tests_cpu/faults, and a part of the generated programs) are diagnosed again. A verdict depends on the function where its cause, its
+ranks or its line change. The functions of words.py are not among them: a test holds that they decide nothing.
+
+Cross-validation: the faults are parted by program (ten parts; the cases of one function are one program) and by subject (a part is a
+file). The weights are fitted without a tenth of the programs, or of the files; every function on which verdicts of a part alone depend
+is replaced, all at once; and the faults of the part are diagnosed again. A function that one part needs would not exist without it.
+For the weights by themselves, no function is replaced.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ import sys
 import tempfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,14 +38,14 @@ import fit  # noqa: E402
 from pytest_nsa.diagnosis import explain, rules  # noqa: E402
 from pytest_nsa.diagnosis.engine import diagnose  # noqa: E402
 from pytest_nsa.diagnosis.explain import choose  # noqa: E402
-from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
-from tests_cpu.faults.recorded import unpack  # noqa: E402
-from tests_cpu.faults.test_corpus import MODULES, faults, planted_module  # noqa: E402
+from tests_cpu.faults.test_corpus import faults, planted_module  # noqa: E402
 
 Fault = tuple[str, str]  # a file and a test in it
 Answer = tuple[str, tuple[int, ...], str]  # cause, ranks, line
 PARTS = 10  # of the programs, and of the files
+SAMPLE = 4  # one of so many generated programs is taken
+Key = TypeVar("Key", bound=Hashable)
 BANDS = ((0, 0), (1, 1), (2, 2), (3, 5), (6, 20), (21, 10_000))
 
 
@@ -129,8 +132,8 @@ def called(evidence: Evidence, codes: dict[CodeType, str]) -> tuple[Answer, set[
     return found, {codes[code] for code in seen if code in codes}
 
 
-def decided(recorded: dict[Fault, Evidence]) -> tuple[dict[str, set[Fault]], dict[str, int]]:
-    """Return the faults that depend on each function that can be replaced, and by how many each is called."""
+def decided(recorded: Mapping[Key, Evidence]) -> tuple[dict[str, set[Key]], dict[str, int]]:
+    """Return the programs that depend on each function that can be replaced, and by how many each is called."""
     known = functions()
     codes = {f.__code__: name for name, f in known.items()}
     before, callers = {}, defaultdict(list)
@@ -144,6 +147,19 @@ def decided(recorded: dict[Fault, Evidence]) -> tuple[dict[str, set[Fault]], dic
             with without(function):
                 found[name] = {f for f in callers[name] if answer(recorded[f]) != before[f]}
     return found, {name: len(callers[name]) for name in known}
+
+
+def in_bands(numbers: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of functions by how many verdicts depend on them."""
+    return {
+        f"{low} to {high}" if low != high else str(low): sum(low <= n <= high for n in numbers.values())
+        for low, high in BANDS
+    }
+
+
+def share_of_few(numbers: Mapping[str, int]) -> float:
+    """Return the share of functions on which one verdict depends, or none."""
+    return round(sum(n <= 1 for n in numbers.values()) / len(numbers), 4)
 
 
 def tenth_of_programs(fault: Fault) -> str:
@@ -217,30 +233,28 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=-1, help="list the functions on which at most so many depend")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        recorded = {
-            (module, name): load(path)
-            for module in MODULES
-            for name, path in unpack(module, Path(folder) / module).items()
-            if name in faults(module)
-        }
+        programs = fit.programs(Path(folder))
+        recorded = {p.fault: p.evidence for p in programs if p.fault is not None}
         depend, callers = decided(recorded)
+        generated = [p.evidence for p in programs if p.fault is None][::SAMPLE]
+        more, _ = decided(dict(enumerate(generated)))
         for name, needs in sorted(depend.items(), key=lambda pair: len(pair[1])):
             if len(needs) <= arguments.least:
                 print(f"{len(needs):4} of {callers[name]:4}  {name}  {sorted(f'{m}.{n}' for m, n in needs)}")
-        bands = {
-            f"{low} to {high}" if low != high else str(low): sum(low <= len(n) <= high for n in depend.values())
-            for low, high in BANDS
-        }
-        few = sum(len(n) <= 1 for n in depend.values())
+        numbers = {name: len(needs) for name, needs in sorted(depend.items())}
+        numbers_of_both = {name: n + len(more[name]) for name, n in numbers.items()}
         figures = {
-            "faults": len(recorded), "functions": len(callers), "replaced": len(depend), "verdicts that depend": bands,
-            "share of one or none": round(few / len(depend), 4),
-            "by_function": {name: len(needs) for name, needs in sorted(depend.items())},
+            "faults": len(recorded), "functions": len(callers), "replaced": len(depend), "verdicts that depend": in_bands(numbers),
+            "share of one or none": share_of_few(numbers), "generated programs": len(generated),
+            "verdicts that depend, with those": in_bands(numbers_of_both),
+            "share of one or none, with those": share_of_few(numbers_of_both),
+            "by_function": {name: [n, len(more[name])] for name, n in numbers.items()},
         }  # fmt: skip
-        rows = fit.rows(Path(folder) / "fit")
+        rows = fit.rows(programs)
         validation = {
             "by program": crossvalidated(recorded, depend, rows, tenth_of_programs, tenth_of_programs),
             "by subject": crossvalidated(recorded, depend, rows, subject, tenth_of_files),
+            "the weights, by file": crossvalidated(recorded, {}, rows, subject, tenth_of_files),
         }
     print(json.dumps({**figures, "by_function": ..., "cross-validated": validation}, indent=1, default=str))
     for path, value in ((arguments.json, figures), (arguments.crossvalidation, validation)):

@@ -14,7 +14,7 @@ import json
 import sys
 import tarfile
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,40 +79,58 @@ class Row:
     weight: float
 
 
-def row_of(
-    fault: tuple[str, str] | None, evidence: Evidence, causes: Collection[str], ranks: Sequence[int], weight: float
-) -> Row | None:
-    """Return the row of a fault that is explained by an edit; None of any other."""
-    with patch.object(choose, "weights", dict):  # which edit is chosen changes nothing in whether one is
-        rule = diagnose(evidence).rule
-    entered = ENTERED[rule](evidence) if rule in ENTERED else None
-    if not entered:
-        return None
-    found = candidates(evidence, entered)
-    right = {i for i, c in enumerate(found) if set(causes) & set(CAUSES[c.edit]) and c.ranks == tuple(sorted(ranks))}
-    if not right:
-        return None
-    return Row(fault, tuple(c.kind for c in found), tuple(c.values for c in found), frozenset(right), weight)
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A recorded program with a fault: its file and test where it was written (None where it was generated), and the right answer.
+
+    ``archive`` is the generator's, '' of a written fault.
+    """
+
+    fault: tuple[str, str] | None
+    archive: str
+    evidence: Evidence
+    causes: Collection[str]
+    ranks: tuple[int, ...]
 
 
-def rows(folder: Path) -> list[Row]:
-    """Return the rows of all recorded faults, which are unpacked into ``folder``."""
+def programs(folder: Path) -> list[Program]:
+    """Return all recorded programs, which are unpacked into ``folder``."""
     found = []
     for module in MODULES:
         expected = faults(module)
         for name, path in unpack(module, folder / module).items():
             if name in expected:
-                fault = expected[name]
-                found.append(row_of((module, name), load(path), [fault.cause], fault.ranks, 1.0))
+                of = expected[name]
+                found.append(Program((module, name), "", load(path), (of.cause,), tuple(sorted(of.ranks))))
     for archive in sorted(GENERATED.glob("*.tar.xz")):
         into = folder / archive.name
         with tarfile.open(archive) as packed:
             packed.extractall(into, filter="data")
         labels = json.loads((into / "labels.json").read_text(encoding="utf-8"))
-        made = [row_of(None, load(into / n), of["causes"], of["ranks"], 1.0) for n, of in labels.items()]
-        rows_ = [row for row in made if row is not None]
-        found += [replace(row, weight=min(1.0, AS_MANY / len(rows_))) for row in rows_]
-    return [row for row in found if row is not None]
+        for name, label in labels.items():
+            found.append(Program(None, archive.name, load(into / name), label["causes"], tuple(sorted(label["ranks"]))))
+    return found
+
+
+def row_of(program: Program) -> Row | None:
+    """Return the row of a fault that is explained by an edit; None of any other."""
+    with patch.object(choose, "weights", dict):  # which edit is chosen changes nothing in whether one is
+        rule = diagnose(program.evidence).rule
+    entered = ENTERED[rule](program.evidence) if rule in ENTERED else None
+    if not entered:
+        return None
+    found, causes = candidates(program.evidence, entered), set(program.causes)
+    right = {i for i, c in enumerate(found) if causes & set(CAUSES[c.edit]) and c.ranks == program.ranks}
+    if not right:
+        return None
+    return Row(program.fault, tuple(c.kind for c in found), tuple(c.values for c in found), frozenset(right), 1.0)
+
+
+def rows(of: Sequence[Program]) -> list[Row]:
+    """Return the rows of recorded programs. All generated ones of an archive together weigh no more than `AS_MANY`."""
+    made = [(program.archive, row) for program in of if (row := row_of(program)) is not None]
+    numbers = Counter(archive for archive, _ in made)
+    return [replace(row, weight=min(1.0, AS_MANY / numbers[archive])) if archive else row for archive, row in made]
 
 
 def fitted(of: Sequence[Row]) -> Weights:
@@ -159,7 +177,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found = rows(Path(folder))
+        found = rows(programs(Path(folder)))
     weights = fitted(found)
     text = json.dumps({"fitted_to": len(found), "weights": weights}, indent=1, sort_keys=True)
     arguments.table.write_text(text + "\n", encoding="utf-8")

@@ -144,7 +144,7 @@ def test_the_table_that_is_shipped_is_the_fit_to_the_recorded_faults(
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
     import fit
 
-    again, shipped = fit.fitted(fit.rows(tmp_path)), choose.weights()
+    again, shipped = fit.fitted(fit.rows(fit.programs(tmp_path))), choose.weights()
     assert set(again) == set(shipped)
     for kind, column in shipped.items():
         for name, weight in column.items():
