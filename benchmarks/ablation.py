@@ -6,10 +6,10 @@ Ablation: each function is replaced by one that returns False, None or nothing, 
 tests_cpu/faults, and a part of the generated programs) are diagnosed again. A verdict depends on the function where its cause, its
 ranks or its line change. The functions of words.py are not among them: a test holds that they decide nothing.
 
-Cross-validation: the faults are parted by program (ten parts; the cases of one function are one program) and by subject (a part is a
-file). The weights are fitted without a tenth of the programs, or of the files; every function on which verdicts of a part alone depend
-is replaced, all at once; and the faults of the part are diagnosed again. A function that one part needs would not exist without it.
-For the weights by themselves, no function is replaced.
+Cross-validation: the faults are parted by program (ten parts; the cases of one function are one program) and by subject (a part
+is a file). The weights are fitted without a tenth of the programs, or of the files. Every function on which verdicts of a part
+alone depend is replaced, all at once. Then the faults of the part are diagnosed again. A function that one part needs would not
+exist without it. For the weights by themselves, no function is replaced.
 """
 
 from __future__ import annotations

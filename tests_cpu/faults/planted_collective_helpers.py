@@ -40,7 +40,7 @@ def gather(values: torch.Tensor, world_size: int) -> list[object]:
     [1],
     n=3,
     where=" in sync",
-    reason="(called at test_planted.py:",
+    reason="where the others entered",
     family="extra",
     origin="generated 2026-11-23",
 )

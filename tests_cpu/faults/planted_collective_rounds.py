@@ -68,7 +68,7 @@ def test_a_call_that_is_refused(group):
     "skipped_collective",
     [1],
     marked=True,
-    reason="paired with the others",
+    reason="went on without broadcast",
     family="skip",
     origin="public reports 2026-11-25",
 )

@@ -39,7 +39,7 @@ class Tracker:
             dist.all_reduce(torch.tensor([sum(self.values)]))  # HERE
 
 
-@planted("extra_collective", [4, 5], n=6, marked=True, family="extra", origin="generated 2026-11-23")
+@planted("extra_collective", [4, 5], n=6, miss="its like follows", family="extra", origin="generated 2026-11-23")
 def test_the_last_stage_reduces_over_all(group):
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("stage", "data"))
     stage, data, tracker = mesh.get_local_rank("stage"), mesh.get_group("data"), Tracker()

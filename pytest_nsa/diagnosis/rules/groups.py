@@ -48,7 +48,9 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     ranks = _minority(making)
     shown = by_ranks({r: f"in the creation of group {c.note} at {c.site}" for r, c in making.items()}, n)
     is_one = len({members_of_new(c, n) for c in making.values()}) == 1
-    reason = "the ranks do not meet to create their group" if is_one else "the ranks create different groups"
+    reason = "the ranks do not meet to create their group"
+    if not is_one:
+        reason = "the ranks create groups in different orders, or with different members"
     cause = "init_timeout" if is_one else "group_order_deadlock"
     return _finding(
         evidence,
