@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 
 from pytest_nsa.diagnosis.explain.messages import Owed, line_of
 from pytest_nsa.diagnosis.explain.rhythm import share
-from pytest_nsa.evidence.board import Collective
 
 Awaited = TypeVar("Awaited")
 
@@ -24,10 +23,6 @@ class TermOfAWait(Generic[Awaited]):
 
 
 Term = TermOfAWait[Owed]
-
-
-def _has_peers_call(o: Owed, kind: Callable[[Collective], bool]) -> bool:
-    return o.theirs is not None and kind(o.theirs)
 
 
 def _of_line(
@@ -46,66 +41,29 @@ def _of_line(
 
 MESSAGE: tuple[Term, ...] = (
     Term("new half", "exchanges a message at this line for the first time", True, lambda o: not o.own),
-    Term(
-        "all new half",
-        "exchanges a message at a line at which no rank did before",
-        True,
-        lambda o: sum(map(len, o.messages.at_line[line_of(o.call)].values())) == 1,
-    ),
-    Term(
-        "surprise of half",
-        "waits for a message that its earlier rounds do not predict",
-        True,
-        lambda o: share(o.bits_of_call()),
-    ),
+    Term("all new half", "exchanges a message at a line at which no rank did before", True,
+         lambda o: sum(map(len, o.messages.at_line[line_of(o.call)].values())) == 1),
+    Term("surprise of half", "waits for a message that its earlier rounds do not predict", True, lambda o: share(o.bits_of_call())),
     Term("odd tag", "has another tag than the other ranks had at this line", True, lambda o: o.has_odd_tag),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
     Term("sends", "sends", True, lambda o: o.call.is_send),
-    Term(
-        "once more",
-        "came to this line more often than each other rank that came there",
-        True,
-        _of_line(lambda mine, others: set(others) == {mine - 1}, lambda o: o.counts_at_line),
-    ),
-    Term(
-        "fewer answers",
-        "made fewer matching calls than each other rank at that line",
-        False,
-        _of_line(lambda mine, others: mine < min(others), lambda o: o.counts_of_answers),
-    ),
-    Term(
-        "another tag",
-        "waits in the matching call with another tag",
-        False,
-        lambda o: o.is_mutual and _has_peers_call(o, lambda c: c.is_send != o.call.is_send and c.note != o.call.note),
-    ),
-    Term(
-        "all alike",
-        "waits in the same direction at the same line, as every rank does",
-        False,
-        lambda o: o.messages.are_all_alike,
-    ),
-    Term(
-        "surprise of answer",
-        "has no earlier rounds that predict the matching call here",
-        False,
-        lambda o: share(o.bits_of_answer()),
-    ),
-    Term(
-        "answer passed over",
-        "makes the call that follows the matching call in its earlier rounds",
-        False,
-        lambda o: (1 - share(o.bits_of_answer())) * (1 - share(o.bits_after_answer())),
-    ),
-    Term(
-        "made its half",
-        "exchanged messages at these lines as often as the rank that waits for it, with others",
-        False,
-        lambda o: o.entered_as_often,
-    ),
+    Term("once more", "came to this line more often than each other rank that came there", True,
+         _of_line(lambda mine, others: set(others) == {mine - 1}, lambda o: o.counts_at_line)),
+    Term("fewer answers", "made fewer matching calls than each other rank at that line", False,
+         _of_line(lambda mine, others: mine < min(others), lambda o: o.counts_of_answers)),
+    Term("another tag", "waits in the matching call with another tag", False,
+         lambda o: o.theirs is not None and o.is_mutual and o.theirs.is_send != o.call.is_send and o.theirs.note != o.call.note),
+    Term("all alike", "waits in the same direction at the same line, as every rank does", False,
+         lambda o: o.messages.are_all_alike),
+    Term("surprise of answer", "has no earlier rounds that predict the matching call here", False,
+         lambda o: share(o.bits_of_answer())),
+    Term("answer passed over", "makes the call that follows the matching call in its earlier rounds", False,
+         lambda o: (1 - share(o.bits_of_answer())) * (1 - share(o.bits_after_answer()))),
+    Term("made its half", "exchanged messages at these lines as often as the rank that waits for it, with others", False,
+         lambda o: o.entered_as_often),
     Term("several wait", "is waited for by several ranks", False, lambda o: len(o.messages.waiters[o.peer]) > 1),
     Term("end of chain", "is where the chain of waiting ranks ends", False, lambda o: o.peer in o.messages.ends),
-)
+)  # fmt: skip
 
 
 def message_values(owed: Owed) -> dict[str, float]:

@@ -62,14 +62,8 @@ OWN: tuple[Term, ...] = (
     Term("new", "makes this call for the first time", lambda c: not c.has_made),
     Term("other's is new", "never made the others' call", lambda c: not c.has_made_other),
     Term("surprise of other's", "has no earlier rounds that predict the others' call here", _bits("other")),
-    Term(
-        "surprise after other's", "has no earlier rounds in which its call follows the others'", _bits("other", "own")
-    ),
-    Term(
-        "surprise before other's",
-        "has no earlier rounds in which the others' call follows its own",
-        _bits("own", "other"),
-    ),
+    Term("surprise after other's", "has no earlier rounds in which its call follows the others'", _bits("other", "own")),
+    Term("surprise before other's", "has no earlier rounds in which the others' call follows its own", _bits("own", "other")),
     Term("fewer", "made fewer calls like this one than in each round before", _rounds(lambda now, usual: now < usual)),
     Term("passed over", "makes the call that follows the others' call in its earlier rounds", _passed_over),
     Term("no rounds", "has no earlier round to compare with", lambda c: len(c.counts) == 1),
@@ -84,7 +78,7 @@ OWN: tuple[Term, ...] = (
     Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
     Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
-)
+)  # fmt: skip
 
 
 def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
@@ -92,27 +86,13 @@ def _order_terms(side: str, order: Order) -> tuple[Term, ...]:
     return (
         Term(f"{side}, counted", f"is {side} in the program, by steps and loop counters", _order(order, counted=True)),
         Term(f"{side} by lines", f"is {side} in the program, by its lines", _order(order, counted=False)),
-        Term(
-            f"steps {side}",
-            f"is {side} by the steps of the training alone",
-            lambda c: c.compared.is_likely and c.order is order,
-        ),
-        Term(
-            f"{side}, new",
-            f"is {side}, in a call that no rank made before",
-            lambda c: c.order is order and not c.is_known,
-        ),
-        Term(
-            f"{side}, other's new",
-            f"is {side}, and no rank made the others' call before",
-            lambda c: c.order is order and not c.turned.is_known,
-        ),
-        Term(
-            f"assumed {side}",
-            f"is {side} where a loop has begun again",
-            lambda c: c.compared.is_assumed and c.order is order,
-        ),
-    )
+        Term(f"steps {side}", f"is {side} by the steps of the training alone",
+             lambda c: c.compared.is_likely and c.order is order),
+        Term(f"{side}, new", f"is {side}, in a call that no rank made before", lambda c: c.order is order and not c.is_known),
+        Term(f"{side}, other's new", f"is {side}, and no rank made the others' call before",
+             lambda c: c.order is order and not c.turned.is_known),
+        Term(f"assumed {side}", f"is {side} where a loop has begun again", lambda c: c.compared.is_assumed and c.order is order),
+    )  # fmt: skip
 
 
 SHARED: tuple[Term, ...] = (
@@ -122,40 +102,17 @@ SHARED: tuple[Term, ...] = (
     Term("in a loop", "is in a loop that the others left", lambda c: c.turned.has_left),
     Term("exclusive", "is in another branch than the others", lambda c: c.order is Order.EXCLUSIVE),
     Term("branches", "is in the other branch of an `if`", lambda c: c.are_branches),
-    Term(
-        "all new",
-        "makes a call that no rank made before, as the others do",
-        lambda c: not (c.is_known or c.turned.is_known),
-    ),
-    Term(
-        "alone new",
-        "makes a call that no rank made before, and the others do not",
-        lambda c: not c.is_known and c.turned.is_known,
-    ),
+    Term("all new", "makes a call that no rank made before, as the others do", lambda c: not (c.is_known or c.turned.is_known)),
+    Term("alone new", "makes a call that no rank made before, and the others do not",
+         lambda c: not c.is_known and c.turned.is_known),
     Term("same call", "makes the others' call by the same lines", lambda c: c.call.way == c.other_call.way),
     Term("same payload", "carries what the others carry", lambda c: c.call.shape[1:4] == c.other_call.shape[1:4]),
     Term("another group", "calls in another group", lambda c: c.is_in_another_group),
-)
+)  # fmt: skip
 
 
-_ALONE = (
-    "ahead, counted",
-    "behind, counted",
-    "ahead by lines",
-    "behind by lines",
-    "left",
-    "in a loop",
-    "exclusive",
-)
-_OF_A_SIDE = (
-    "selected",
-    "not excluded",
-    "on data",
-    "unless data",
-    "recomputed",
-    "backward",
-    "called back",
-)
+_ALONE = ("ahead, counted", "behind, counted", "ahead by lines", "behind by lines", "left", "in a loop", "exclusive")
+_OF_A_SIDE = ("selected", "not excluded", "on data", "unless data", "recomputed", "backward", "called back")
 
 
 def position_values(contrast: Contrast) -> dict[str, float]:
