@@ -12,7 +12,7 @@ from types import CodeType
 
 MOST_FRAMES = 100  # of a thread
 MOST_THREADS = 100
-_BACKWARD = frozenset(number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name)
+_BETWEEN_CALLS = frozenset(number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name or name == "RESUME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Place:
 
     @property
     def is_between_calls(self) -> bool:
-        """Whether it is at the end of a loop's body, where a thread gives the GIL up: it is in no native call."""
+        """Whether it is at the end of a loop's body or the start of a function, where a thread gives up the GIL: in no call."""
         instructions = self.code.co_code  # made again at each look
-        return 0 <= self.instruction < len(instructions) and instructions[self.instruction] in _BACKWARD
+        return 0 <= self.instruction < len(instructions) and instructions[self.instruction] in _BETWEEN_CALLS
 
 
 def look(only: int | None = None) -> dict[int, list[Place]]:

@@ -149,8 +149,12 @@ def _child(rank: RankEvidence) -> Activity | None:
 
 def _pool(rank: RankEvidence) -> Activity | None:
     """Find that the rank waits for a result of a pool of processes."""
-    number = len(rank.process.get("children", ()))
-    if not number or not any(file.endswith(_POOL_FILES) for file in _library_files(rank)):
+    number, files = len(rank.process.get("children", ())), _library_files(rank)
+    if any(
+        file.endswith("/concurrent/futures/_base.py") for file in files
+    ):  # a future's result: of threads, or of processes
+        files = [frame.file for thread in rank.threads for frame in thread.frames]
+    if not number or not any(file.endswith(_POOL_FILES) for file in files):
         return None
     return Activity("child_process", f"waits for a result of its pool, of {number} processes", 0.8)
 

@@ -55,8 +55,9 @@ def straggler(evidence: Evidence) -> Finding | None:
     """Find that the ranks move, and one is last in nearly every collective, while the others wait for most of the time."""
     if evidence.stop not in ("deadline", "host_died") or not evidence.moved_at_stop:
         return None
-    late = _always_last(evidence) or _waited_for(evidence)
-    if not late:
+    last, waited = _always_last(evidence), _waited_for(evidence)
+    late = last if waited is None or (last is not None and last[0] == waited[0]) else waited  # who is waited for now
+    if late is None:
         return None
     ranks, reason = late
     first = next(r for r in evidence.ranks if r.rank in ranks)
