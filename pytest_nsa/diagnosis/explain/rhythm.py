@@ -78,17 +78,3 @@ def counts_of_rounds(before: Sequence[Collective], mark: Collective, counted: Co
     if before and before[0].sequence > 1:
         counts = counts[1:]
     return [count, *reversed(counts)]
-
-
-def expected_next(shapes: Sequence[tuple[object, ...]]) -> tuple[object, ...] | None:
-    """Return the shape of the expected next call: the one that followed the longest earlier run equal to the latest
-    calls.
-    """
-    best: tuple[int, tuple[object, ...]] | None = None
-    for end in range(len(shapes) - 1, 0, -1):
-        length = 0
-        while length < end and shapes[end - 1 - length] == shapes[-1 - length]:
-            length += 1
-        if length and (best is None or length > best[0]):
-            best = (length, shapes[end])
-    return best[1] if best is not None else None

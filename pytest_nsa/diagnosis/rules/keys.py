@@ -15,8 +15,6 @@ from pytest_nsa.diagnosis.words import because, some_of, terms_of, waits_for_a_k
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse
 
-_SHOWN = 8  # number of keys that a reason names
-
 
 def unset(evidence: Evidence) -> Finding | None:
     """Find the ranks that did not set a key for which others wait, or that wait for a key that no rank sets."""
