@@ -7,12 +7,17 @@ from __future__ import annotations
 import ast
 import enum
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
-from pytest_nsa.diagnosis.explain.branches import block_of, names_the_rank
 from pytest_nsa.diagnosis.explain.program import Frame
 from pytest_nsa.evidence.source import Sources
 
+_RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
+# The last name of the whole condition: `trainer.is_main_process`, `is_main_process()`.
+_MAIN = re.compile(
+    r"(?:^|\.)_?(is_)?(main|master|chief|global_zero|rank_?(0|zero)|coordinator)(_process|_rank|_worker)?(\(\))?$"
+)
 _LEAVES = ast.Return | ast.Raise | ast.Continue | ast.Break
 
 
@@ -38,6 +43,12 @@ def path_to(sources: Sources, frames: Sequence[Frame]) -> Path:
     return found
 
 
+def names_the_rank(test: ast.expr) -> bool:
+    """Return whether a condition tests the rank, in any form."""
+    text = ast.unparse(test)
+    return bool(_RANK.search(text) or _MAIN.search(text))
+
+
 def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast.expr, bool]]:
     """Yield (condition, negated) for each ``if`` around a line, and for each earlier one that leaves the block, such as
     `if rank == 1: return`.
@@ -49,7 +60,7 @@ def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast
             for block in (outer.body, outer.orelse):
                 if any(_has(statement, line) for statement in block):
                     yield outer.test, block is outer.orelse
-        block = block_of(outer, inner) if inner is not None else []
+        block = _block_of(outer, inner) if inner is not None else []
         for before in block[: block.index(inner)] if block else ():
             if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], _LEAVES):
                 yield before.test, True
@@ -66,3 +77,8 @@ def _is_negative(test: ast.expr) -> bool:
     if isinstance(test, ast.BoolOp):
         return any(map(_is_negative, test.values))
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.NotIn)
+
+
+def _block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
+    """Return the list of statements in ``outer`` that contains ``inner``."""
+    return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])

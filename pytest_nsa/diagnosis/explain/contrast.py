@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pytest_nsa.diagnosis.explain.branches import are_alternatives
 from pytest_nsa.diagnosis.explain.conditions import Path, path_to
 from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.messages import END
@@ -13,6 +12,7 @@ from pytest_nsa.diagnosis.explain.program import (
     Compared,
     Order,
     Position,
+    are_exclusive,
     compare,
     is_called_back,
     is_in_loop_below,
@@ -147,7 +147,8 @@ class Contrast:
     def are_branches(self) -> bool:
         """Whether the two calls are in the two branches of one `if`."""
         sources, pairs = self.evidence.sources, ((self.call.site, self.other_call.site), self.parted)
-        return self.call.way != self.other_call.way and any(are_alternatives(sources, *pair) for pair in pairs)
+        are = any(are_exclusive(sources.around(one), sources.around(other)) for one, other in pairs)
+        return self.call.way != self.other_call.way and are
 
     @property
     def is_called_back(self) -> bool:

@@ -64,12 +64,8 @@ def has_made_round(loop: ast.For | ast.While, inside: Mapping[str, int], left: M
     return name in inside and name in left and sign * left[name] >= sign * inside[name]
 
 
-def is_first_round(
-    loop: ast.For | ast.While, counts: Mapping[str, int], scope: ast.stmt | None = None, line: int = 0
-) -> bool | None:
-    """Return whether a loop's counter has its first value (range, enumerate, or a variable incremented by hand); None
-    without a counter.
-    """
+def is_first_round(loop: ast.For | ast.While, counts: Mapping[str, int]) -> bool | None:
+    """Return whether the counter of a loop over a range or an enumerate has its first value; None without such a counter."""
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call):
         name, sign = _counter(loop.target, loop.iter)
         called = getattr(loop.iter.func, "id", "")
@@ -77,9 +73,7 @@ def is_first_round(
         if name in counts and sign == 1 and called in ("range", "trange", "enumerate") and not _is_taken(name, loop):
             begin = numbers[0] if called != "enumerate" and len(numbers) > 1 else 0
             return counts[name] == begin if begin is not None else None
-    number = _counted_by_hand(loop, line, counts, scope) if scope is not None else None
-    begins = {_number(n.value) for n in ast.walk(scope) if isinstance(n, ast.Assign)} if scope is not None else set()
-    return None if number is None else number in begins
+    return None
 
 
 def _is_taken(name: str, loop: ast.For) -> bool:
@@ -100,10 +94,11 @@ def _begins_with_a_number(name: str, scope: ast.stmt | None) -> bool:
 
 def _number(node: ast.expr) -> int | None:
     """Return the integer literal of an expression; None for anything else."""
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _number(node.operand)
-        return -value if value is not None else None
-    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+    return value if type(value) is int else None
 
 
 def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:

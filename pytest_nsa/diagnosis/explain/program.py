@@ -176,7 +176,7 @@ def compare(
             continue
         if not sources.around(a.place) or not sources.around(b.place):
             return Compared(Order.UNKNOWN, (a, b))
-        if _are_exclusive(sources.around(a.place), sources.around(b.place)):
+        if are_exclusive(sources.around(a.place), sources.around(b.place)):
             return Compared(Order.EXCLUSIVE, (a, b))
         below: Sequence[bool | None] = (
             _first_round_below(sources, more, one[depth:]),
@@ -278,7 +278,7 @@ def _in_one_function(
     return Compared(order, parted, left and keys[0][0] == keys[1][0], is_assumed=None in gone_round)
 
 
-def _are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
+def are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
     """Return whether two lines are in two branches of one statement, or one is in a branch that jumps before the other
     line.
     """

@@ -11,7 +11,7 @@ from pytest_nsa.diagnosis.explain.locations import line_of_its_loop, parts_of
 from pytest_nsa.diagnosis.explain.source import calls_nothing, is_in_while
 from pytest_nsa.diagnosis.facts import user_frame
 from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
-from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, waits_for_a_key, who_holds
+from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
 from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
@@ -62,7 +62,7 @@ def activity_of(rank: RankEvidence) -> Activity | None:
     """Return what a rank is blocked in; None where no evidence shows it."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
-        _loader, _child, _pool, _device, _gil_held, _store, _meets, _file_lock, _polled_file,
+        _loader, _child, _pool, _device, _gil_held, _meets, _file_lock, _polled_file,
         _asyncio, _sleeping, _busy, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((activity for rule in rules if (activity := rule(rank)) is not None), None)
@@ -273,10 +273,6 @@ def _executor_s_place(rank: RankEvidence) -> str:
         if runs_call and thread is not rank.stack:
             return (thread.user_frame or thread.frames[0]).describe()
     return ""
-
-
-def _store(rank: RankEvidence) -> Activity | None:
-    return Activity("io_stuck", waits_for_a_key(rank), 0.6) if rank.waits_for_a_key else None
 
 
 def _meets(rank: RankEvidence) -> Activity | None:

@@ -70,8 +70,7 @@ def held_for_keys(evidence: Evidence) -> Calls | None:
             entered[rank.rank] = call
         else:
             return None
-    is_of_keys = any(c.op == KEY for c in entered.values())
-    return entered if is_of_keys and len(entered) > 1 else None
+    return entered if any(c.op == KEY for c in entered.values()) else None
 
 
 def _usual(evidence: Evidence, wanted: Wanted, ranks: tuple[int, ...]) -> KeyUse | None:

@@ -16,12 +16,7 @@ def blocked(evidence: Evidence) -> Finding | None:
     if evidence.stop not in STOPS or evidence.moved_at_stop or not evidence.was_stalled:
         return None
     alive = [r for r in evidence.ranks if not r.finished and (r.by_us or evidence.stop == "host_died")]
-    # A rank that waits for a key is the culprit only where no other rank could set the key.
     absent = [r for r in alive if not r.is_waiting and not r.waits_for_a_key]
-    if not absent:
-        absent = [r for r in alive if r.waits_for_a_key]
-    if not absent:
-        return None
     activities = {rank.rank: activity for rank in absent if (activity := activity_of(rank)) is not None}
     if not activities:
         return None
