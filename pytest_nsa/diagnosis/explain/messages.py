@@ -36,9 +36,9 @@ def is_collective(call: Collective) -> bool:
     return call.peer == -1 and call.op not in (END, KEY)
 
 
-def has_forgotten(rank: RankEvidence) -> bool:
-    """Return whether a rank's ring has lost its first calls."""
-    return bool(rank.collectives) and rank.collectives[0].index > 0
+def has_forgotten(evidence: Evidence) -> bool:
+    """Return whether a rank's ring has lost its first calls, so that counts do not cover the whole program."""
+    return any(rank.collectives and rank.collectives[0].index > 0 for rank in evidence.ranks)
 
 
 def ended(rank: RankEvidence) -> Collective:
@@ -89,11 +89,6 @@ class Messages:
         """
         kinds = set(map(line_of, self.pending.values()))
         return len(self.pending) == len(self.evidence.ranks) and len(kinds) == 1
-
-    @cached_property
-    def has_forgotten(self) -> bool:
-        """Whether a rank's ring has lost its first calls, so that counts do not cover the whole program."""
-        return any(map(has_forgotten, self.evidence.ranks))
 
     @cached_property
     def offers(self) -> dict[tuple[bool, int], set[int]]:
@@ -248,7 +243,7 @@ class Owed:
     @property
     def has_odd_tag(self) -> bool:
         """Whether the other ranks, at the same count of this line, all used one tag, and the waiter used another."""
-        if self.messages.has_forgotten:
+        if has_forgotten(self.messages.evidence):
             return False
         place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]
         tags = {calls[place].note for rank, calls in at_line.items() if rank != self.waiter and len(calls) > place}

@@ -266,7 +266,7 @@ def _messages(evidence: Evidence) -> Iterator[Calls]:
     tag, pair in their order.
     """
     queues: defaultdict[tuple[object, ...], tuple[list[Collective], list[Collective]]] = defaultdict(lambda: ([], []))
-    if any(map(has_forgotten, evidence.ranks)):
+    if has_forgotten(evidence):
         return
     takers = {(r.rank, c.group) for r in evidence.ranks for c in r.collectives if c.peer == ANY}
     for rank in evidence.ranks:
