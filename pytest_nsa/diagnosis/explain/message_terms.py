@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pytest_nsa.diagnosis.explain.messages import Owed, has_forgotten, line_of
+from pytest_nsa.diagnosis.explain.messages import Owed, line_of
 from pytest_nsa.diagnosis.explain.rhythm import share
 
 Awaited = TypeVar("Awaited")
@@ -34,7 +34,7 @@ def _of_line(
 
     def value(o: Owed) -> float:
         mine, others = counts(o)
-        return float(len(others) > 0 and not has_forgotten(o.messages.evidence) and compares(mine, others))
+        return float(len(others) > 0 and not o.messages.has_forgotten and compares(mine, others))
 
     return value
 

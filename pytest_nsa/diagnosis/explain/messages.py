@@ -56,7 +56,7 @@ class Messages:
     """
 
     def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
-        self.evidence, self.waits = evidence, waits
+        self.evidence, self.waits, self.has_forgotten = evidence, waits, has_forgotten(evidence)
         self.pending = {rank: c for rank, c in waits.items() if c.peer != -1}
         self.waiters: dict[int, list[int]] = defaultdict(list)
         for rank, call in sorted(self.pending.items()):
@@ -243,7 +243,7 @@ class Owed:
     @property
     def has_odd_tag(self) -> bool:
         """Whether the other ranks, at the same count of this line, all used one tag, and the waiter used another."""
-        if has_forgotten(self.messages.evidence):
+        if self.messages.has_forgotten:
             return False
         place, at_line = len(self.own), self.messages.at_line[line_of(self.call)]
         tags = {calls[place].note for rank, calls in at_line.items() if rank != self.waiter and len(calls) > place}
