@@ -166,8 +166,8 @@ def looked_for(rank: RankEvidence) -> str:
     for file in rank.looked_for:
         there = "there is no such file"
         if "unchanged_s" in file:
-            nobody = "no process of this user has it open: delete it where it is the lock of a process that has ended"
-            holder = "a process has it open" if file.get("is_open") else nobody
+            no_holder = "no process of this user has it open: delete it where it is the lock of a process that has ended"
+            holder = "a process has it open" if file.get("is_open") else no_holder
             there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
         found.append(f"{file['path']} ({there})")
     return f", in a loop that looks for {' and '.join(found)}" if found else ""
