@@ -10,7 +10,15 @@ from types import TracebackType
 from typing import Any
 
 from pytest_nsa.diagnosis.causes import CAUSES
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, memory_fact, parameters_missing, signal_text
+from pytest_nsa.diagnosis.facts import (
+    all_facts,
+    is_of_the_machine,
+    last_seen,
+    memory_fact,
+    parameters_missing,
+    signal_text,
+    xid_facts,
+)
 from pytest_nsa.diagnosis.rules import (
     absence,
     autograd,
@@ -199,11 +207,11 @@ def diagnose(evidence: Evidence, more: Sequence[Rule] = ()) -> Verdict:
     common["parameters_missing"] = parameters_missing(evidence, finding.ranks)
     outcome = _outcome(evidence, finding)
     held = memory_fact(evidence) if outcome == "HANG" else None
-    finding = replace(finding, facts=(*finding.facts, *exits.xid_facts(evidence), *([held] if held else [])))
+    finding = replace(finding, facts=(*finding.facts, *xid_facts(evidence), *([held] if held else [])))
     caller = evidence.sources.with_path(finding.called_from or caller_of(evidence, finding.where))
     caller = caller.replace(job.root.rstrip("/") + "/", "") if job.root else ""
     verdict = _from(finding, job.root, outcome=outcome, machines=machines, called_from=caller, **common)
-    return replace(verdict, retry="elsewhere") if exits.is_of_the_machine(evidence) else verdict
+    return replace(verdict, retry="elsewhere") if is_of_the_machine(evidence) else verdict
 
 
 def caller_of(evidence: Evidence, where: str) -> str:

@@ -263,3 +263,28 @@ def rings(evidence: Evidence) -> Rings:
 def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return the calls that a rank entered before ``at``, in all groups, including sends and receives."""
     return [c for c in evidence.ranks[rank].collectives if c.index < at.index and c.op != NEW_GROUP]
+
+
+# NVIDIA's catalogue of Xid errors: those that a program causes, and those that the machine causes.
+_XIDS = {
+    13: "a kernel's illegal instruction or address", 31: "a kernel's access to an address that is not mapped",
+    43: "a program's work was stopped", 45: "a program's work was cleaned up", 48: "memory with an error that cannot be corrected",
+    63: "a row of memory was remapped", 64: "a row of memory could not be remapped", 74: "NVLink",
+    79: "the GPU has fallen off the bus",
+    94: "a contained memory error", 95: "an uncontained memory error", 119: "the GPU's own processor does not answer",
+    120: "the GPU's own processor", 154: "the GPU needs to be reset or drained",
+}  # fmt: skip
+_OF_THE_MACHINE = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120, 154})
+
+
+def xid_facts(evidence: Evidence) -> tuple[Fact, ...]:
+    """Return what the driver logged about the GPUs while the test ran."""
+    found = ((f"GPU {gpu}: Xid {xid}", _XIDS.get(xid, "see NVIDIA's catalogue")) for gpu, xid in evidence.xids)
+    return tuple(
+        Fact(rank=NO_RANK, kind="xid", file="host.jsonl", text=f"{error}, {meaning}") for error, meaning in found
+    )
+
+
+def is_of_the_machine(evidence: Evidence) -> bool:
+    """Return whether the driver logged an error that the program did not cause."""
+    return any(xid in _OF_THE_MACHINE for _, xid in evidence.xids)

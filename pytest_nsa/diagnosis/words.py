@@ -7,9 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from pytest_nsa.diagnosis.explain.choose import Explanation
+from pytest_nsa.diagnosis.explain.keys import TERMS as KEYS
 from pytest_nsa.diagnosis.explain.keys import key_of
 from pytest_nsa.diagnosis.explain.locations import parts_of
+from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.messages import END, KEY
+from pytest_nsa.diagnosis.explain.terms import OWN, SHARED
 from pytest_nsa.diagnosis.facts import doing
 from pytest_nsa.diagnosis.verdict import by_ranks, describe_ranks, stated
 from pytest_nsa.evidence.board import DEFAULT_GROUPS, Collective
@@ -17,7 +20,16 @@ from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 Calls = Mapping[int, Collective]  # by rank, the call that it is in
+# CUDA's own text, which is the same for every kernel.
+_LATE = ("cuda error", "cuda kernel errors might be asynchronously reported", "device-side assert")
 _MOST_KEYS = 8  # that a reason names
+_MOST_TERMS = 4  # that a verdict prints
+# By side of the ranks, and for '' of both together, the words of each term.
+_WORDS: dict[str, dict[str, str]] = {
+    "waiter": {t.name: t.words for t in MESSAGE}, "asker": {t.name: t.words for t in KEYS},
+    "they": {t.name: t.words for t in OWN}, "": {t.name: t.words for t in SHARED},
+}  # fmt: skip
+_WORDS |= {"peer": _WORDS["waiter"], "setter": _WORDS["asker"], "others": _WORDS["they"]}
 _AWAITED = (  # by file and function of the library, and by source where it has no frame of Python
     ("/queue.py", "get", r"\.get\(", "an item that no thread puts into its queue"),
     ("/queue.py", "put", r"\.put\(", "room in a queue that no thread takes from"),
@@ -59,8 +71,15 @@ def what_they_do(evidence: Evidence, ranks: tuple[int, ...], calls: Calls, *, in
 
 
 def terms_of(found: Explanation, world_size: int) -> dict[str, float]:
-    """Return the terms of an explanation as sentences about the side that each describes, with their weights."""
-    return {stated(found.candidate.about(name), words, world_size): gain for name, words, gain in found.terms}
+    """Return the terms of the largest weight as sentences about the side that each describes, with their weights."""
+    shown = [(name, words, gain) for name, gain in found.terms if (words := _words_of(name))][:_MOST_TERMS]
+    return {stated(found.candidate.about(name), words, world_size): gain for name, words, gain in shown}
+
+
+def _words_of(name: str) -> str:
+    """Return the words of a term. ``name`` is its name in the table of weights."""
+    side, _, bare = name.partition(": ")
+    return _WORDS.get(side, _WORDS[""]).get(bare or side, "")
 
 
 def because(found: Explanation, world_size: int) -> str:
@@ -166,7 +185,9 @@ def looked_for(rank: RankEvidence) -> str:
     for file in rank.looked_for:
         there = "there is no such file"
         if "unchanged_s" in file:
-            no_holder = "no process of this user has it open: delete it where it is the lock of a process that has ended"
+            no_holder = (
+                "no process of this user has it open: delete it where it is the lock of a process that has ended"
+            )
             holder = "a process has it open" if file.get("is_open") else no_holder
             there = f"it is there, unchanged for {file['unchanged_s']:.1f} s; {holder}"
         found.append(f"{file['path']} ({there})")
@@ -180,3 +201,10 @@ def awaited_within(frames: Sequence[Frame], source: str) -> str:
         if by_frame or (not frames and re.search(pattern, source)):
             return words
     return "a lock that is not released"
+
+
+def late_hint(message: str) -> str:
+    """Return what to do where a message is CUDA's report of an error in an earlier call; '' for any other message."""
+    if not any(words in message.lower() for words in _LATE):
+        return ""
+    return "; CUDA reports an error later than the call that failed: CUDA_LAUNCH_BLOCKING=1 names the line that launched it"

@@ -12,8 +12,10 @@ pause that recurs (a checkpoint, an evaluation) is announced once at most. A ran
 
 from __future__ import annotations
 
+import ast
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pytest_nsa.diagnosis.causes import CAUSES
@@ -21,7 +23,7 @@ from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import Evidence, RankEvidence
-from pytest_nsa.evidence.waiting import torch_s_wait
+from pytest_nsa.evidence.waiting import is_at_a_lock, torch_s_wait
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
@@ -102,12 +104,19 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
         return True
     if finding.cause == "lock_deadlock":
         return any(_has_thread_at_work(rank) for rank in ranks)
-    from pytest_nsa.diagnosis.explain.source import is_in_retries  # not before a stall
+    from pytest_nsa.diagnosis.explain.source import loops_of  # not before a stall
 
     places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
     return finding.cause == "sleeping" and any(
-        is_in_retries(evidence.sources, frame.describe()) for frame in places[:2]
+        _retries(loops_of(evidence.sources, frame.describe())) for frame in places[:2]
     )
+
+
+def _retries(loops: Sequence[ast.stmt]) -> bool:
+    """Return whether the innermost of the loops is a ``for`` around a ``try``, that is, a bounded number of attempts."""
+    if not loops or not isinstance(loops[-1], ast.For):
+        return False
+    return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
 
 
 def _has_thread_at_work(rank: RankEvidence) -> bool:
@@ -124,7 +133,5 @@ def _is_at_a_lock(rank: RankEvidence, frame: Frame) -> bool:
     """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does. Of a ``with``
     that has called no Python, it is a lock that is entered.
     """
-    from pytest_nsa.diagnosis.rules.activity import is_at_a_lock  # not before a stall
-
     line = rank.sources.line(frame.file, frame.line) if frame.is_user else ""
     return frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)

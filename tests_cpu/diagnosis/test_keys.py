@@ -61,6 +61,6 @@ def test_a_key_that_ranks_count_in_is_wanted_though_it_is_set(tmp_path: Path) ->
 def test_a_round_that_does_not_follow_the_latest_one_is_far(tmp_path: Path) -> None:
     sets = {rank: [f"part/{step}/{rank}" for step in (0, 3)] for rank in range(3)}
     keys = keys_of(tmp_path, sets, {0: "part/4/2", 1: "part/10/0"})
-    following, far = (Wanted(keys, (rank,), keys.wanted(rank), None) for rank in (0, 1))
+    following, far = (Wanted(keys, (rank,), keys.wanted(rank), set(), None) for rank in (0, 1))
     assert (following.is_far, far.is_far) == (False, True)
     assert far.compare_round(1) == -1

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from importlib import resources
 
 from pytest_nsa.diagnosis.explain.edits import Calls, Candidate, candidates
-from pytest_nsa.diagnosis.explain.terms import words_of
 from pytest_nsa.evidence.values import Evidence
 
 CERTAIN = 0.98  # a probability: of 808 recorded verdicts above it one was wrong; of 1,146 above 0.95, two were
-MOST_TERMS = 4  # number of terms that a verdict prints
 Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 
 
@@ -27,17 +25,14 @@ Weights = Mapping[str, Mapping[str, float]]  # by kind of edit, by term
 class Explanation:
     """The best edit, its probability, the next best one that differs in edit or ranks, and the terms that decided.
 
-    ``terms`` are (name, words, by how much the term raises the score above the next one's), the largest first.
+    ``terms`` are (name, by how much the term raises the score above the next one's), the largest first.
     """
 
     candidate: Candidate
     probability: float
     rival: Candidate | None
-    terms: tuple[tuple[str, str, float], ...]
-
-    @property
-    def is_certain(self) -> bool:
-        return self.probability >= CERTAIN
+    terms: tuple[tuple[str, float], ...]
+    is_certain: bool
 
 
 @functools.cache
@@ -59,7 +54,7 @@ def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
     named = candidate.edit.cause, candidate.ranks
     alike = sum(math.exp(score - best) for score, _, c in scored if (c.edit.cause, c.ranks) == named)
     rival = next((c for _, _, c in scored if (c.edit.cause, c.ranks) != named), None)
-    return Explanation(candidate, alike / total, rival, _terms(candidate, rival))
+    return Explanation(candidate, alike / total, rival, _terms(candidate, rival), alike / total >= CERTAIN)
 
 
 def _score(candidate: Candidate) -> float:
@@ -67,7 +62,7 @@ def _score(candidate: Candidate) -> float:
     return sum(column.get(name, 0.0) * value for name, value in candidate.values.items())
 
 
-def _terms(candidate: Candidate, rival: Candidate | None) -> tuple[tuple[str, str, float], ...]:
+def _terms(candidate: Candidate, rival: Candidate | None) -> tuple[tuple[str, float], ...]:
     """Return the terms that support a candidate, less what they give to a rival that names the same ranks."""
     column = weights().get(candidate.kind, {})
     gains = {name: column.get(name, 0.0) * value for name, value in candidate.values.items()}
@@ -75,6 +70,4 @@ def _terms(candidate: Candidate, rival: Candidate | None) -> tuple[tuple[str, st
         other = weights().get(rival.kind, {})
         gains = {name: gain - other.get(name, 0.0) * rival.values.get(name, 0.0) for name, gain in gains.items()}
     best = sorted(gains.items(), key=lambda pair: -pair[1])
-    return tuple((name, words, round(gain, 2)) for name, gain in best if gain > 0 and (words := words_of(name)))[
-        :MOST_TERMS
-    ]
+    return tuple((name, round(gain, 2)) for name, gain in best if gain > 0)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.conditions import Path, path_to
-from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.messages import END
 from pytest_nsa.diagnosis.explain.program import (
     Compared,
@@ -167,11 +166,6 @@ class Contrast:
         """Whether the two calls are in different groups. The end of a test belongs to no group."""
         one, other = self.call, self.other_call
         return one.process_group != other.process_group and END not in (one.op, other.op)
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the rank recomputes a part of its forward for gradient checkpointing."""
-        return recomputes(self.rank)
 
 
 def _are_one(way: tuple[str, ...], other: tuple[str, ...]) -> bool:

@@ -215,7 +215,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
     for owed in pairs[:MOST_PAIRS]:
         lines.setdefault((owed.call.is_send, owed.call.site), []).append(owed)
         add(Edit.UNASKED, (owed.waiter,), owed)
-        if not owed.is_recomputed:  # recomputed: the peer has already answered
+        if owed.waiter not in messages.recomputing:  # recomputed: the peer has already answered
             add(Edit.UNANSWERED, (owed.peer,), owed)
         if owed.is_wanted or owed.is_offered:
             add(Edit.MISDIRECTED, (owed.waiter,), owed)
@@ -223,9 +223,9 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
             add(Edit.UNASKED, (owed.waiter, owed.peer), owed, is_for_all=True)
     for alike in [*lines.values(), pairs]:
         add(Edit.UNASKED, {owed.waiter for owed in alike}, alike[0])
-        if not any(owed.is_recomputed for owed in alike):
+        if not any(owed.waiter in messages.recomputing for owed in alike):
             add(Edit.UNANSWERED, {owed.peer for owed in alike}, alike[0])
-    outside = {owed.peer for owed in pairs if not owed.is_recomputed} - messages.pending.keys()
+    outside = {owed.peer for owed in pairs if owed.waiter not in messages.recomputing} - messages.pending.keys()
     add(Edit.UNANSWERED, outside, next((o for o in pairs if o.peer in outside), pairs[0]))
     add(Edit.UNASKED, messages.pending, pairs[0], is_for_all=True)
     circle = messages.ends & messages.pending.keys()
@@ -263,15 +263,15 @@ def _of_keys(evidence: Evidence, entered: Calls, sides: Sequence[Ranks]) -> list
         usual = owners or set(keys.sets.get(kind_of(names[0]), ()))
         setter = next(iter(usual)) if len(usual) == 1 else None
         if len(keys.waiting) == len(entered):
-            add(Edit.NEVER_SET, keys.waiting, Wanted(keys, asked, names, setter), is_for_all=True)
+            add(Edit.NEVER_SET, keys.waiting, Wanted(keys, asked, names, owners, setter), is_for_all=True)
         if len(waiters) < len(entered):
-            add(Edit.NEVER_SET, asked, Wanted(keys, asked, names, setter))
+            add(Edit.NEVER_SET, asked, Wanted(keys, asked, names, owners, setter))
         others = sorted({*owners, *outside, *(entered if len(entered) <= MOST_SIDES else ())})
         for rank in others[:MOST_PAIRS]:
-            add(Edit.UNSET, (rank,), Wanted(keys, asked, names, rank))
+            add(Edit.UNSET, (rank,), Wanted(keys, asked, names, owners, rank))
         for several in (owners, outside, [rank for rank in entered if rank not in waiters]):
             if several:
-                add(Edit.UNSET, several, Wanted(keys, asked, names, min(several)))
+                add(Edit.UNSET, several, Wanted(keys, asked, names, owners, min(several)))
     return list(found.values())
 
 

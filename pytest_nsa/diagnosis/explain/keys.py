@@ -154,20 +154,19 @@ class Keys:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Ranks ``waiters`` wait for the keys ``names``; ``setter`` is the rank that would set them, None where that is unknown."""
+    """Ranks ``waiters`` wait for the keys ``names``, which ``owners`` set by their numbers; ``setter`` is the rank that would set
+    them, None where that is unknown.
+    """
 
     keys: Keys
     waiters: tuple[int, ...]
     names: tuple[str, ...]
+    owners: set[int]
     setter: int | None
 
     @property
-    def waiter(self) -> int:
-        return self.waiters[0]
-
-    @property
     def peer(self) -> int:
-        return self.waiter if self.setter is None else self.setter
+        return self.waiters[0] if self.setter is None else self.setter
 
     @property
     def name(self) -> str:
@@ -176,10 +175,6 @@ class Wanted:
     @property
     def kind(self) -> str:
         return kind_of(self.name)
-
-    @cached_property
-    def owners(self) -> set[int]:
-        return self.keys.owners(self.names)
 
     @property
     def setters(self) -> dict[int, int]:
@@ -198,7 +193,7 @@ class Wanted:
     def is_once_more(self) -> bool:
         """Whether the waiter awaited more such keys than each other rank that did."""
         counts = self.keys.awaited(self.kind)
-        mine, others = counts.get(self.waiter, 0), [n for rank, n in counts.items() if rank not in self.waiters]
+        mine, others = counts.get(self.waiters[0], 0), [n for rank, n in counts.items() if rank not in self.waiters]
         return bool(others) and mine > max(others)
 
     @property
@@ -221,8 +216,9 @@ TERMS: tuple[Term, ...] = (
     Term("new kind", "waits for a key of a kind that no rank set", True, lambda w: not w.setters),
     Term("once more", "awaited more such keys than each other rank that did", True, lambda w: w.is_once_more),
     Term("far", "waits for a key of a round that does not follow the latest one", True, lambda w: w.is_far),
-    Term("own is older", "set such a key of an earlier round last", True, lambda w: w.compare_round(w.waiter) < 0),
-    Term("own is set", "set such a key of this round", True, lambda w: w.waiter in w.setters and not w.compare_round(w.waiter)),
+    Term("own is older", "set such a key of an earlier round last", True, lambda w: w.compare_round(w.waiters[0]) < 0),
+    Term("own is set", "set such a key of this round", True,
+         lambda w: w.waiters[0] in w.setters and not w.compare_round(w.waiters[0])),
     Term("alone", "waits where every other rank has ended its test", True,
          lambda w: all(c.op == END for r, c in w.keys.entered.items() if r not in w.waiters)),
     Term("owner", "sets the keys with this number", False, lambda w: (w.peer in w.owners) / max(1, len(w.owners))),

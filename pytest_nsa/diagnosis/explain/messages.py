@@ -58,6 +58,8 @@ class Messages:
     def __init__(self, evidence: Evidence, waits: Mapping[int, Collective]) -> None:
         self.evidence, self.waits, self.has_forgotten = evidence, waits, has_forgotten(evidence)
         self.pending = {rank: c for rank, c in waits.items() if c.peer != -1}
+        # They make their call a second time, for a checkpointed forward.
+        self.recomputing = {rank for rank in self.pending if recomputes(evidence.ranks[rank])}
         self.waiters: dict[int, list[int]] = defaultdict(list)
         for rank, call in sorted(self.pending.items()):
             self.waiters[call.peer].append(rank)
@@ -194,11 +196,6 @@ class Owed:
     def bits_of_call(self) -> float:
         """Return the surprise of the waiter's call."""
         return surprise(self.before, signature_of(self.call))
-
-    @cached_property
-    def is_recomputed(self) -> bool:
-        """Whether the waiter makes its call a second time, while it recomputes a checkpointed forward."""
-        return recomputes(self.messages.evidence.ranks[self.waiter])
 
     @property
     def is_wanted(self) -> bool:

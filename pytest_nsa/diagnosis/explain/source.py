@@ -95,14 +95,6 @@ def is_unwound_at(sources: Sources, place: str) -> bool:
     return False
 
 
-def is_in_retries(sources: Sources, place: str) -> bool:
-    """Return whether the innermost loop of a line is a ``for`` around a ``try``, that is, a bounded number of attempts."""
-    loops = loops_of(sources, place)
-    if not loops or not isinstance(loops[-1], ast.For):
-        return False
-    return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
-
-
 def own_parts(statement: ast.stmt) -> list[ast.AST]:
     """Return the expressions that a statement's own line evaluates, without the body of a compound statement."""
     if isinstance(statement, COMPOUND):

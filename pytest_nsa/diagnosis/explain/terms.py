@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.conditions import Path
 from pytest_nsa.diagnosis.explain.contrast import Contrast
-from pytest_nsa.diagnosis.explain.keys import TERMS as KEYS
-from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
+from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.explain.rhythm import share, token
 
@@ -74,7 +73,7 @@ OWN: tuple[Term, ...] = (
     Term("on data", "is under a condition that does not name the rank", _path(Path.DATA)),
     Term("unless data", "is here unless a condition holds that does not name the rank", _path(Path.NOT_DATA)),
     Term("called back", "is in a function that a library or the interpreter called", lambda c: c.is_called_back),
-    Term("recomputed", "recomputes a checkpointed forward", lambda c: c.is_recomputed),
+    Term("recomputed", "recomputes a checkpointed forward", lambda c: recomputes(c.rank)),
     Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
     Term("stranger", "completed no call in the group of the others' call", lambda c: c.is_stranger),
@@ -141,20 +140,6 @@ class Sizes:
             "majority": float(self.named > self.others), "two ranks": float(self.named + self.others == 2),
             "more sides": float(self.sides > 2), "several": float(self.named > 1),
         }  # fmt: skip
-
-
-# By side of the ranks, and for '' of both together, the words of each term.
-WORDS: dict[str, dict[str, str]] = {
-    "waiter": {t.name: t.words for t in MESSAGE}, "asker": {t.name: t.words for t in KEYS},
-    "they": {t.name: t.words for t in OWN}, "": {t.name: t.words for t in SHARED},
-}  # fmt: skip
-WORDS |= {"peer": WORDS["waiter"], "setter": WORDS["asker"], "others": WORDS["they"]}
-
-
-def words_of(name: str) -> str:
-    """Return the words of a term. ``name`` is its name in the table of weights."""
-    side, _, bare = name.partition(": ")
-    return WORDS.get(side, WORDS[""]).get(bare or side, "")
 
 
 def values_of(contrast: Contrast, sizes: Sizes, *, for_all: bool = False) -> dict[str, float]:

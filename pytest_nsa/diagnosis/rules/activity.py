@@ -14,14 +14,13 @@ from pytest_nsa.diagnosis.rules.exits import waits_for_its_device
 from pytest_nsa.diagnosis.words import awaited_within, in_symbol, looked_for, who_holds
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import SILENT_S, STILL_LOOKS, RankEvidence
-from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, meets
+from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, meets
 
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
 MOVES = 0.2  # share of the heartbeat's samples in which the main thread had moved
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # per beat; Python code releases the GIL every 5 ms
-_LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
 _COMPILERS = ("torch/_inductor/", "torch/_dynamo/", "torch/_functorch/", "/triton/")
 _IO = re.compile(
@@ -68,10 +67,6 @@ def activity_of(rank: RankEvidence) -> Activity | None:
     return next((activity for rule in rules if (activity := rule(rank)) is not None), None)
 
 
-def _files(rank: RankEvidence) -> list[str]:
-    return [f.file for f in rank.stack.frames] if rank.stack is not None else []
-
-
 def _library_files(rank: RankEvidence) -> list[str]:
     """Return the files of the frames that the user's innermost line called, innermost first."""
     return [frame.file for frame in _library_frames(rank)]
@@ -101,14 +96,13 @@ def _stopped(rank: RankEvidence) -> Activity | None:
 
 
 def _compiling(rank: RankEvidence) -> Activity | None:
-    in_compiler = any(part in file for file in _files(rank) for part in _COMPILERS)
+    frames = rank.stack.frames if rank.stack is not None else ()
+    in_compiler = any(part in f.file for f in frames for part in _COMPILERS)
     # The frames of a compiled function run below dynamo's, and are no compilation.
-    running = (
-        any(f.function in ("_fn", "compile_wrapper") for f in rank.stack.frames) if rank.stack is not None else False
-    )
+    running = any(f.function in ("_fn", "compile_wrapper") for f in frames)
     compiling = any(
-        part in file
-        for file in _files(rank)
+        part in f.file
+        for f in frames
         for part in ("convert_frame.py", "/_inductor/", "output_graph.py", "/triton/compiler")
     )
     if not in_compiler or not (compiling or not running):
@@ -303,11 +297,6 @@ def _polled_file(rank: RankEvidence) -> Activity | None:
 def _sleeps(rank: RankEvidence) -> bool:
     in_kernel = any(word in _wchan(rank) for word in ("nanosleep", "pause", "sigsuspend"))
     return in_kernel or bool(re.search(r"\bsleep\w*\(", _source(rank).partition("#")[0]))
-
-
-def is_at_a_lock(line: str) -> bool:
-    """Return whether a line of source takes a lock, or waits for an event, a thread, a queue or a result."""
-    return bool(_LOCK.search(line))
 
 
 def _lock(rank: RankEvidence) -> Activity | None:

@@ -155,7 +155,10 @@ def first_at_different_lines(
     The skipped call resembles the next one, so that neither side waited. None where lines differ by the program's
     design: they became equal again, and not because one sequence lags behind the other.
     """
-    rings = {r: [c for c in _calls(evidence, r) if c.group == missed.group] for r in evidence.members(missed.group)}
+    rings = {
+        r: [c for c in evidence.ranks[r].collectives if c.peer == -1 and c.op != NEW_GROUP and c.group == missed.group]
+        for r in evidence.members(missed.group)
+    }
     whole = [
         found for place, found in sorted(by_place(rings).items()) if place < missed.place and len(found) == len(rings)
     ]
@@ -176,7 +179,3 @@ def first_at_different_lines(
     mine = next(c for r, c in whole[first].items() if r in odd)
     theirs = next(c for r, c in whole[first].items() if r not in odd)
     return theirs, mine
-
-
-def _calls(evidence: Evidence, rank: int) -> list[Collective]:
-    return [c for c in evidence.ranks[rank].collectives if c.peer == -1 and c.op != NEW_GROUP]

@@ -15,7 +15,8 @@ from pytest_nsa.diagnosis.facts import (
     owning_module,
     signal_text,
 )
-from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, describe_ranks
+from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
+from pytest_nsa.diagnosis.words import late_hint
 from pytest_nsa.evidence.stacks import Frame
 from pytest_nsa.evidence.values import STILL_LOOKS, Evidence, RaisedException, RankEvidence
 from pytest_nsa.evidence.waiting import FOR_A_DEVICE
@@ -186,9 +187,7 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         later = [f"rank {r.rank} at {e.where}" for r, e in found if r in others]
         where_else = f"{who} {fails} here first, {' and '.join(later[:2])} later" if later else f"{who} alone {fails}"
         advice = f"{where_else}: look at what differs there, its data, seed or state"
-    late = is_late(error.message)
-    if late:
-        reason += f"; {LATE_HINT}"
+    reason += late_hint(error.message)
     if waited:
         reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     return Finding(
@@ -294,19 +293,6 @@ def unusable(evidence: Evidence) -> Finding | None:
 BUSY = 50  # percent
 # Functions of torch that return when the device has completed its work.
 _SYNCHRONIZES = re.compile(r"/torch/(cuda|xpu|accelerator)/(__init__|streams)\.py$")
-# CUDA's own text, which is the same for every kernel.
-_LATE = ("cuda error", "cuda kernel errors might be asynchronously reported", "device-side assert")
-LATE_HINT = "CUDA reports an error at a later call than the one that failed: CUDA_LAUNCH_BLOCKING=1 names the line that launched it"
-# NVIDIA's catalogue of Xid errors: those that a program causes, and those that the machine causes.
-_XIDS = {
-    13: "a kernel's illegal instruction or address", 31: "a kernel's access to an address that is not mapped",
-    43: "a program's work was stopped", 45: "a program's work was cleaned up", 48: "memory with an error that cannot be corrected",
-    63: "a row of memory was remapped", 64: "a row of memory could not be remapped", 74: "NVLink",
-    79: "the GPU has fallen off the bus",
-    94: "a contained memory error", 95: "an uncontained memory error", 119: "the GPU's own processor does not answer",
-    120: "the GPU's own processor", 154: "the GPU needs to be reset or drained",
-}  # fmt: skip
-_OF_THE_MACHINE = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120, 154})
 
 
 def waits_for_its_device(rank: RankEvidence) -> str:
@@ -327,21 +313,3 @@ def waits_for_its_device(rank: RankEvidence) -> str:
             return ""
     share = f" ({busy}% busy)" if busy.isdecimal() else ""
     return f"waits for its GPU{share} to complete earlier work"
-
-
-def is_late(message: str) -> bool:
-    """Return whether a message is CUDA's report of an error in an earlier call."""
-    return any(words in message.lower() for words in _LATE)
-
-
-def xid_facts(evidence: Evidence) -> tuple[Fact, ...]:
-    """Return what the driver logged about the GPUs while the test ran."""
-    found = ((f"GPU {gpu}: Xid {xid}", _XIDS.get(xid, "see NVIDIA's catalogue")) for gpu, xid in evidence.xids)
-    return tuple(
-        Fact(rank=NO_RANK, kind="xid", file="host.jsonl", text=f"{error}, {meaning}") for error, meaning in found
-    )
-
-
-def is_of_the_machine(evidence: Evidence) -> bool:
-    """Return whether the driver logged an error that the program did not cause."""
-    return any(xid in _OF_THE_MACHINE for _, xid in evidence.xids)

@@ -44,7 +44,7 @@ def unset(evidence: Evidence) -> Finding | None:
     else:
         use = _usual(evidence, wanted, ranks)
         where, called_from = (
-            use.where if use else last_seen(evidence.ranks[wanted.waiter]),
+            use.where if use else last_seen(evidence.ranks[wanted.waiters[0]]),
             use.called_from if use else "",
         )
         reason += f"; {what_they_do(evidence, ranks, entered)}" + (f"; such keys are set at {use.where}" if use else "")
