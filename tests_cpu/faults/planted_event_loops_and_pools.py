@@ -190,3 +190,13 @@ def test_a_recursion_that_forgets_what_it_counted(group):
     for step in range(5):
         total = ways(90 if (group.rank, step) == (1, AT) else 10)  # HERE
         dist.all_reduce(torch.tensor(float(total)))
+
+
+@planted("compiling", [2], n=3, family="busy", origin="second witness")
+def test_a_function_of_many_operations_is_traced(group):
+    def polynomial(x):
+        for power in range(200_000):
+            x = x * 0.5 + power
+        return x
+
+    rounds(group, 2, lambda: torch.compile(polynomial, backend="eager")(torch.ones(2)))
