@@ -13,7 +13,7 @@ import pytest
 
 from pytest_nsa.diagnosis import verdict
 from pytest_nsa.diagnosis.engine import diagnose
-from pytest_nsa.diagnosis.explain import choose, terms
+from pytest_nsa.diagnosis.explain import choose, keys, terms
 from pytest_nsa.diagnosis.explain.edits import Edit, candidates
 from pytest_nsa.diagnosis.explain.message_terms import MESSAGE
 from pytest_nsa.diagnosis.explain.rhythm import surprise
@@ -107,7 +107,7 @@ def _unpacked(archive: str, folder: Path) -> Path:
 def test_each_weight_is_of_a_term_that_there_is() -> None:
     named = {t.name for t in terms.SHARED} | {f"{side}: {t.name}" for t in terms.OWN for side in ("they", "others")}
     named |= {f"{'waiter' if t.is_of_waiter else 'peer'}: {t.name}" for t in MESSAGE}
-    named |= {f"{'asker' if t.is_of_waiter else 'setter'}: {t.name}" for t in terms.KEYS}
+    named |= {f"{'asker' if t.is_of_waiter else 'setter'}: {t.name}" for t in keys.TERMS}
     named |= {*terms.Sizes(1, 1, 2).values(), "always", "others there", "others went on"}
     for kind, column in choose.weights().items():
         assert set(column) <= named, kind
