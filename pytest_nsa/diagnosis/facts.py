@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, by_ranks
+from pytest_nsa.diagnosis.verdict import NO_RANK, Fact, Finding, by_ranks
 from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import Rings
 from pytest_nsa.evidence.stacks import Frame
@@ -222,6 +222,18 @@ def last_seen(rank: RankEvidence) -> str:
         return board.phase_line
     last = board.collectives[-1] if board.collectives else None
     return last.site if last is not None and last.entered > board.numbers.get("line_time", 0.0) else board.line
+
+
+def found_on(
+    evidence: Evidence, cause: str, ranks: Sequence[RankEvidence], reason: str, confidence: float, *, certain: bool = False,
+    where: str = "", module: str | None = None, facts: tuple[Fact, ...] = (),
+) -> Finding:  # fmt: skip
+    """Return a finding on ranks, by default at the location and in the module of the first, with every rank's facts."""
+    return Finding(
+        cause=cause, ranks=tuple(r.rank for r in ranks), reason=reason, confidence=confidence, certain=certain,
+        where=where or last_seen(ranks[0]), module=owning_module(ranks[0]) if module is None else module,
+        facts=(*facts, *all_facts(evidence.ranks)),
+    )  # fmt: skip
 
 
 def user_frame(rank: RankEvidence) -> Frame | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.edits import Calls
 from pytest_nsa.diagnosis.explain.messages import END, ended
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, owning_module, rings
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, found_on, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import origin_of
 from pytest_nsa.diagnosis.rules.exits import is_victim, is_victim_text
 from pytest_nsa.diagnosis.rules.groups import members_of_new
@@ -90,15 +90,8 @@ def not_entered(evidence: Evidence) -> Finding | None:
     board = waiting[0].board
     inside = board.inside[0] if board is not None and board.inside else None
     missed = inside.describe() if inside is not None else "a collective"
-    return Finding(
-        cause="init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective",
-        ranks=tuple(r.rank for r in absent),
-        where=last_seen(absent[0]),
-        module=owning_module(absent[0]),
-        reason=f"{who} never entered {missed}, in which the others wait",
-        confidence=0.6,
-        facts=all_facts(evidence.ranks),
-    )
+    cause = "init_timeout" if inside is not None and inside.op == NEW_GROUP else "missing_collective"
+    return found_on(evidence, cause, absent, f"{who} never entered {missed}, in which the others wait", 0.6)
 
 
 def skipped_in_a_request(evidence: Evidence) -> Finding | None:

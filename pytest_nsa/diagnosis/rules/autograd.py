@@ -3,87 +3,71 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from pytest_nsa.diagnosis.facts import all_facts, exception_fact, few, missing_fact
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.values import Evidence, RaisedException, RankEvidence
 
 _TWICE = re.compile(r"Parameter at index (\d+)(?: with name (\S+?))? has been marked as ready twice")
-
-
-def _raised(evidence: Evidence, *texts: str) -> Iterator[tuple[RankEvidence, RaisedException]]:
-    for rank in evidence.ranks:
-        for error in rank.exceptions:
-            if any(text in error.message for text in texts):
-                yield rank, error
-                break
+_WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
 def ready_twice(evidence: Evidence) -> Finding | None:
     """Find that a parameter was marked ready twice, usually by reentrant checkpointing under DDP."""
-    found = list(_raised(evidence, "marked as ready twice", "Expected to mark a variable ready only once"))
-    if not found:
-        return None
-    rank, error = found[0]
-    match = _TWICE.search(error.message)
-    index = int(match[1]) if match else None
-    name = (match[2] or "") if match else ""
-    if not name and index is not None and index < len(rank.parameter_names):
-        name = rank.parameter_names[index]
-    name = name.removeprefix("module.")
-    which = f"parameter {index} ({name or 'name unknown'})" if index is not None else "a parameter"
-    return Finding(
-        cause="ready_twice",
-        ranks=tuple(r.rank for r, _ in found),
-        where=error.where,
-        module=name,
-        reason=f"{which} was marked as ready twice in one backward: its hook fired twice, as under reentrant checkpointing",
-        certain=True,
-        confidence=0.99,
-        facts=tuple(exception_fact(r, e) for r, e in found),
-    )
+
+    def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
+        match = _TWICE.search(error.message)
+        name = (match[2] or _name(rank, match[1])).removeprefix("module.") if match else ""
+        which = f"parameter {match[1]} ({name or 'name unknown'})" if match else "a parameter"
+        return (
+            f"{which} was marked as ready twice in one backward: its hook fired twice, as under reentrant checkpointing",
+            name,
+        )
+
+    texts = ("marked as ready twice", "Expected to mark a variable ready only once")
+    return _stated_by_torch(evidence, "ready_twice", texts, details)
 
 
 def unused_parameters(evidence: Evidence) -> Finding | None:
     """Find that a forward began before the last backward had reduced every parameter."""
-    found = list(_raised(evidence, "Expected to have finished reduction in the prior iteration"))
-    if not found:
-        return None
-    rank, error = found[0]
-    indices = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", error.message)
-    names = (
-        [rank.parameter_names[int(i)] for i in indices[1].split() if int(i) < len(rank.parameter_names)]
-        if indices
-        else []
-    )
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return Finding(
-        cause="unused_parameters",
-        ranks=tuple(r.rank for r, _ in found),
-        where=error.where,
-        module=names[0] if names else "",
-        reason=f"parameters took no part in the last backward: {shown or 'torch names none'}",
-        certain=True,
-        confidence=0.97,
-        facts=tuple(exception_fact(r, e) for r, e in found),
-    )
+
+    def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
+        match = _WITHOUT_GRADIENT.search(error.message)
+        names = [name for i in match[1].split() if (name := _name(rank, i))] if match else []
+        return f"parameters took no part in the last backward: {few(names) or 'torch names none'}", names[
+            0
+        ] if names else ""
+
+    texts = ("Expected to have finished reduction in the prior iteration",)
+    return _stated_by_torch(evidence, "unused_parameters", texts, details)
 
 
 def static_graph_changed(evidence: Evidence) -> Finding | None:
     """Find that the graph changed though DDP was configured with a static graph."""
-    found = list(_raised(evidence, "our training graph has changed in this iteration"))
+    reason = "under static_graph=True the autograd graph of this step differs from the first step's"
+    texts = ("our training graph has changed in this iteration",)
+    return _stated_by_torch(evidence, "static_graph_changed", texts, lambda *_: (reason, ""))
+
+
+def _stated_by_torch(
+    evidence: Evidence, cause: str, texts: tuple[str, ...], details: Callable[[RankEvidence, RaisedException], tuple[str, str]]
+) -> Finding | None:  # fmt: skip
+    """Find the ranks that raised an exception with one of ``texts``; ``details`` returns the reason and the module."""
+    raised = ((r, [e for e in r.exceptions if any(text in e.message for text in texts)]) for r in evidence.ranks)
+    found = [(rank, errors[0]) for rank, errors in raised if errors]
     if not found:
         return None
+    reason, module = details(*found[0])
     return Finding(
-        cause="static_graph_changed",
-        ranks=tuple(r.rank for r, _ in found),
-        where=found[0][1].where,
-        reason="under static_graph=True the autograd graph of this step differs from the first step's",
-        certain=True,
-        confidence=0.97,
-        facts=tuple(exception_fact(r, e) for r, e in found),
-    )
+        cause=cause, ranks=tuple(r.rank for r, _ in found), where=found[0][1].where, module=module, reason=reason,
+        certain=True, confidence=0.97, facts=tuple(exception_fact(r, e) for r, e in found),
+    )  # fmt: skip
+
+
+def _name(rank: RankEvidence, index: str) -> str:
+    """Return the parameter of an index in torch's message; '' where it is unknown."""
+    return rank.parameter_names[int(index)] if int(index) < len(rank.parameter_names) else ""
 
 
 def never_arrived(evidence: Evidence) -> Finding | None:

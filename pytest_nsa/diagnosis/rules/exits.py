@@ -11,6 +11,7 @@ from pytest_nsa.diagnosis.facts import (
     all_facts,
     exception_fact,
     exit_fact,
+    found_on,
     last_seen,
     owning_module,
     signal_text,
@@ -121,16 +122,8 @@ def rank_died(evidence: Evidence) -> Finding | None:
     ago = (
         f"; it was last seen at {board.line}, {max(0.0, rank.exit_time - seen):.2f} s before" if board and seen else ""
     )
-    return Finding(
-        cause="rank_died",
-        ranks=(rank.rank,),
-        where=last_seen(rank),
-        module=owning_module(rank),
-        reason=f"rank {rank.rank} was ended by {name}{at}{ago}",
-        certain=True,
-        confidence=0.95,
-        facts=(exit_fact(rank), *all_facts(evidence.ranks)),
-    )
+    reason = f"rank {rank.rank} was ended by {name}{at}{ago}"
+    return found_on(evidence, "rank_died", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
 
 
 def _deaths(evidence: Evidence) -> list[RankEvidence]:
@@ -223,16 +216,8 @@ def rank_gone(evidence: Evidence) -> Finding | None:
     gone = [r for r in evidence.ranks if r.gone and not r.finished and not r.exceptions]
     if not gone or evidence.was_ended_at_a_stall:
         return None
-    return Finding(
-        cause="rank_died",
-        ranks=tuple(r.rank for r in gone),
-        where=last_seen(gone[0]),
-        module=owning_module(gone[0]),
-        reason=f"the process of rank {gone[0].rank} is gone without an exit code: killed, or ended by os._exit",
-        certain=True,
-        confidence=0.8,
-        facts=all_facts(evidence.ranks),
-    )
+    reason = f"the process of rank {gone[0].rank} is gone without an exit code: killed, or ended by os._exit"
+    return found_on(evidence, "rank_died", gone, reason, 0.8, certain=True)
 
 
 def rank_exited(evidence: Evidence) -> Finding | None:
@@ -241,16 +226,8 @@ def rank_exited(evidence: Evidence) -> Finding | None:
     if not gone:
         return None
     rank = min(gone, key=lambda r: r.exit_time)
-    return Finding(
-        cause="rank_exited",
-        ranks=(rank.rank,),
-        where=last_seen(rank),
-        module=owning_module(rank),
-        reason=f"rank {rank.rank} exited with code {rank.exit_code} before its test ended",
-        certain=True,
-        confidence=0.95,
-        facts=(exit_fact(rank), *all_facts(evidence.ranks)),
-    )
+    reason = f"rank {rank.rank} exited with code {rank.exit_code} before its test ended"
+    return found_on(evidence, "rank_exited", [rank], reason, 0.95, certain=True, facts=(exit_fact(rank),))
 
 
 def only_victims(evidence: Evidence) -> Finding | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import found_on
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.diagnosis.words import progress_of, rate_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -27,15 +27,8 @@ def graph_explosion(evidence: Evidence) -> Finding | None:
     assert rank.board is not None
     n, module = rank.board.numbers, rank.board.nodes_module
     total = max(n["nodes"], n["nodes_owned"])
-    return Finding(
-        cause="graph_explosion",
-        ranks=tuple(r.rank for r in found),
-        where=last_seen(rank),
-        module=module,
-        reason=f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {progress_of(rank)}",
-        confidence=0.8,
-        facts=all_facts(evidence.ranks),
-    )
+    reason = f"{module} makes {n['nodes_owned']:,.0f} of the forward's {total:,.0f} autograd nodes; {progress_of(rank)}"
+    return found_on(evidence, "graph_explosion", found, reason, 0.8, module=module)
 
 
 def _many_nodes(rank: RankEvidence) -> bool:
@@ -59,17 +52,7 @@ def straggler(evidence: Evidence) -> Finding | None:
     late = last if waited is None or (last is not None and last[0] == waited[0]) else waited  # who is waited for now
     if late is None:
         return None
-    ranks, reason = late
-    first = next(r for r in evidence.ranks if r.rank in ranks)
-    return Finding(
-        cause="straggler",
-        ranks=ranks,
-        where=last_seen(first),
-        module=owning_module(first),
-        reason=reason,
-        confidence=0.8,
-        facts=all_facts(evidence.ranks),
-    )
+    return found_on(evidence, "straggler", [evidence.ranks[rank] for rank in late[0]], late[1], 0.8)
 
 
 def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
@@ -125,12 +108,6 @@ def slow(evidence: Evidence) -> Finding | None:
     if evidence.stop != "deadline" or not evidence.moved_at_stop:
         return None
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
-    moving = moving or [r for r in evidence.ranks if not r.finished]
-    return Finding(
-        cause="slow",
-        ranks=tuple(r.rank for r in moving),
-        where=last_seen(moving[0]) if moving else "",
-        reason=f"the ranks still made progress at the time limit: {rate_of(evidence)}",
-        confidence=0.8,
-        facts=all_facts(evidence.ranks),
-    )
+    moving = moving or [r for r in evidence.ranks if not r.finished] or list(evidence.ranks)
+    reason = f"the ranks still made progress at the time limit: {rate_of(evidence)}"
+    return found_on(evidence, "slow", moving, reason, 0.8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import all_facts, awaited, found_on, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.activity import activity_of
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -46,15 +46,10 @@ def blocked(evidence: Evidence) -> Finding | None:
     for number, other in more:
         at = other.where or last_seen(evidence.ranks[number])
         reason += f"; a second cause: rank {number} {other.description} ({other.cause}, at {at})"
-    return Finding(
-        cause=activity.cause,
-        ranks=culprits,
-        where=activity.where or last_seen(rank),
-        module=owning_module(rank),
-        reason=reason,
-        confidence=activity.confidence,
-        facts=all_facts(evidence.ranks),
-    )
+    return found_on(
+        evidence, activity.cause, [evidence.ranks[r] for r in culprits], reason, activity.confidence,
+        where=activity.where or last_seen(rank), module=owning_module(rank),
+    )  # fmt: skip
 
 
 def in_transit(evidence: Evidence) -> Finding | None:
