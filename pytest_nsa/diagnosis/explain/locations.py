@@ -39,15 +39,6 @@ def line_of_its_loop(rank: RankEvidence) -> str:
     return ""
 
 
-def _aligned(mine: list[Frame], others: list[Frame]) -> tuple[list[Frame], list[Frame]]:
-    """Return both paths from the outermost frame that both have: the dump of a deep stack is cut at its outer end."""
-    if not (mine and others):
-        return mine, others
-    if mine[0] in others:
-        return mine, others[others.index(mine[0]) :]
-    return (mine[mine.index(others[0]) :], others) if others[0] in mine else (mine, others)
-
-
 def line_in(call: Collective, place: str) -> int:
     """Return the line, in the function of ``place``, that led to a call; 0 where none is known."""
     file, _, function = parts_of(place)
