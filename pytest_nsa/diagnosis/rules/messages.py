@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.messages import ended, is_collective
+from pytest_nsa.diagnosis.explain.messages import ended, has_forgotten, is_collective
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.rules.exits import is_victim
@@ -89,15 +89,24 @@ def is_paired(rank: int, call: Collective, pending: Calls) -> bool:
 
 
 def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
-    """Find ranks that dropped the Work of a call that matches what another rank waits in, without a wait."""
+    """Find ranks that dropped the Work of the call that would match what other ranks wait in, without a wait.
+
+    The messages between two ranks, in one group and with one tag, pair in their order.
+    """
     dropped = {}
     for waiter, call in entered.items():
         if not 0 <= call.peer < len(evidence.ranks):
             continue
-        for c in evidence.ranks[call.peer].collectives:
-            is_answer = c.is_send != call.is_send and (c.peer, c.group, c.note) == (waiter, call.group, call.note)
-            if is_answer and c.dropped:
-                dropped[call.peer] = c
+        kind = (call.group, call.note)
+        ends = (evidence.ranks[waiter], call.peer, call.is_send), (evidence.ranks[call.peer], waiter, not call.is_send)
+        made, answers = (
+            [c for c in rank.collectives if (c.peer, c.is_send, c.group, c.note) == (peer, sends, *kind)]
+            for rank, peer, sends in ends
+        )
+        # A ring that lost its first calls cannot number them: take the latest.
+        number = len(answers) - 1 if has_forgotten(evidence) else [c.index for c in made].index(call.index)
+        if 0 <= number < len(answers) and answers[number].dropped:
+            dropped[call.peer] = answers[number]
     if not dropped:
         return None
     n, first = evidence.job.world_size, dropped[min(dropped)]
