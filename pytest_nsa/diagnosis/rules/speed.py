@@ -110,4 +110,4 @@ def slow(evidence: Evidence) -> Finding | None:
     moving = [r for r in evidence.ranks if not r.finished and r.moved_at_stop]
     moving = moving or [r for r in evidence.ranks if not r.finished] or list(evidence.ranks)
     reason = f"the ranks still made progress at the time limit: {rate_of(evidence)}"
-    return found_on(evidence, "slow", moving, reason, 0.8)
+    return found_on(evidence, "slow", moving, reason, 0.8, module="")
