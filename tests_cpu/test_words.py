@@ -100,10 +100,26 @@ def _names(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+@functools.cache
+def names() -> tuple[tuple[Path, int, str], ...]:
+    """Return each name that the packages define, with its file and line."""
+    return tuple(
+        (path.relative_to(ROOT), line, name)
+        for package in ("pytest_nsa", "nsa")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for line, name in _names(path)
+    )
+
+
+@functools.cache
+def _spelled(name: str) -> str:
+    """Return a name in small letters, its words between underscores."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
 def _is_in(forms: str, name: str) -> bool:
     """Whether a name has a word, between underscores or by its capital letter."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    return re.search(rf"(?<![a-z])({forms.replace(' ', '_')})(?![a-z])", words) is not None
+    return re.search(rf"(?<![a-z])({forms.replace(' ', '_')})(?![a-z])", _spelled(name)) is not None
 
 
 @pytest.mark.filterwarnings(
@@ -122,13 +138,7 @@ def test_a_word_is_not_used_more_often(word: str) -> None:
 @pytest.mark.parametrize("word", LIMITS)
 def test_a_word_is_in_no_more_names(word: str) -> None:
     forms, limit = LIMITS[word][0], IN_NAMES.get(word, 0)
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for package in ("pytest_nsa", "nsa")
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for line, name in _names(path)
-        if _is_in(forms, name)
-    ]
+    found = [f"{path}:{line}: {name}" for path, line, name in names() if _is_in(forms, name)]
     assert len(found) <= limit, f"{word!r} in names: at most {limit}, found {len(found)}:\n" + "\n".join(found)
     if len(found) < limit:
         warnings.warn(f"{word!r} is in {len(found)} names: write {len(found)} for {limit} in IN_NAMES", stacklevel=1)
