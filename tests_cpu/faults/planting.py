@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,17 +84,25 @@ class Planted:
         """Return whether a verdict's location is right."""
         if not self.marked:
             return self.where in where
-        text = Path(module.__file__ or "").read_text(encoding="utf-8")
-        marks = {n for n, line in enumerate(text.splitlines(), start=1) if line.endswith("# HERE")}
-        lines = set(marks)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.stmt) and not hasattr(node, "body"):  # a statement of several lines
-                own = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-                lines |= own if own & marks else set()
         location = LOCATION.match(where)
         return (
-            location is not None and Path(location["file"]).name == "test_planted.py" and int(location["line"]) in lines
+            location is not None
+            and Path(location["file"]).name == "test_planted.py"
+            and int(location["line"]) in _marked_lines(Path(module.__file__ or ""))
         )
+
+
+@functools.cache
+def _marked_lines(path: Path) -> frozenset[int]:
+    """Return the lines of a module that end in ``# HERE``, and those of the same statement."""
+    text = path.read_text(encoding="utf-8")
+    marks = {n for n, line in enumerate(text.splitlines(), start=1) if line.endswith("# HERE")}
+    lines = set(marks)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):  # a statement of several lines
+            own = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            lines |= own if own & marks else set()
+    return frozenset(lines)
 
 
 def planted(
