@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests_cpu.plan.scenarios import TABLE
+from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, text=True, capture_output=True, timeout=100,
-    )  # fmt: skip
+def run(warm: WarmPython, *arguments: str) -> str:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = warm.call("-m", "pytest", "-p", "no:cacheprovider", *arguments, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_every_scenario_is_listed() -> None:
-    listed = run("tests_gpu", "--collect-only", "-q", "-m", "gpu or long")  # as docs/walk.md has it
+def test_every_scenario_is_listed(warm: WarmPython) -> None:
+    listed = run(warm, "tests_gpu", "--collect-only", "-q", "-m", "gpu or long")  # as docs/walk.md has it
     for row in TABLE:
         assert f"test_scenario[{row.name}]" in listed
 
 
-def test_they_are_skipped_for_one_reason(tmp_path: Path) -> None:
-    text = run("tests_gpu", "-m", "gpu", "-rs", "--artifacts", str(tmp_path / "evidence"))
+def test_they_are_skipped_for_one_reason(warm: WarmPython, tmp_path: Path) -> None:
+    text = run(warm, "tests_gpu", "-m", "gpu", "-rs", "--artifacts", str(tmp_path / "evidence"))
     reasons = [line for line in text.splitlines() if line.startswith("SKIPPED")]
     assert len(reasons) == 1
     # Left out by -m gpu are only those of more than 100 steps.

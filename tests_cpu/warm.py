@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class WarmPython:
     def __init__(self) -> None:
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._forked: list[int] = []
+        self._codes: dict[int, int] = {}
 
     def run(self, folder: Path, arguments: Sequence[str], timeout: float) -> pytest.RunResult:
         """Run pytest as `pytest_nsa.testing.start_pytest` does."""
@@ -42,39 +45,55 @@ class WarmPython:
         self, program: str, folder: Path, arguments: Sequence[str], timeout: float, variables: Mapping[str, str] = {}
     ) -> tuple[int, str, str]:
         """Return exit code, output and errors of pytest or of a module's ``main``. Raise subprocess.TimeoutExpired."""
-        channel = self._started()
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            fds = [out.fileno(), err.fileno()]
-            env = {k: v for k, v in {**os.environ, **variables}.items() if k != "PYTHONDONTWRITEBYTECODE"}
-            request = {"program": program, "cwd": str(folder), "arguments": list(arguments), "env": env}
-            socket.send_fds(channel.socket, [json.dumps(request).encode() + b"\n"], fds)
-            told = self._hear(channel, [], 1, 60)
-            told = self._hear(channel, told, 2, timeout)
-            if len(told) < 2:
-                os.kill(told[0]["pid"], signal.SIGKILL)  # it is not reaped before its end was read
-                self._hear(channel, told, 2, 60)
+            environment = {**os.environ, **variables}
+            pid = self.fork(
+                [out.fileno(), err.fileno()], environment, program=program, cwd=str(folder), arguments=list(arguments)
+            )
+            code = self.code_of(pid, timeout)
+            if code is None:
+                os.kill(pid, signal.SIGKILL)  # it is not reaped before its end was read
+                self.code_of(pid, 60)
                 raise subprocess.TimeoutExpired(program, timeout)
             texts = []
             for file in (out, err):
                 file.seek(0)
                 texts.append(file.read().decode(errors="replace"))
         print(*texts, sep="\n")  # for the report of a test that fails
-        return told[1]["code"], texts[0], texts[1]
+        return code, texts[0], texts[1]
 
-    @staticmethod
-    def _hear(channel: Channel, told: list[dict[str, Any]], count: int, timeout: float) -> list[dict[str, Any]]:
-        """Return ``told`` with the messages that arrive, until there are ``count`` or none has come for ``timeout`` seconds.
+    def fork(self, fds: list[int], environment: Mapping[str, str], **request: Any) -> int:
+        """Start a process with ``fds`` as output, errors and input; return its id. Raise RuntimeError where none starts."""
+        channel = self._started()
+        env = {k: v for k, v in environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        socket.send_fds(channel.socket, [json.dumps({**request, "env": env}).encode() + b"\n"], fds)
+        while not self._forked:
+            if not self._hear(60):
+                raise RuntimeError("the warm interpreter starts no process")
+        return self._forked.pop()
 
-        Raise RuntimeError when the process has gone.
-        """
-        while len(told) < count:
-            found = channel.receive(timeout)
-            if channel.closed:
-                raise RuntimeError("the warm interpreter has gone")
-            if not found:
-                break
-            told = [*told, *found]
-        return told
+    def code_of(self, pid: int, timeout: float | None) -> int | None:
+        """Return the exit code of a process; None when it has not ended after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while pid not in self._codes:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._hear(left):
+                return None
+        return self._codes[pid]
+
+    def _hear(self, timeout: float | None) -> bool:
+        """Take what has been reported; return whether anything was. Raise RuntimeError when the warm process has gone."""
+        channel = self._started()
+        found = channel.receive(timeout)
+        for message in found:
+            if "code" in message:
+                self._codes[message["pid"]] = message["code"]
+            else:
+                self._codes.pop(message["pid"], None)  # of a process before, which had the same id
+                self._forked.append(message["pid"])
+        if channel.closed and not found:
+            raise RuntimeError("the warm interpreter has gone")
+        return bool(found)
 
     def _started(self) -> Channel:
         if self._channel is None:
@@ -94,3 +113,65 @@ class WarmPython:
         if self._channel is not None and self._process is not None:
             self._channel.shut_down()
             self._process.wait()
+
+    def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """Start ``python ARGUMENTS``, given as -m MODULE, -c CODE or a file, as `subprocess.Popen` does with ``options``."""
+        return _Forked(self, [sys.executable, *arguments], **{"text": True, **options})
+
+    def call(
+        self, *arguments: str, typed: str | None = None, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``python ARGUMENTS`` as `subprocess.run` does, with ``typed`` as input; output and errors are kept by default."""
+        given = subprocess.DEVNULL if typed is None else subprocess.PIPE
+        options = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        with self.popen(*arguments, **options) as process:
+            try:
+                out, err = process.communicate(typed, timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class _Forked(subprocess.Popen[str]):
+    """A process that the warm process forks: what `subprocess.Popen` does but for the start and the wait."""
+
+    def __init__(self, warm: WarmPython, *arguments: Any, **options: Any) -> None:
+        self._warm = warm
+        super().__init__(*arguments, **options)
+
+    def _execute_child(  # type: ignore[override]
+        self, args: list[str], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
+        start_new_session: bool, *rest: Any,
+    ) -> None:  # fmt: skip
+        fds = [
+            1 if c2pwrite == -1 else c2pwrite,
+            2 if errwrite == -1 else errwrite,
+            *([] if p2cread == -1 else [p2cread]),
+        ]
+        try:
+            self.pid = self._warm.fork(
+                fds,
+                os.environ if env is None else env,
+                python=args[1:],
+                cwd=str(cwd or os.getcwd()),
+                session=start_new_session,
+            )
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._warm.code_of(self.pid, 0)  # type: ignore[assignment]
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            code = self._warm.code_of(self.pid, timeout)
+            if code is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = code
+        return self.returncode

@@ -11,11 +11,14 @@ import json
 import os
 import pkgutil
 import re
+import runpy
+import select
 import signal
 import socket
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -47,15 +50,24 @@ PLUGINS = ("xdist.plugin", "xdist.dsession", "xdist.looponfail", "pytest_timeout
 
 
 def serve(fd: int) -> None:
-    """Fork for each request; send the child's pid, then its exit code."""
+    """Fork for each request; send the child's pid at once, and its exit code when it has ended."""
     torch.set_num_threads(1)
     for name in SHARED:
         importlib.import_module(name)
     _import_plugins()
     gc.freeze()  # else each session collects all objects of these imports, five times at its end
     sock = socket.socket(fileno=fd)
+    running: dict[int, int] = {}  # ids of processes by descriptors that can be read when they have ended
     while True:
-        data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 2)
+        ready = select.select([sock, *running], [], [])[0]
+        for ended in [number for number in running if number in ready]:
+            pid = running.pop(ended)
+            os.close(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            sock.sendall(json.dumps({"pid": pid, "code": code}).encode() + b"\n")
+        if sock not in ready:
+            continue
+        data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 3)
         if not data:
             return
         while not data.endswith(b"\n"):
@@ -64,12 +76,13 @@ def serve(fd: int) -> None:
         if pid == 0:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             sock.close()
+            for number in running:
+                os.close(number)
             _become(json.loads(data), fds)
         for number in fds:
             os.close(number)
+        running[os.pidfd_open(pid)] = pid
         sock.sendall(json.dumps({"pid": pid}).encode() + b"\n")
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        sock.sendall(json.dumps({"code": code}).encode() + b"\n")
 
 
 def _import_plugins() -> None:
@@ -163,11 +176,43 @@ def _prepare_workers(arguments: list[str]) -> None:
     execnet.gateway_io.Popen2IOMaster.__init__ = init
 
 
+def _run_pytest(arguments: list[str]) -> int:
+    _prepare_workers(arguments)
+    return int(pytest.console_main())
+
+
+def _interpret(arguments: list[str], *, session: bool) -> int:
+    """Do what ``python ARGUMENTS`` does: -m MODULE, -c CODE or a file; with ``session``, in a process group of its own."""
+    if session:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    added = [
+        folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path
+    ]
+    sys.path[1:1] = added
+    kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
+    what, *rest = arguments[1:] if kind else arguments
+    sys.argv = [kind if kind == "-c" else what, *rest]
+    if (kind, what) == ("-m", "pytest"):
+        return _run_pytest(rest)
+    with _exit_handlers():
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), vars(main))
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(what))
+            runpy.run_path(what, run_name="__main__")
+    return 0
+
+
 def _become(request: dict[str, Any], fds: list[int]) -> None:
     """Run the request in this process, and exit: it never returns."""
     code = 70
     try:
-        for number, fd in enumerate(fds, start=1):
+        for number, fd in zip((1, 2, 0), fds, strict=False):
             os.dup2(fd, number)
             os.close(fd)
         os.chdir(request["cwd"])
@@ -176,16 +221,16 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         sys.path[0] = request["cwd"]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
-        sys.argv = [request["program"], *request["arguments"]]
-        if request["program"] == "pytest":
-            _prepare_workers(request["arguments"])
-            code = int(pytest.console_main())
+        if "python" in request:
+            code = _interpret(request["python"], session=request["session"])
         else:
-            code = _run(request["program"])
+            sys.argv = [request["program"], *request["arguments"]]
+            code = _run_pytest(request["arguments"]) if request["program"] == "pytest" else _run(request["program"])
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
         traceback.print_exc()
+        code = 1 if "python" in request else code
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.evidence.shapes import read_beats, read_events
 from pytest_nsa.wire.files import read_lines
 from pytest_nsa.wire.messages import Job
-from tests_cpu.faults.recorded import ARCHIVES
+from tests_cpu.faults.recorded import unpack
 
 MODULES = ("groups_and_meshes", "crashes_and_exits", "waits_and_io", "training_steps", "collectives_on_devices")
 ODD: tuple[Any, ...] = (
@@ -35,8 +34,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Return the recorded folders of planted faults."""
     folder = tmp_path_factory.mktemp("recorded")
     for module in MODULES:
-        with tarfile.open(ARCHIVES / f"{module}.tar.xz") as archive:
-            archive.extractall(folder / module, filter="data")
+        unpack(module, folder / module)
     return sorted(path.parent for path in folder.glob("*/*/job.json"))
 
 

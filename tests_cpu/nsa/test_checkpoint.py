@@ -28,6 +28,7 @@ from nsa.training.saved import damage, describe, find
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
+from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
@@ -270,13 +271,11 @@ sys.exit(train.main([*command, "--steps", "4", "--save-every", "1", "--resume", 
 
 
 @pytest.mark.parametrize("on_error", [pytest.param("stop", marks=pytest.mark.slow), "continue"])
-def test_a_disk_that_is_full_leaves_the_checkpoints_before(tmp_path: Path, on_error: str) -> None:
+def test_a_disk_that_is_full_leaves_the_checkpoints_before(warm: WarmPython, tmp_path: Path, on_error: str) -> None:
     """The kernel refuses to let a file grow beyond a limit, as it does when there is no room."""
     (tmp_path / "small.yaml").write_text(SMALL + f"checkpoint: {{on_error: {on_error}}}\n")
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, "--config", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "run")],
-        cwd=ROOT, text=True, capture_output=True, check=False,
-    )  # fmt: skip
+    command = ("-c", FULL, "--config", str(tmp_path / "small.yaml"), "--out", str(tmp_path / "run"))
+    done = warm.call(*command, cwd=ROOT)
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000002"]
     assert damage(folder / "step_00000002") == ""
@@ -363,14 +362,12 @@ def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     )
 
 
-def test_sigterm_to_the_whole_group_saves_and_exits_with_75(tmp_path: Path) -> None:
+def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(SMALL.replace("workers: 0", "workers: 1"))  # a reader must not die of SIGTERM
     command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = subprocess.Popen(
-        [sys.executable, *launcher, *command, "--out", str(tmp_path / "run")],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = warm.popen(*launcher, *command, "--out", str(tmp_path / "run"), cwd=ROOT, **pipes)
     assert run.stdout is not None
     for line in run.stdout:
         if "step 3/" in line:
@@ -381,10 +378,8 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_75(tmp_path: Path) -> N
     step = int(stopped.split("step ")[1].split(",")[0])
     described = describe(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")
     assert (described.step, described.world_size, described.position.samples) == (step, 2, 4 * step)
-    alone = subprocess.Popen(
-        [sys.executable, *command[:-2], "--resume", "auto", "--out", str(tmp_path / "run")],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+    resumed = (*command[:-2], "--resume", "auto", "--out", str(tmp_path / "run"))
+    alone = warm.popen(*resumed, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True)
     assert alone.stdout is not None
     first = next(line for line in alone.stdout if "] step " in line)
     assert first.startswith(f"[train] step {step + 1}/")

@@ -6,8 +6,6 @@ import copy
 import io
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +26,7 @@ from pytest_nsa import world_size
 from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
 from pytest_nsa.fixtures import Group
 from pytest_nsa.monitor.second_look import COUNTERS_REQUEST, DUMP_REQUEST
+from tests_cpu.warm import WarmPython
 
 
 @pytest.fixture
@@ -198,17 +197,9 @@ session.end()
 """
 
 
-def test_a_compiled_model_keeps_one_graph_and_its_optimizer_is_seen(tmp_path: Path) -> None:
+def test_a_compiled_model_keeps_one_graph_and_its_optimizer_is_seen(warm: WarmPython, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    done = warm.call("-c", COMPILES, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
 

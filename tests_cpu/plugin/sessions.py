@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests_cpu.plugin.leftovers import processes_below
+from tests_cpu.warm import WarmPython
 
 
-def start_session(folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
+def start_session(warm: WarmPython, folder: Path, source: str, *options: str) -> subprocess.Popen[str]:
     """Run pytest over ``source`` in ``folder``, in a process group of its own. SIGINT and SIGHUP end it, even if ignored here."""
     (folder / "test_example.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)]
-    return subprocess.Popen(
-        [*command, *options], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        # A shell's background jobs ignore the one, what runs under nohup the other.
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
-    )  # fmt: skip
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(folder)]
+    return warm.popen(
+        *command, *options, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_nsa.testing import HEADER, run_example
 from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
+from tests_cpu.warm import WarmPython
 
 TERM, HUP, QUIT, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT
 HANGS = """
@@ -61,12 +62,12 @@ def has_come(folder: Path, moment: str) -> bool:
 
 
 def end(
-    folder: Path, moment: str, sent: list[signal.Signals], *arguments: str, group: bool = False
+    warm: WarmPython, folder: Path, moment: str, sent: list[signal.Signals], *arguments: str, group: bool = False
 ) -> subprocess.Popen[str]:
     """Run a session, send it signals at ``moment``, 0.3 s apart, and wait until it and all of its processes have ended."""
     tests, conftest = MOMENTS[moment]
     (folder / "conftest.py").write_text(conftest)
-    process = start_session(folder, HEADER + tests, *arguments)
+    process = start_session(warm, folder, HEADER + tests, *arguments)
     wait_for(lambda: has_come(folder, moment), process)
     for number in sent:
         (os.killpg if group else os.kill)(process.pid, number)
@@ -103,9 +104,9 @@ CASES = [
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize(("moment", "sent", "workers"), CASES)
 def test_a_signal_ends_a_session_with_its_reports(
-    tmp_path: Path, moment: str, sent: tuple[signal.Signals, ...], workers: str
+    warm: WarmPython, tmp_path: Path, moment: str, sent: tuple[signal.Signals, ...], workers: str
 ) -> None:
-    process = end(tmp_path, moment, [*sent], "-n", workers)
+    process = end(warm, tmp_path, moment, [*sent], "-n", workers)
     # Of several, the first that is not SIGINT (Ctrl-C) gives the exit code.
     check(tmp_path, process, moment, next((s for s in sent if s != INT), INT))
 
@@ -114,13 +115,15 @@ def test_a_signal_ends_a_session_with_its_reports(
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.parametrize("sent", [TERM, HUP, INT], ids=lambda s: s.name)
-def test_a_signal_to_the_whole_process_group(tmp_path: Path, sent: signal.Signals, workers: str) -> None:
-    check(tmp_path, end(tmp_path, "a hang", [sent], "-n", workers, group=True), "a hang", sent)
+def test_a_signal_to_the_whole_process_group(
+    warm: WarmPython, tmp_path: Path, sent: signal.Signals, workers: str
+) -> None:
+    check(tmp_path, end(warm, tmp_path, "a hang", [sent], "-n", workers, group=True), "a hang", sent)
 
 
 @pytest.mark.timeout(100)
-def test_a_signal_during_collection_leaves_no_process(tmp_path: Path) -> None:
-    process = start_session(tmp_path, "import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
+def test_a_signal_during_collection_leaves_no_process(warm: WarmPython, tmp_path: Path) -> None:
+    process = start_session(warm, tmp_path, "import time\nopen('moment0', 'w').close()\ntime.sleep(1000)\n")
     wait_for((tmp_path / "moment0").exists, process)
     process.send_signal(TERM)
     process.communicate(timeout=60)
@@ -137,18 +140,14 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
-def test_a_killed_run_is_reported_later_and_the_next_session_notices(tmp_path: Path, workers: str) -> None:
-    end(tmp_path, "a hang", [signal.SIGKILL], "-n", workers, group=workers != "0")
+def test_a_killed_run_is_reported_later_and_the_next_session_notices(
+    warm: WarmPython, tmp_path: Path, workers: str
+) -> None:
+    end(warm, tmp_path, "a hang", [signal.SIGKILL], "-n", workers, group=workers != "0")
     run = (tmp_path / "artifacts" / "latest").resolve()
     assert not (run / "SUMMARY.md").exists()
     (tmp_path / "test_example.py").write_text(HEADER + REPORTS)
-    again = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-        timeout=100,
-    )
+    again = warm.call("-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path)
     said = f"artifacts/{run.name} was cut off: pytest-nsa report artifacts/{run.name} writes its SUMMARY.md"
     assert said in again.stdout
     done = command(tmp_path, "report", f"artifacts/{run.name}")

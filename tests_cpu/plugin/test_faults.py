@@ -18,6 +18,7 @@ import pytest
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 from tests_cpu.plugin.leftovers import processes_below
 from tests_cpu.plugin.sessions import no_process_is_left, start_session, wait_for
+from tests_cpu.warm import WarmPython
 
 FAULTS = """
 class InBackward(torch.nn.Module):
@@ -365,7 +366,9 @@ def test_a(group):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(tmp_path: Path, sent: signal.Signals) -> None:
+def test_an_interrupted_session_leaves_no_process_and_keeps_its_artifacts(
+    warm: WarmPython, tmp_path: Path, sent: signal.Signals
+) -> None:
     source = (
         HEADER
         + """
@@ -380,7 +383,7 @@ def test_waits(group, artifacts):
     dist.barrier()
 """
     )
-    process = start_session(tmp_path, source)
+    process = start_session(warm, tmp_path, source)
     run = tmp_path / "artifacts" / "latest"
     wait_for(lambda: len(list(run.glob("*test_waits*/running*"))) == 2, process)
     time.sleep(1.5)  # the stall itself: shorter than a second, it would not count as one

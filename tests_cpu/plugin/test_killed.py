@@ -17,6 +17,7 @@ import pytest
 from pytest_nsa.evidence.board import BoardReader
 from pytest_nsa.testing import HEADER, read_result
 from pytest_nsa.wire.files import read_lines
+from tests_cpu.warm import WarmPython
 
 SLEEPS = """
 @world_size(2)
@@ -42,17 +43,17 @@ def tree(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def session(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+def session(warm: WarmPython, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "test_example.py").write_text(HEADER + getattr(request, "param", SLEEPS))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))
+    process = warm.popen(*command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     yield process
     if process.poll() is None:
         process.kill()
     process.wait()
 
 
-def wait_until(process: subprocess.Popen[bytes], seen: Callable[[], object]) -> None:
+def wait_until(process: subprocess.Popen[str], seen: Callable[[], object]) -> None:
     deadline = time.monotonic() + 90
     while not seen():
         assert process.poll() is None
@@ -72,7 +73,7 @@ SLOW = [pytest.param(killed, marks=pytest.mark.slow) for killed in ("all", "zygo
 
 
 @pytest.mark.parametrize("killed", ["host", "zygote", *SLOW])
-def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[bytes], killed: str) -> None:
+def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[str], killed: str) -> None:
     run = tmp_path / "artifacts" / "latest"
     wait_until(session, lambda: list(run.glob("*test_waits*/suspicions.jsonl")))
     pids = tree(session.pid)
@@ -88,7 +89,7 @@ def test_who_is_killed(tmp_path: Path, session: subprocess.Popen[bytes], killed:
 
 
 @pytest.mark.parametrize("moment", ["job.json", "rank1/board.bin", "rank1/stall.json", "stall"])
-def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], moment: str) -> None:
+def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[str], moment: str) -> None:
     """At earlier moments less is known: then the cause is unknown, and no other one."""
     run = tmp_path / "artifacts" / "latest"
 
@@ -110,7 +111,7 @@ def test_all_are_killed_at(tmp_path: Path, session: subprocess.Popen[bytes], mom
 
 
 @pytest.mark.parametrize("session", [MOVES], indirect=True)
-def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Popen[bytes]) -> None:
+def test_all_are_killed_while_they_move(tmp_path: Path, session: subprocess.Popen[str]) -> None:
     """A rank that is in the middle of a collective at that moment is not blocked in it."""
     run = tmp_path / "artifacts" / "latest"
 

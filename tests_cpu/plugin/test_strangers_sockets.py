@@ -16,6 +16,7 @@ from pytest_nsa.system import unix_sockets
 from pytest_nsa.testing import HEADER
 from tests_cpu.plugin.sessions import no_process_is_left, start_session
 from tests_cpu.strangers import needs_root, stranger
+from tests_cpu.warm import WarmPython
 
 SOURCE = (
     HEADER
@@ -50,7 +51,7 @@ def sockets() -> set[str]:
 
 @pytest.mark.slow
 @needs_root
-def test_another_user_cannot_fill_the_queue_of_the_zygote(tmp_path: Path) -> None:
+def test_another_user_cannot_fill_the_queue_of_the_zygote(warm: WarmPython, tmp_path: Path) -> None:
     before = sockets()
 
     def fill(out: IO[str]) -> None:
@@ -68,7 +69,7 @@ def test_another_user_cannot_fill_the_queue_of_the_zygote(tmp_path: Path) -> Non
         time.sleep(1000)
 
     with stranger(fill) as told:
-        session = start_session(tmp_path, SOURCE, "-n2", "-p", "xdist")
+        session = start_session(warm, tmp_path, SOURCE, "-n2", "-p", "xdist")
         tried = json.loads(told.readline())
         (tmp_path / "tried").touch()
         out = output_of(session)
@@ -79,7 +80,7 @@ def test_another_user_cannot_fill_the_queue_of_the_zygote(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_full_queue_is_one_line_and_ends_the_session(tmp_path: Path) -> None:
+def test_a_full_queue_is_one_line_and_ends_the_session(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import pytest\n"
         "from pytest_nsa.system import unix_sockets\n"
@@ -94,7 +95,7 @@ def test_a_full_queue_is_one_line_and_ends_the_session(tmp_path: Path) -> None:
         "        pass\n"
     )
     (tmp_path / "tried").touch()
-    session = start_session(tmp_path, SOURCE, "-n2", "-p", "xdist")
+    session = start_session(warm, tmp_path, SOURCE, "-n2", "-p", "xdist")
     out = output_of(session)
     ended = [line for line in out.splitlines() if "Interrupted: pytest-nsa: " in line]
     assert len(ended) == 1

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.warm import WarmPython
 
 
-def debug(pytester: pytest.Pytester, source: str, typed: str, *arguments: str) -> str:
+def debug(warm: WarmPython, pytester: pytest.Pytester, source: str, typed: str, *arguments: str) -> str:
     """Return the terminal's text when the user types ``typed``."""
     (pytester.path / "test_example.py").write_text(HEADER + source)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], input=typed, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=pytester.path, timeout=120, check=False,
-    )  # fmt: skip
-    return done.stdout
+    command = ("-m", "pytest", "-p", "no:cacheprovider", *arguments)
+    return warm.call(*command, typed=typed, stderr=subprocess.STDOUT, cwd=pytester.path).stdout
 
 
 FAILS = """
@@ -34,8 +31,8 @@ def test_after(group): dist.barrier()
 """
 
 
-def test_pdb_attaches_to_the_rank_that_failed(pytester: pytest.Pytester) -> None:
-    text = debug(pytester, FAILS, "p secret\nw\nc\n", "--pdb")
+def test_pdb_attaches_to_the_rank_that_failed(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    text = debug(warm, pytester, FAILS, "p secret\nw\nc\n", "--pdb")
     assert "(Pdb, rank 1) 41" in text
     assert "assert group.rank != 1" in text
     assert "1 failed, 1 passed" in text
@@ -43,14 +40,14 @@ def test_pdb_attaches_to_the_rank_that_failed(pytester: pytest.Pytester) -> None
     assert "FAIL: rank 1 of 2, assertion" in text
 
 
-def test_pdb_of_another_rank_than_failed_is_not_entered(pytester: pytest.Pytester) -> None:
-    text = debug(pytester, FAILS, "", "--pdb", "--ranks-pdb-rank=0")
+def test_pdb_of_another_rank_than_failed_is_not_entered(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    text = debug(warm, pytester, FAILS, "", "--pdb", "--ranks-pdb-rank=0")
     assert "is in the debugger" not in text
     assert "1 failed, 1 passed" in text
 
 
-def test_quitting_the_debugger_ends_the_session(pytester: pytest.Pytester) -> None:
-    text = debug(pytester, FAILS, "q\n", "--pdb")
+def test_quitting_the_debugger_ends_the_session(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    text = debug(warm, pytester, FAILS, "q\n", "--pdb")
     assert "Exit: Quitting debugger" in text
     assert "passed" not in text.splitlines()[-1]
 
@@ -75,11 +72,11 @@ def test_breaks(group):
     [pytest.param((), 70, 99, marks=pytest.mark.slow), (("--ranks-pdb-rank=1",), 71, 99)],
 )
 def test_breakpoint_lends_the_terminal_to_one_rank_and_no_limit_runs(
-    pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int
+    warm: WarmPython, pytester: pytest.Pytester, chosen: tuple[str, ...], seen: int, total: int
 ) -> None:
     # The user is at the prompt for longer than the test's whole time.
     typed = f"p value\nimport time; time.sleep(7)\nvalue = {total - 141 + seen}\nn\nn\nc\n"
-    text = debug(pytester, BREAKS, typed, *chosen)
+    text = debug(warm, pytester, BREAKS, typed, *chosen)
     rank = seen - 70
     assert f"(Pdb, rank {rank}) {seen}" in text
     assert f"(Pdb, rank {1 - rank})" not in text
@@ -93,7 +90,7 @@ def test_breakpoint_on_a_worker_is_refused_with_the_reason(pytester: pytest.Pyte
     assert "this rank has no terminal, as its host is an xdist worker; run without -n" in result.stdout
 
 
-def test_s_shows_each_rank_s_lines_as_they_come(pytester: pytest.Pytester, tmp_path: Path) -> None:
+def test_s_shows_each_rank_s_lines_as_they_come(warm: WarmPython, pytester: pytest.Pytester, tmp_path: Path) -> None:
     source = f"""
 from pathlib import Path
 @world_size(2)
@@ -105,10 +102,7 @@ def test_it(group):
     print("no line end", end="")
 """
     (pytester.path / "test_example.py").write_text(HEADER + source)
-    run = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-s"], stdout=subprocess.PIPE, text=True,
-        cwd=pytester.path,
-    )  # fmt: skip
+    run = warm.popen("-m", "pytest", "-p", "no:cacheprovider", "-s", stdout=subprocess.PIPE, cwd=pytester.path)
     assert run.stdout is not None
     seen = set()
     while len(seen) < 4:  # while the test still runs

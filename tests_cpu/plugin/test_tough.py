@@ -13,6 +13,7 @@ from pytest_nsa.testing import HEADER, ExampleResult, run_example, run_in
 from pytest_nsa.wire.files import read_lines
 from tests_cpu.plugin.leftovers import ours_in_temporary_folders, processes_below, that_stay
 from tests_cpu.plugin.sessions import start_session, wait_for
+from tests_cpu.warm import WarmPython
 
 FAULTS = """
 import ctypes, resource
@@ -284,7 +285,7 @@ def test_it(group): dist.barrier()
     assert "slow: every rank is a new interpreter, because collecting the tests initialises CUDA" in result.stdout
 
 
-def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytester) -> None:
+def test_an_interrupt_before_the_first_rank_is_no_failure(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "conftest.py").write_text(
         "import os, pathlib, time\n"
         "if 'PYTEST_NSA_ZYGOTE_FD' in os.environ:\n"
@@ -292,7 +293,7 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytes
         "    time.sleep(1000)\n"
     )
     source = HEADER + "@world_size(2)\ndef test_it(group): pass\n"
-    process = start_session(pytester.path, source, "--ranks-launch=clean")
+    process = start_session(warm, pytester.path, source, "--ranks-launch=clean")
     wait_for((pytester.path / "starting").is_file, process)
     process.send_signal(signal.SIGINT)
     text = process.communicate(timeout=30)[0]
@@ -302,7 +303,7 @@ def test_an_interrupt_before_the_first_rank_is_no_failure(pytester: pytest.Pytes
     assert processes_below(pytester.path) == []
 
 
-def test_a_second_interrupt_is_not_needed_and_does_no_harm(pytester: pytest.Pytester) -> None:
+def test_a_second_interrupt_is_not_needed_and_does_no_harm(warm: WarmPython, pytester: pytest.Pytester) -> None:
     source = (
         HEADER
         + """
@@ -314,7 +315,7 @@ def test_waits(group, artifacts):
 """
     )
     run = pytester.path / "artifacts" / "latest"
-    process = start_session(pytester.path, source)
+    process = start_session(warm, pytester.path, source)
     wait_for(lambda: len(list(run.glob("*/running*"))) == 2, process)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
