@@ -16,10 +16,15 @@ def is_installed(neighbour: Neighbour) -> bool:
         return False
 
 
+@pytest.fixture(scope="module")
+def without() -> dict[str, str]:
+    """Return the outcomes of ranked tests without any other plugin."""
+    return run(None)[0]
+
+
 @pytest.mark.slow
-def test_ranked_tests_with_other_plugins() -> None:
+def test_ranked_tests_with_other_plugins(without: dict[str, str]) -> None:
     """Of those that the extra `test` installs."""
-    without, _ = run(None)
     assert without["test_ranked_hang"].startswith("failure: ")
     differ = {}
     there = [n for n in NEIGHBOURS if is_installed(n)]
@@ -35,7 +40,6 @@ def test_ranked_tests_with_other_plugins() -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [("pytest-timeout", ("--timeout-method=thread",)), ("pytest-rerunfailures", ())]
 )
-def test_a_sample(name: str, options: tuple[str, ...]) -> None:
+def test_a_sample(name: str, options: tuple[str, ...], without: dict[str, str]) -> None:
     pytest.importorskip("pytest_rerunfailures")
-    without, _ = run(None)
     assert compared(Neighbour(name, options), run(Neighbour(name, options))[0], without)["junit"] == "same"
