@@ -292,7 +292,7 @@ def _whole(
 @check
 def whole() -> None:
     """Check a pack with an empty sequence, twice."""
-    _whole([5, 0, 40], 1, 4, 2, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=3, w=12)
+    _whole([5, 0, 34], 1, 4, 2, 16, 16, torch.float32, 0.25, twice=True, l=8, d=4, l_sel=16, n_sel=3, w=12)
 
 
 @check
@@ -355,7 +355,7 @@ def rotary() -> None:
 @check
 def functional() -> None:
     """Check `torch.func.grad`, and that forward mode is refused."""
-    S, sizes = 36, {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 12}
+    S, sizes = 20, {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 12}
     n = blocks.num_compressed(S, sizes["l"], sizes["d"])
     exact = [torch.randn(1, S, 2, 16), *(torch.randn(1, m, 1, 16) for m in (n, n, S, S, S, S)), torch.rand(1, S, 2, 3)]
     exact = [x.double() for x in exact]
