@@ -182,10 +182,19 @@ def _tenth(name: str) -> str:
     return str(zlib.crc32(name.encode()) % PARTS)
 
 
+def tables_without(rows: Sequence[fit.Row], tenth_of: Callable[[Fault], str]) -> dict[str, fit.Weights]:
+    """Return, for each tenth, the weights that are fitted without it."""
+    tenths = {tenth_of(row.fault) for row in rows if row.fault is not None}
+    return {
+        tenth: fit.fitted([row for row in rows if row.fault is None or tenth_of(row.fault) != tenth])
+        for tenth in sorted(tenths)
+    }
+
+
 def crossvalidated(
     recorded: dict[Fault, Evidence],
     depend: dict[str, set[Fault]],
-    rows: Sequence[fit.Row],
+    tables: Mapping[str, fit.Weights],
     part_of: Callable[[Fault], str],
     tenth_of: Callable[[Fault], str],
 ) -> dict[str, Any]:
@@ -194,11 +203,6 @@ def crossvalidated(
     """
     known = functions()
     right, certain, wrong = Counter[str](), 0, []
-    tenths = {tenth_of(fault) for fault in recorded}
-    tables = {
-        tenth: fit.fitted([row for row in rows if row.fault is None or tenth_of(row.fault) != tenth])
-        for tenth in tenths
-    }
     for part, tenth in sorted({(part_of(fault), tenth_of(fault)) for fault in recorded}):
         alone = [known[name] for name, needs in depend.items() if needs and {part_of(f) for f in needs} == {part}]
         with without(*alone), patch.object(choose, "weights", lambda table=tables[tenth]: table):
@@ -251,10 +255,11 @@ def main() -> None:
             "by_function": {name: [n, len(more[name])] for name, n in numbers.items()},
         }  # fmt: skip
         rows = fit.rows(programs)
+        by_program, by_file = tables_without(rows, tenth_of_programs), tables_without(rows, tenth_of_files)
         validation = {
-            "by program": crossvalidated(recorded, depend, rows, tenth_of_programs, tenth_of_programs),
-            "by subject": crossvalidated(recorded, depend, rows, subject, tenth_of_files),
-            "the weights, by file": crossvalidated(recorded, {}, rows, subject, tenth_of_files),
+            "by program": crossvalidated(recorded, depend, by_program, tenth_of_programs, tenth_of_programs),
+            "by subject": crossvalidated(recorded, depend, by_file, subject, tenth_of_files),
+            "the weights, by file": crossvalidated(recorded, {}, by_file, tenth_of_files, tenth_of_files),
         }
     print(json.dumps({**figures, "by_function": ..., "cross-validated": validation}, indent=1, default=str))
     for path, value in ((arguments.json, figures), (arguments.crossvalidation, validation)):

@@ -272,6 +272,11 @@ def rings(evidence: Evidence) -> Rings:
     return {r.rank: r.board.collectives for r in evidence.ranks if r.board is not None}
 
 
+def has_forgotten(evidence: Evidence) -> bool:
+    """Return whether a rank's ring has lost its first calls, so that counts do not cover the whole program."""
+    return any(rank.collectives and rank.collectives[0].index > 0 for rank in evidence.ranks)
+
+
 def calls_before(evidence: Evidence, rank: int, at: Collective) -> list[Collective]:
     """Return the calls that a rank entered before ``at``, in all groups, including sends and receives."""
     return [c for c in evidence.ranks[rank].collectives if c.index < at.index and c.op != NEW_GROUP]

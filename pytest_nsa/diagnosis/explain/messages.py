@@ -10,7 +10,7 @@ from functools import cached_property
 
 from pytest_nsa.diagnosis.explain.locations import recomputes
 from pytest_nsa.diagnosis.explain.rhythm import MOST_BITS, surprise
-from pytest_nsa.diagnosis.facts import calls_before
+from pytest_nsa.diagnosis.facts import calls_before, has_forgotten
 from pytest_nsa.evidence.board import ANY, Collective
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -34,11 +34,6 @@ def line_of(call: Collective) -> Line:
 def is_collective(call: Collective) -> bool:
     """Return whether a call is a collective: no send or receive, and no state that is no call."""
     return call.peer == -1 and call.op not in (END, KEY)
-
-
-def has_forgotten(evidence: Evidence) -> bool:
-    """Return whether a rank's ring has lost its first calls, so that counts do not cover the whole program."""
-    return any(rank.collectives and rank.collectives[0].index > 0 for rank in evidence.ranks)
 
 
 def ended(rank: RankEvidence) -> Collective:

@@ -17,8 +17,8 @@ def ready_twice(evidence: Evidence) -> Finding | None:
     """Find that a parameter was marked ready twice, usually by reentrant checkpointing under DDP."""
 
     def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
-        match = _TWICE.search(error.message)
-        name = (match[2] or _name(rank, match[1])).removeprefix("module.") if match else ""
+        match, names = _TWICE.search(error.message), dict(enumerate(rank.parameter_names))
+        name = (match[2] or names.get(int(match[1]), "")).removeprefix("module.") if match else ""
         which = f"parameter {match[1]} ({name or 'name unknown'})" if match else "a parameter"
         return (
             f"{which} was marked as ready twice in one backward: its hook fired twice, as under reentrant checkpointing",
@@ -33,8 +33,8 @@ def unused_parameters(evidence: Evidence) -> Finding | None:
     """Find that a forward began before the last backward had reduced every parameter."""
 
     def details(rank: RankEvidence, error: RaisedException) -> tuple[str, str]:
-        match = _WITHOUT_GRADIENT.search(error.message)
-        names = [name for i in match[1].split() if (name := _name(rank, i))] if match else []
+        match, known = _WITHOUT_GRADIENT.search(error.message), dict(enumerate(rank.parameter_names))
+        names = [known[int(i)] for i in match[1].split() if int(i) in known] if match else []
         return f"parameters took no part in the last backward: {few(names) or 'torch names none'}", names[
             0
         ] if names else ""
@@ -63,11 +63,6 @@ def _stated_by_torch(
         cause=cause, ranks=tuple(r.rank for r, _ in found), where=found[0][1].where, module=module, reason=reason,
         certain=True, confidence=0.97, facts=tuple(exception_fact(r, e) for r, e in found),
     )  # fmt: skip
-
-
-def _name(rank: RankEvidence, index: str) -> str:
-    """Return the parameter of an index in torch's message; '' where it is unknown."""
-    return rank.parameter_names[int(index)] if int(index) < len(rank.parameter_names) else ""
 
 
 def never_arrived(evidence: Evidence) -> Finding | None:

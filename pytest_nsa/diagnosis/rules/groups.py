@@ -17,6 +17,7 @@ from pytest_nsa.evidence.board import NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
+CUT = "…"  # ends the note of a group that has more ranks than its record holds
 Difference = tuple[str, tuple[int, ...], str, str]  # cause, ranks at fault, line, reason
 
 
@@ -34,8 +35,8 @@ def groups_differ(evidence: Evidence) -> Finding | None:
     making = {r.rank: c for r in alive if (c := awaited(r)) is not None and c.op == NEW_GROUP and c.note}
     if not making or any(not r.is_waiting for r in alive):
         return None
-    if any(is_cut(c) for c in making.values()):
-        return None
+    if any(c.note.endswith(CUT) for c in making.values()):
+        return None  # its members are unknown
     differing = _first_difference(evidence, making)
     if differing is not None:
         return _finding(evidence, *differing)
@@ -156,14 +157,9 @@ def is_numbered(call: Collective) -> bool:
     return call.note.partition(":")[0].isdigit()
 
 
-def is_cut(call: Collective) -> bool:
-    """Return whether a group has more ranks than its record holds, so that its members are unknown."""
-    return call.note.endswith("…")
-
-
 def made_by(rank: RankEvidence) -> list[Collective]:
     """Return the creations of numbered groups that a rank entered, in their order."""
-    return [c for c in rank.collectives if c.op == NEW_GROUP and is_numbered(c) and not is_cut(c)]
+    return [c for c in rank.collectives if c.op == NEW_GROUP and is_numbered(c) and not c.note.endswith(CUT)]
 
 
 _CLAIM = re.compile(r"[^:]*: rank (?P<number>-?\d+) of (?P<size>-?\d+), by (?P<place>.+)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
-from pytest_nsa.diagnosis.explain.messages import ended, has_forgotten, is_collective
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen, rings
+from pytest_nsa.diagnosis.explain.messages import ended, is_collective
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, has_forgotten, last_seen, rings
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pytest_nsa.diagnosis.explain.choose import explain
-from pytest_nsa.diagnosis.explain.messages import has_forgotten
-from pytest_nsa.diagnosis.facts import all_facts, exception_fact, rings
+from pytest_nsa.diagnosis.facts import all_facts, exception_fact, has_forgotten, rings
 from pytest_nsa.diagnosis.rules.calls import finding_of
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks
