@@ -22,7 +22,7 @@ import sys
 import tempfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -182,9 +182,11 @@ def _tenth(name: str) -> str:
     return str(zlib.crc32(name.encode()) % PARTS)
 
 
-def tables_without(rows: Sequence[fit.Row], tenth_of: Callable[[Fault], str]) -> dict[str, fit.Weights]:
-    """Return, for each tenth, the weights that are fitted without it."""
-    tenths = {tenth_of(row.fault) for row in rows if row.fault is not None}
+def tables_without(
+    faults_: Iterable[Fault], rows: Sequence[fit.Row], tenth_of: Callable[[Fault], str]
+) -> dict[str, fit.Weights]:
+    """Return, for each tenth of the faults, the weights that are fitted without it."""
+    tenths = set(map(tenth_of, faults_))
     return {
         tenth: fit.fitted([row for row in rows if row.fault is None or tenth_of(row.fault) != tenth])
         for tenth in sorted(tenths)
@@ -255,7 +257,7 @@ def main() -> None:
             "by_function": {name: [n, len(more[name])] for name, n in numbers.items()},
         }  # fmt: skip
         rows = fit.rows(programs)
-        by_program, by_file = tables_without(rows, tenth_of_programs), tables_without(rows, tenth_of_files)
+        by_program, by_file = (tables_without(recorded, rows, of) for of in (tenth_of_programs, tenth_of_files))
         validation = {
             "by program": crossvalidated(recorded, depend, by_program, tenth_of_programs, tenth_of_programs),
             "by subject": crossvalidated(recorded, depend, by_file, subject, tenth_of_files),
