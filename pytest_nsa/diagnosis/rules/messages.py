@@ -107,13 +107,28 @@ def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
         number = len(answers) - 1 if has_forgotten(evidence) else [c.index for c in made].index(call.index)
         if 0 <= number < len(answers) and answers[number].dropped:
             dropped[call.peer] = answers[number]
-    if not dropped:
+    return _of_dropped(evidence, dropped, entered, certain=True) if dropped else None
+
+
+def lost_messages(evidence: Evidence) -> Finding | None:
+    """Find that all ranks wait, after some dropped the Work of a send or receive. A suspicion, never certain.
+
+    The unfinished message may block the connection, so that a call that all ranks have entered does not complete either.
+    """
+    alive = [r for r in evidence.ranks if not r.finished]
+    dropped = {r.rank: c for r in alive for c in r.collectives if c.dropped}
+    if evidence.stop not in (*STOPS, "left_alone") or not dropped or any(not r.is_waiting for r in alive):
         return None
+    waits = {r.rank: c for r in alive if (c := awaited(r)) is not None}
+    return _of_dropped(evidence, dropped, waits, certain=False)
+
+
+def _of_dropped(evidence: Evidence, dropped: Calls, waits: Calls, *, certain: bool) -> Finding:
     n, first = evidence.job.world_size, dropped[min(dropped)]
     began = by_ranks({rank: f"began {c.describe()}" for rank, c in dropped.items()}, n)
     return Finding(
         cause="p2p_unmatched", ranks=tuple(sorted(dropped)), where=first.site, called_from=next(iter(first.way[1:]), ""),
-        reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {each_call(entered, n)}",
-        certain=True, confidence=0.95, facts=all_facts(evidence.ranks),
+        reason=f"{began}, and dropped its Work without a wait: gloo then forgets the message; {each_call(waits, n)}",
+        certain=certain, confidence=0.95 if certain else 0.7, facts=all_facts(evidence.ranks),
         advice="keep the Work that isend or irecv returns, and wait for it",
     )  # fmt: skip
