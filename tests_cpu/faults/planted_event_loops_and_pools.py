@@ -200,3 +200,14 @@ def test_a_function_of_many_operations_is_traced(group):
         return x
 
     rounds(group, 2, lambda: torch.compile(polynomial, backend="eager")(torch.ones(2)))
+
+
+@planted("child_process", [1], n=3, marked=True, reason="pool", family="child", origin="second witness")
+def test_the_last_of_several_results_of_processes(group):
+    def score():
+        context = multiprocessing.get_context("fork")
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+            work = [pool.submit(time.sleep, seconds) for seconds in (0, 0.1, 1000)]
+            concurrent.futures.wait(work)  # HERE
+
+    rounds(group, 1, score)
