@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tarfile
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +35,7 @@ from pytest_nsa.diagnosis.rules.messages import held_in_messages  # noqa: E402
 from pytest_nsa.evidence.collectives import first_departure  # noqa: E402
 from pytest_nsa.evidence.load import load  # noqa: E402
 from pytest_nsa.evidence.values import Evidence  # noqa: E402
-from tests_cpu.faults.recorded import GENERATED, unpack  # noqa: E402
+from tests_cpu.faults.recorded import GENERATED, extract, unpack  # noqa: E402
 from tests_cpu.faults.test_corpus import MODULES, faults  # noqa: E402
 
 TABLE = ROOT / "pytest_nsa" / "diagnosis" / "explain" / "weights.json"
@@ -104,8 +103,7 @@ def programs(folder: Path) -> list[Program]:
                 found.append(Program((module, name), "", load(path), (of.cause,), tuple(sorted(of.ranks))))
     for archive in sorted(GENERATED.glob("*.tar.xz")):
         into = folder / archive.name
-        with tarfile.open(archive) as packed:
-            packed.extractall(into, filter="data")
+        extract(archive, into)
         labels = json.loads((into / "labels.json").read_text(encoding="utf-8"))
         for name, label in labels.items():
             found.append(Program(None, archive.name, load(into / name), label["causes"], tuple(sorted(label["ranks"]))))

@@ -114,6 +114,6 @@ def extract(path: Path, folder: Path, only: str = "") -> None:
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for entry in archive:
             if entry.isfile() and only in ("", entry.name.partition("/")[0]):
-                file = folder / entry.name
+                file = folder / tarfile.data_filter(entry, str(folder)).name  # refuses a path outside of the folder
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(data[entry.offset_data : entry.offset_data + entry.size])
