@@ -183,10 +183,10 @@ def _tenth(name: str) -> str:
 
 
 def tables_without(
-    faults_: Iterable[Fault], rows: Sequence[fit.Row], tenth_of: Callable[[Fault], str]
+    of: Iterable[Fault], rows: Sequence[fit.Row], tenth_of: Callable[[Fault], str]
 ) -> dict[str, fit.Weights]:
     """Return, for each tenth of the faults, the weights that are fitted without it."""
-    tenths = set(map(tenth_of, faults_))
+    tenths = set(map(tenth_of, of))
     return {
         tenth: fit.fitted([row for row in rows if row.fault is None or tenth_of(row.fault) != tenth])
         for tenth in sorted(tenths)

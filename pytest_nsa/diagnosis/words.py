@@ -102,10 +102,12 @@ def race_of_threads(evidence: Evidence, entered: Mapping[int, Collective]) -> st
     """Return in words that some ranks make their call of a group in a side thread and the others in their main thread; ''
     where all do the same. ``entered`` has the call of each rank.
     """
+    if len({c.process_group for c in entered.values()}) != 1:
+        return ""
     functions = {rank: parts_of(call.site)[::2] for rank, call in entered.items()}
     in_threads = set().union(*(_functions_of_side_threads(evidence.ranks[rank]) for rank in entered))
     aside = tuple(sorted(rank for rank, function in functions.items() if function in in_threads))
-    if not aside or len(aside) == len(entered) or len({c.process_group for c in entered.values()}) != 1:
+    if not aside or len(aside) == len(entered):
         return ""
     who, does = describe_ranks(aside, evidence.job.world_size), "calls" if len(aside) == 1 else "call"
     names = " and ".join(sorted({functions[rank][1] for rank in aside}))

@@ -32,7 +32,10 @@ class Explanation:
     probability: float
     rival: Candidate | None
     terms: tuple[tuple[str, float], ...]
-    is_certain: bool
+
+    @property
+    def is_certain(self) -> bool:
+        return self.probability >= CERTAIN
 
 
 @functools.cache
@@ -54,7 +57,7 @@ def explain(evidence: Evidence, entered: Calls) -> Explanation | None:
     named = candidate.edit.cause, candidate.ranks
     alike = sum(math.exp(score - best) for score, _, c in scored if (c.edit.cause, c.ranks) == named)
     rival = next((c for _, _, c in scored if (c.edit.cause, c.ranks) != named), None)
-    return Explanation(candidate, alike / total, rival, _terms(candidate, rival), alike / total >= CERTAIN)
+    return Explanation(candidate, alike / total, rival, _terms(candidate, rival))
 
 
 def _score(candidate: Candidate) -> float:
