@@ -32,7 +32,7 @@ LIMITS: dict[str, tuple[str, int]] = {
     "of its own": (r"of (its|their|his|your|our) own", 0),
     "whose": (r"whose", 63),
     "is none": (r"(is|are|was|were) none", 22),
-    "what it is": (r"what (it|they) (is|are|was|were)", 16),
+    "what it is": (r"what (it|they) (is|are|was|were)", 6),
     "has not come": (r"(has|have|had) not come", 0),
     "but for": (r"but for", 0),
     "meanwhile": (r"meanwhile", 0),

@@ -55,13 +55,10 @@ def unknown(evidence: Evidence, failures: tuple[Fact, ...] = ()) -> Finding:
         "no rule fits" if evidence.was_stalled else "the process that ran the ranks was killed while they made progress"
     )
     return Finding(
-        cause="unknown",
-        ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
-        reason=f"{note}; {where or 'all the evidence is in the folder'}",
-        confidence=0.0,
-        facts=(*all_facts(evidence.ranks), *failures),
-        rule="engine.unknown",
-    )
+        cause="unknown", ranks=tuple(r.rank for r in evidence.ranks if not r.passed),
+        reason=f"{note}; {where or 'all the evidence is in the folder'}", confidence=0.0,
+        facts=(*all_facts(evidence.ranks), *failures), rule="engine.unknown",
+    )  # fmt: skip
 
 
 # In order: torch's own error messages, the recorded collectives, the first exception or death, what each rank is blocked in.
@@ -105,22 +102,10 @@ RULES: tuple[Rule, ...] = (
 
 # For ranks that stall while the test runs.
 SUSPICIONS: tuple[Rule, ...] = (
-    exits.rank_gone,
-    groups.numbers_differ,
-    calls.departed,
-    groups.groups_differ,
-    messages.unpaired,
-    calls.waiting_in_different_calls,
-    messages.lost_messages,
-    absence.left_alone,
-    speed.graph_explosion,
-    speed.straggler,
-    absence.skipped_in_a_request,
-    keys.unset,
-    stalls.blocked,
-    stalls.in_transit,
-    absence.not_entered,
-)
+    exits.rank_gone, groups.numbers_differ, calls.departed, groups.groups_differ, messages.unpaired,
+    calls.waiting_in_different_calls, messages.lost_messages, absence.left_alone, speed.graph_explosion, speed.straggler,
+    absence.skipped_in_a_request, keys.unset, stalls.blocked, stalls.in_transit, absence.not_entered,
+)  # fmt: skip
 
 # For ranks that all passed: errors that no rank raises.
 OF_THE_PASSED: tuple[Rule, ...] = (
@@ -240,20 +225,11 @@ def _from(finding: Finding, root: str, **fields: Any) -> Verdict:
     """Return the verdict for a finding, with paths below ``root`` made relative; ``fields`` are what no rule sets."""
     finding = _relative(finding, root)
     return Verdict(
-        cause=finding.cause,
-        ranks=finding.ranks,
-        where=finding.where,
-        module=finding.module,
-        evidence=finding.facts,
-        certain=finding.certain,
-        reason=finding.reason,
-        confidence=finding.confidence,
-        advice=finding.advice or CAUSES[finding.cause].advice,
-        retry=CAUSES[finding.cause].retry,
-        rule=finding.rule,
-        terms=finding.terms,
-        **fields,
-    )
+        cause=finding.cause, ranks=finding.ranks, where=finding.where, module=finding.module, evidence=finding.facts,
+        certain=finding.certain, reason=finding.reason, confidence=finding.confidence,
+        advice=finding.advice or CAUSES[finding.cause].advice, retry=CAUSES[finding.cause].retry, rule=finding.rule,
+        terms=finding.terms, **fields,
+    )  # fmt: skip
 
 
 def _relative(finding: Finding, root: str) -> Finding:

@@ -36,11 +36,9 @@ def exit_fact(rank: RankEvidence) -> Fact:
 def exception_fact(rank: RankEvidence, error: RaisedException) -> Fact:
     """Return the first line of an exception and where it was raised."""
     return Fact(
-        rank=rank.rank,
-        kind="exception",
-        file=f"rank{rank.rank}/events.jsonl",
+        rank=rank.rank, kind="exception", file=f"rank{rank.rank}/events.jsonl",
         text=f"{error.type}: {error.headline[:300]} at {error.where}",
-    )
+    )  # fmt: skip
 
 
 def stack_fact(rank: RankEvidence) -> Fact | None:

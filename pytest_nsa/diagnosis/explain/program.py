@@ -102,12 +102,8 @@ def _of_stack(rank: RankEvidence) -> Position:
 
 # Functions that call the user's code once, at the line that calls them.
 _PLAIN_CALLERS = (
-    "torch/nn/modules/module.py",
-    "/contextlib.py",
-    "/functools.py",
-    "torch/utils/_contextlib.py",
-    "torch/autograd/function.py",
-)
+    "torch/nn/modules/module.py", "/contextlib.py", "/functools.py", "torch/utils/_contextlib.py", "torch/autograd/function.py",
+)  # fmt: skip
 
 
 def is_called_back(rank: RankEvidence, place: str) -> bool:
@@ -290,15 +286,12 @@ def are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
         return False
     blocks = [block for block in _blocks(parent) if here in block or there in block]
     if len(blocks) == 2:
-        return isinstance(parent, ast.If | ast.Match) or _is_a_handler(parent, blocks)
+        in_handler = isinstance(parent, ast.Try | ast.TryStar) and parent.finalbody not in blocks
+        return isinstance(parent, ast.If | ast.Match) or in_handler
     if len(blocks) != 1:
         return False
     first, inner = (here, mine) if blocks[0].index(here) < blocks[0].index(there) else (there, others)
     return isinstance(first, ast.If) and _ends_in(first, inner)
-
-
-def _is_a_handler(parent: ast.stmt, blocks: list[list[ast.stmt]]) -> bool:
-    return isinstance(parent, ast.Try | ast.TryStar) and parent.finalbody not in blocks
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:

@@ -81,20 +81,17 @@ def never_arrived(evidence: Evidence) -> Finding | None:
     first = min((r.gradients_missing[0] for r in blamed), key=lambda found: found.step)
     others = f"; on {'the other rank' if n == 2 else 'the others'} all arrived" if len(without) < n else ""
     return Finding(
-        cause="unused_parameters",
-        ranks=ranks,
-        where=asserted[0][1].where if asserted else first.where,
+        cause="unused_parameters", ranks=ranks, where=asserted[0][1].where if asserted else first.where,
         module=first.names[0].rpartition(".")[0],
         reason=f"after the backward of step {first.step} no gradient had arrived on {describe_ranks(ranks, n)} for "
         f"{few(first.names)}{others}",
-        certain=True,
-        confidence=0.95,
+        certain=True, confidence=0.95,
         facts=(
             *(fact for r in blamed if (fact := missing_fact(r)) is not None),
             *(exception_fact(r, error) for r, error in asserted),
             *all_facts(tuple(r for r in evidence.ranks if r not in blamed)),
         ),
-    )
+    )  # fmt: skip
 
 
 def _asserts_on_it(rank: RankEvidence) -> RaisedException | None:

@@ -100,13 +100,9 @@ def init_timeout(evidence: Evidence) -> Finding | None:
         who = describe_ranks(tuple(r.rank for r in culprits), evidence.job.world_size)
         reason += f": {who} never connected, and rank {waits.rank} waits for it at {where}"
     return Finding(
-        cause="init_timeout",
-        ranks=tuple(r.rank for r in culprits),
-        where=where,
-        reason=reason,
-        confidence=0.7,
+        cause="init_timeout", ranks=tuple(r.rank for r in culprits), where=where, reason=reason, confidence=0.7,
         facts=all_facts(evidence.ranks),
-    )
+    )  # fmt: skip
 
 
 def rank_died(evidence: Evidence) -> Finding | None:
@@ -184,16 +180,11 @@ def rank_raised(evidence: Evidence) -> Finding | None:
     if waited:
         reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"
     return Finding(
-        cause=cause,
-        ranks=culprits,
-        where=where,
-        module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "",
-        reason=reason,
-        certain=True,
-        confidence=0.95,
-        advice=advice,
+        cause=cause, ranks=culprits, where=where,
+        module=owning_module(first_rank) if cause == "rank_exception" and first_rank.board else "", reason=reason,
+        certain=True, confidence=0.95, advice=advice,
         facts=tuple(exception_fact(r, e) for r, e in same) + all_facts(tuple(others)),
-    )
+    )  # fmt: skip
 
 
 def _failed_in_a_checkpoint(error: RaisedException) -> dict[int, str]:
@@ -237,13 +228,10 @@ def only_victims(evidence: Evidence) -> Finding | None:
         return None
     rank, error = min(errors, key=lambda pair: pair[1].time)
     return Finding(
-        cause="rank_exception",
-        ranks=(rank.rank,),
-        where=error.where,
+        cause="rank_exception", ranks=(rank.rank,), where=error.where,
         reason=f"{error.type}: {error.headline[:200]} (the first report of a lost connection; no rank is known to have exited)",
-        confidence=0.3,
-        facts=tuple(exception_fact(r, e) for r, e in errors),
-    )
+        confidence=0.3, facts=tuple(exception_fact(r, e) for r, e in errors),
+    )  # fmt: skip
 
 
 def unusable(evidence: Evidence) -> Finding | None:
@@ -256,15 +244,11 @@ def unusable(evidence: Evidence) -> Finding | None:
     frame = Frame(errors[0][1].file, errors[0][1].line, errors[0][1].function)
     ranks = tuple(sorted({r.rank for r, _ in same}))
     return Finding(
-        cause="network_unusable",
-        ranks=ranks,
-        where=frame.describe() if frame.is_user else "",
-        reason=network,
-        certain=True,
-        confidence=0.95,
+        cause="network_unusable", ranks=ranks, where=frame.describe() if frame.is_user else "", reason=network,
+        certain=True, confidence=0.95,
         facts=tuple(exception_fact(r, e) for r, e in same)
         + all_facts(tuple(r for r in evidence.ranks if r.rank not in ranks)),
-    )
+    )  # fmt: skip
 
 
 BUSY = 50  # percent

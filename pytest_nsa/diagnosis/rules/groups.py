@@ -54,28 +54,19 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         reason = "the ranks create groups in different orders, or with different members"
     cause = "init_timeout" if is_one else "group_order_deadlock"
     return _finding(
-        evidence,
-        cause,
-        ranks,
-        making[ranks[0]].site,
-        f"{reason}: {shown}",
-        certain=not is_one or len(ranks) < len(making),
-    )
+        evidence, cause, ranks, making[ranks[0]].site, f"{reason}: {shown}", certain=not is_one or len(ranks) < len(making),
+    )  # fmt: skip
 
 
 def _finding(
     evidence: Evidence, cause: str, ranks: tuple[int, ...], where: str, reason: str, *, certain: bool = True
 ) -> Finding:
     return Finding(
-        cause=cause,
-        ranks=ranks,
-        where=where,
-        reason=reason,
-        certain=certain and all(awaited(r) is not None for r in evidence.ranks if not r.finished),
-        confidence=0.85,
+        cause=cause, ranks=ranks, where=where, reason=reason,
+        certain=certain and all(awaited(r) is not None for r in evidence.ranks if not r.finished), confidence=0.85,
         advice="let every rank create every group, its members or not, in the same order: torch numbers groups in that order",
         facts=all_facts(evidence.ranks),
-    )
+    )  # fmt: skip
 
 
 def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> Difference | None:
@@ -257,11 +248,6 @@ def _of_numbers(evidence: Evidence, claims: Mapping[int, Claim]) -> Finding | No
 
 def _misnumbered(evidence: Evidence, claims: Mapping[int, Claim], culprits: tuple[int, ...], reason: str) -> Finding:
     return Finding(
-        cause="init_timeout",
-        ranks=culprits,
-        where=claims[culprits[0]].site,
-        reason=reason,
-        certain=True,
-        confidence=0.95,
+        cause="init_timeout", ranks=culprits, where=claims[culprits[0]].site, reason=reason, certain=True, confidence=0.95,
         facts=all_facts(evidence.ranks),
-    )
+    )  # fmt: skip

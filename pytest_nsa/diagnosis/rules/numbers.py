@@ -46,14 +46,10 @@ def nan_loss(evidence: Evidence) -> Finding | None:
         return None  # an earlier failure has another cause
     text = error.headline[:120] or error.type
     return Finding(
-        cause="nan_loss",
-        ranks=ranks,
-        where=where_its_loss_is_computed(evidence.sources, site) or site or error.where,
+        cause="nan_loss", ranks=ranks, where=where_its_loss_is_computed(evidence.sources, site) or site or error.where,
         reason=f"the loss of step {step} is {value} on {describe_ranks(ranks, evidence.job.world_size)}; then {error.type}: {text}",
-        certain=True,
-        confidence=0.9,
-        facts=(exception_fact(rank, error),),
-    )
+        certain=True, confidence=0.9, facts=(exception_fact(rank, error),),
+    )  # fmt: skip
 
 
 def _is_not_finite(event: dict[str, Any], rank: RankEvidence) -> bool:
@@ -261,12 +257,9 @@ def differing(evidence: Evidence) -> Finding | None:
             ranks = tuple(sorted(of_ranks))
             who = describe_ranks(ranks, evidence.job.world_size)
             return Finding(
-                cause="assertion",
-                ranks=ranks,
-                where=next(iter(of_ranks.values())).where,
+                cause="assertion", ranks=ranks, where=next(iter(of_ranks.values())).where,
                 reason=f"{who} have different values for the snapshot {name!r}: none is written",
                 advice="compare on one rank, or give each rank a snapshot: snapshot(name=f'rank{group.rank}')",
-                certain=True,
-                confidence=0.95,
-            )
+                certain=True, confidence=0.95,
+            )  # fmt: skip
     return None

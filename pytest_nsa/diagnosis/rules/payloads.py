@@ -154,17 +154,9 @@ Calls = Mapping[int, Collective]  # by rank, the calls of one place or of one me
 _UNEVEN = ("reduce_scatter", "alltoall", "allgather_coalesced", "allgather_into_tensor_coalesced")
 _EVEN_AFTER_ALL = ("reduce_scatter_single", "reduce_scatter_tensor")
 _BYTES = ("uint8", "int8")
-_SIZES = {
-    "float64": 8,
-    "int64": 8,
-    "complex64": 8,
-    "complex128": 16,
-    "float32": 4,
-    "int32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int16": 2,
-}
+_SIZES = {  # in bytes; 1 where a type is not listed
+    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+}  # fmt: skip
 
 
 def wrong_numbers(evidence: Evidence) -> Finding | None:
