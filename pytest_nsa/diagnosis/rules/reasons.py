@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.contrast import Contrast
 from pytest_nsa.diagnosis.explain.counters import alike
-from pytest_nsa.diagnosis.explain.hooks import is_in_hook
+from pytest_nsa.diagnosis.explain.locations import parts_of
 from pytest_nsa.diagnosis.explain.program import Order
 from pytest_nsa.diagnosis.facts import awaited
 from pytest_nsa.diagnosis.rules.exits import is_victim_text
 from pytest_nsa.diagnosis.verdict import describe_ranks
 from pytest_nsa.diagnosis.words import step_that_differs
 from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.source import file_name
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
 
@@ -50,7 +51,7 @@ def explained(
     if (
         cause == "skipped_collective"
         and waiting
-        and all(map(is_in_hook, waiting))
+        and all(map(_is_in_hook, waiting))
         and not any(s.is_in_hook for s in stacks)
     ):
         cause = "hook_deadlock"
@@ -64,6 +65,19 @@ def explained(
         who = describe_ranks(culprits, evidence.job.world_size)
         return culprits, "data_dependent_branch", f"{who} {path}. {reason}"
     return culprits, cause, reason
+
+
+def _is_in_hook(rank: RankEvidence) -> bool:
+    """Return whether a rank is in a gradient hook: by its stack, or, without a usable one, by the lines that led to its
+    call.
+    """
+    call = awaited(rank)
+    if call is None or (rank.stack is not None and not rank.exceptions):
+        return rank.stack is not None and rank.stack.is_in_hook
+    file, _, function = parts_of(call.site)
+    callers = [parts_of(place) for place in call.way[1:]]
+    begins = any(file_name(file) == f and ".backward(" in rank.sources.line(file, line) for f, line, _ in callers)
+    return begins and not {function, *(name for *_, name in callers)} & {"backward", "forward"}
 
 
 def are_behind(evidence: Evidence, culprits: tuple[int, ...]) -> bool:
