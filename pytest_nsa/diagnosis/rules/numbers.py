@@ -12,7 +12,7 @@ from typing import Any
 from pytest_nsa.diagnosis.explain.source import where_its_loss_is_computed
 from pytest_nsa.diagnosis.facts import exception_fact
 from pytest_nsa.diagnosis.rules.exits import is_victim
-from pytest_nsa.diagnosis.rules.training_states import grouped, with_origin
+from pytest_nsa.diagnosis.rules.training_states import are_equal, grouped, with_origin
 from pytest_nsa.diagnosis.verdict import Fact, Finding, describe_ranks
 from pytest_nsa.evidence.snapshots import by_snapshot
 from pytest_nsa.evidence.values import Evidence, RankEvidence
@@ -215,21 +215,14 @@ def _between_reductions(records: list[dict[str, Any]]) -> list[list[dict[str, An
 
 def _first_difference(records: Mapping[int, dict[str, Any]]) -> int | None:
     for index, values in enumerate(zip(*(r["norms"] for r in records.values()), strict=True)):
-        if not _are_equal(values):
+        if not are_equal(values, TOLERANCE):
             return index
     return None
 
 
-def _are_equal(values: tuple[float | None, ...]) -> bool:
-    if any(v is None for v in values) or any(v != v for v in values):
-        return len({str(v) for v in values}) == 1
-    low, high = min(v for v in values if v is not None), max(v for v in values if v is not None)
-    return low == high or high - low <= TOLERANCE * abs(high)
-
-
 def _diverged(evidence: Evidence, records: Mapping[int, dict[str, Any]], index: int, names: list[str]) -> Finding:
     values = {rank: r["norms"][index] for rank, r in records.items()}
-    largest = max(grouped(values, lambda *pair: _are_equal(pair)), key=len)
+    largest = max(grouped(values, TOLERANCE), key=len)
     minority = tuple(r for r in values if r not in largest)
     ranks = minority if len(largest) > len(values) / 2 else tuple(values)
     first = next(iter(records.values()))

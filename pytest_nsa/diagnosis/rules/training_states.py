@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
 
-TOLERANCE = 1e-9  # relative, of a state's norm
+TOLERANCE = 1e-9  # relative, of a norm or a sum of norms: equal tensors give the same bits on one device
 Records = list[dict[str, Any]]
 Loads = list[tuple[str, str, float, str]]  # what was loaded, where, its norm, and the error that it raised
 
@@ -139,34 +139,34 @@ def _odd(values: Mapping[int, Any]) -> tuple[int, ...]:
     """Return the ranks with another value than most; without a majority, all but those that share the first rank's
     value.
     """
-    most = max(grouped(values, _is_close), key=len)
+    most = max(grouped(values), key=len)
     return tuple(rank for rank in values if rank not in most)
 
 
-def grouped(values: Mapping[int, Any], are_equal: Callable[[Any, Any], bool]) -> list[list[int]]:
+def grouped(values: Mapping[int, Any], tolerance: float = TOLERANCE) -> list[list[int]]:
     """Return lists of ranks with equal values; each value is compared with the first of a list."""
     groups: list[list[int]] = []
     for rank, value in values.items():
-        ranks = next((ranks for ranks in groups if are_equal(value, values[ranks[0]])), None)
+        ranks = next((ranks for ranks in groups if are_equal((value, values[ranks[0]]), tolerance)), None)
         if ranks is None:
             groups.append(ranks := [])
         ranks.append(rank)
     return groups
 
 
-def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or abs(one - other) <= TOLERANCE * max(abs(one), abs(other))
-    return bool(one == other)
+def are_equal(values: Collection[Any], tolerance: float = TOLERANCE) -> bool:
+    """Return whether values are equal: numbers within a relative tolerance, NaN to itself."""
+    if not all(isinstance(v, int | float) and v == v for v in values):
+        return len(set(map(str, values))) == 1
+    low, high = min(values), max(values)
+    return bool(low == high or high - low <= tolerance * abs(high))
 
 
-CHANGE_TOLERANCE = 1e-9  # relative, of a sum of norms: equal tensors give the same bits on one device
-ChangeRecords = list[dict[str, Any]]
 _PARAMETER, _GRADIENT = "parameter", "gradient"
 
 
 def changed_before(
-    finding: Finding, world_size: int, streams: Mapping[int, ChangeRecords], diverged: Mapping[int, dict[str, Any]],
+    finding: Finding, world_size: int, streams: Mapping[int, Records], diverged: Mapping[int, dict[str, Any]],
     equal: Mapping[int, dict[str, Any]], known: Mapping[int, Mapping[str, Any]],
 ) -> Finding:  # fmt: skip
     """Return the finding with what was changed before the update after which ranks differ, and the line of the change.
@@ -178,17 +178,17 @@ def changed_before(
     if not before:
         return finding
     parameters, gradients = ({rank: sums[i] for rank, sums in before.items()} for i in (0, 1))
-    if not _are_equal(parameters.values()):
+    if not are_equal(parameters.values()):
         of, detail = _PARAMETER, "they were changed before that step, by no optimizer"
         last = {rank: _total(record) for rank, record in equal.items()}
         now = parameters
-    elif not _are_equal(gradients.values()) and next(iter(diverged.values()))["kind"] == _PARAMETER:
+    elif not are_equal(gradients.values()) and next(iter(diverged.values()))["kind"] == _PARAMETER:
         of, detail = _GRADIENT, "gradients were changed after their reduction"
         last = {rank: _total(r) for rank in diverged if (r := _reduced(streams[rank], diverged[rank])) is not None}
         now = gradients
     else:
         return finding
-    changers = tuple(rank for rank, total in last.items() if not _are_equal((total, now[rank])))
+    changers = tuple(rank for rank, total in last.items() if not are_equal((total, now[rank])))
     changes = [c for rank in known for c in known[rank].get("changes", ()) if c[0] == of]
     # What all ranks do is seldom the cause; a condition may hold on only some of them.
     is_by_some = 0 < len(changers) < len(diverged)
@@ -210,7 +210,7 @@ def _before(records: Mapping[int, dict[str, Any]]) -> dict[int, list[float]]:
     return found if len(found) == len(records) else {}
 
 
-def _reduced(records: ChangeRecords, last: dict[str, Any]) -> dict[str, Any] | None:
+def _reduced(records: Records, last: dict[str, Any]) -> dict[str, Any] | None:
     """Return the latest record of a rank's reduced gradients up to one of its records."""
     found = None
     for record in records:
@@ -222,8 +222,3 @@ def _reduced(records: ChangeRecords, last: dict[str, Any]) -> dict[str, Any] | N
 
 def _total(record: Mapping[str, Any]) -> float:
     return math.fsum(norm for norm in record["norms"] if norm is not None)
-
-
-def _are_equal(values: Any) -> bool:
-    low, high = min(values), max(values)
-    return bool(low == high or high - low <= CHANGE_TOLERANCE * abs(high))
