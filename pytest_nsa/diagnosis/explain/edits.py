@@ -217,7 +217,7 @@ def _of_messages(evidence: Evidence, entered: Calls, made: Makers) -> list[Candi
         add(Edit.UNASKED, (owed.waiter,), owed)
         if owed.waiter not in messages.recomputing:  # recomputed: the peer has already answered
             add(Edit.UNANSWERED, (owed.peer,), owed)
-        if owed.is_wanted or owed.is_offered:
+        if owed.is_offered:
             add(Edit.MISDIRECTED, (owed.waiter,), owed)
         if owed.is_mutual:
             add(Edit.UNASKED, (owed.waiter, owed.peer), owed, is_for_all=True)

@@ -193,12 +193,6 @@ class Owed:
         return surprise(self.before, signature_of(self.call))
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether a rank other than the peer waits for the waiter in a matching call."""
-        waits = self.messages.pending
-        return any(r != self.peer and waits[r].is_send != self.call.is_send for r in self.messages.waiters[self.waiter])
-
-    @property
     def is_offered(self) -> bool:
         """Whether a rank other than the peer entered more matching calls for the waiter than the waiter answered."""
         return bool(self.messages.offers[not self.call.is_send, self.waiter] - {self.waiter, self.peer})
