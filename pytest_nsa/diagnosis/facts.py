@@ -141,6 +141,7 @@ def missing_fact(rank: RankEvidence) -> Fact | None:
     return Fact(rank=rank.rank, kind="gradients_missing", file=f"rank{rank.rank}/events.jsonl", text=text)
 
 
+FEW = 5  # names that a text states
 ENOUGH = 0.8  # share of all memory below which no rank stalls for lack of it
 
 
@@ -186,9 +187,9 @@ def _on_gpu(rank: RankEvidence) -> tuple[float, float] | None:
 
 
 def few(names: Iterable[str]) -> str:
-    """Return the first five names, and the number of further ones."""
+    """Return the first `FEW` names, and the number of further ones."""
     shown = list(names)
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+    return ", ".join(shown[:FEW]) + (f" and {len(shown) - FEW} more" if len(shown) > FEW else "")
 
 
 def all_facts(ranks: tuple[RankEvidence, ...]) -> tuple[Fact, ...]:

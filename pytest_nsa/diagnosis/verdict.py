@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -177,10 +178,5 @@ def stated(ranks: tuple[int, ...], text: str, world_size: int) -> str:
 
 def runs_of(ranks: Iterable[int]) -> list[list[int]]:
     """Return ranks as runs without gaps: [[0, 1, 2], [5]]."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return runs
+    runs = itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    return [[rank for _, rank in run] for _, run in runs]

@@ -22,7 +22,6 @@ from pytest_nsa.evidence.values import Evidence, RankEvidence
 Calls = Mapping[int, Collective]  # by rank, the call that it is in
 # CUDA's own text, which is the same for every kernel.
 _LATE = ("cuda error", "cuda kernel errors might be asynchronously reported", "device-side assert")
-_MOST_KEYS = 8  # that a reason names
 _MOST_TERMS = 4  # that a verdict prints
 # By side of the ranks, and for '' of both together, the words of each term.
 _WORDS: dict[str, dict[str, str]] = {
@@ -85,11 +84,6 @@ def _words_of(name: str) -> str:
 def because(found: Explanation, world_size: int) -> str:
     """Return the two terms of the largest weight after a semicolon; '' without any."""
     return "".join(f"; {sentence}" for sentence in itertools.islice(terms_of(found, world_size), 2))
-
-
-def some_of(keys: Sequence[str]) -> str:
-    """Return the first keys, and the number of further ones."""
-    return ", ".join([*keys[:_MOST_KEYS], f"and {len(keys) - _MOST_KEYS} more"] if len(keys) > _MOST_KEYS else keys)
 
 
 def waits_for_a_key(rank: RankEvidence) -> str:

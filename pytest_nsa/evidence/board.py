@@ -23,6 +23,7 @@ _DAMAGED = (struct.error, KeyError, IndexError, ValueError, TypeError, Attribute
 _MOVES = ("progress", "modules_entered", "collectives_entered", "collectives_left", "gradients")
 Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element count, root, reduction
 ANY = -2  # the peer of a receive that takes from anybody
+CUT = "…"  # ends a note that was longer than its place on the board
 NEW_GROUP = "new_group"  # the operation of making a group
 DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", NEW_GROUP)
 # One rank gives or gets all, or each as much as it likes.

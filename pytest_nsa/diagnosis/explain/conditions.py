@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from pytest_nsa.diagnosis.explain.program import Frame
+from pytest_nsa.diagnosis.explain.program import Frame, blocks_of
 from pytest_nsa.evidence.source import Sources
 
 _RANK = re.compile(r"\brank\b|\.rank\b|get_rank\(\)|\bRANK\b")
@@ -60,8 +60,8 @@ def _conditions(statements: Sequence[ast.stmt], line: int) -> Iterator[tuple[ast
             for block in (outer.body, outer.orelse):
                 if any(_has(statement, line) for statement in block):
                     yield outer.test, block is outer.orelse
-        block = _block_of(outer, inner) if inner is not None else []
-        for before in block[: block.index(inner)] if block else ():
+        block = next((b for b in blocks_of(outer) if inner in b), [inner])
+        for before in block[: block.index(inner)]:
             if isinstance(before, ast.If) and not before.orelse and isinstance(before.body[-1], _LEAVES):
                 yield before.test, True
 
@@ -77,8 +77,3 @@ def _is_negative(test: ast.expr) -> bool:
     if isinstance(test, ast.BoolOp):
         return any(map(_is_negative, test.values))
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.NotIn)
-
-
-def _block_of(outer: ast.stmt, inner: ast.stmt) -> list[ast.stmt]:
-    """Return the list of statements in ``outer`` that contains ``inner``."""
-    return next((b for b in (getattr(outer, n, []) for n in ("body", "orelse")) if inner in b), [])

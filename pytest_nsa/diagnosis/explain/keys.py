@@ -17,10 +17,9 @@ from pytest_nsa.diagnosis.explain.locations import user_frames
 from pytest_nsa.diagnosis.explain.message_terms import TermOfAWait
 from pytest_nsa.diagnosis.explain.messages import END, KEY, ended
 from pytest_nsa.diagnosis.facts import last_seen
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import CUT, Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse, RankEvidence
 
-_CUT = "…"  # ends the names of a call that waits for many keys
 Numbers = tuple[str, ...]
 
 
@@ -38,7 +37,7 @@ def call_of(rank: RankEvidence) -> Collective:
 
 def names_of(key: str) -> list[str]:
     """Return the names of the keys in a text that a rank recorded."""
-    return [name for name in key.split(", ") if name and name != _CUT]
+    return [name for name in key.split(", ") if name and name != CUT]
 
 
 def kind_of(name: str) -> str:

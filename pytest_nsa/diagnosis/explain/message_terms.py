@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from pytest_nsa.diagnosis.explain.messages import Owed, line_of
 from pytest_nsa.diagnosis.explain.rhythm import share
+from pytest_nsa.evidence.board import Collective
 
 Awaited = TypeVar("Awaited")
 
@@ -25,18 +26,19 @@ class TermOfAWait(Generic[Awaited]):
 Term = TermOfAWait[Owed]
 
 
-def _of_line(
-    compares: Callable[[int, list[int]], bool], counts: Callable[[Owed], tuple[int, list[int]]]
-) -> Callable[[Owed], float]:
-    """Return a value that compares a rank's count at a line with the other ranks' counts; 0 where a ring has lost
-    calls.
-    """
+def _counts(o: Owed, call: Collective, rank: int) -> tuple[int, list[int]]:
+    """Return how often a rank came to the line of a call, and each other rank that did; (0, []) where a ring has lost calls."""
+    return (0, []) if o.messages.has_forgotten else o.messages.counts(call, rank)
 
-    def value(o: Owed) -> float:
-        mine, others = counts(o)
-        return float(len(others) > 0 and not o.messages.has_forgotten and compares(mine, others))
 
-    return value
+def _is_once_more(o: Owed) -> bool:
+    mine, others = _counts(o, o.call, o.waiter)
+    return set(others) == {mine - 1}
+
+
+def _has_fewer_answers(o: Owed) -> bool:
+    mine, others = _counts(o, o.answers[-1], o.peer) if o.answers else (0, [])
+    return bool(others) and mine < min(others)
 
 
 MESSAGE: tuple[Term, ...] = (
@@ -47,10 +49,8 @@ MESSAGE: tuple[Term, ...] = (
     Term("odd tag", "has another tag than the other ranks had at this line", True, lambda o: o.has_odd_tag),
     Term("waited for", "is waited for by another rank", True, lambda o: bool(o.messages.waiters[o.waiter])),
     Term("sends", "sends", True, lambda o: o.call.is_send),
-    Term("once more", "came to this line more often than each other rank that came there", True,
-         _of_line(lambda mine, others: set(others) == {mine - 1}, lambda o: o.counts_at_line)),
-    Term("fewer answers", "made fewer matching calls than each other rank at that line", False,
-         _of_line(lambda mine, others: mine < min(others), lambda o: o.counts_of_answers)),
+    Term("once more", "came to this line more often than each other rank that came there", True, _is_once_more),
+    Term("fewer answers", "made fewer matching calls than each other rank at that line", False, _has_fewer_answers),
     Term("another tag", "waits in the matching call with another tag", False,
          lambda o: o.theirs is not None and o.is_mutual and o.theirs.is_send != o.call.is_send and o.theirs.note != o.call.note),
     Term("all alike", "waits in the same direction at the same line, as every rank does", False,

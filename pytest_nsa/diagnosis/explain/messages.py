@@ -203,16 +203,6 @@ class Owed:
         return self.theirs is not None and self.theirs.peer == self.waiter
 
     @property
-    def counts_at_line(self) -> tuple[int, list[int]]:
-        """How often the waiter entered the line of its call, and how often each other rank that came there did."""
-        return self.messages.counts(self.call, self.waiter)
-
-    @property
-    def counts_of_answers(self) -> tuple[int, list[int]]:
-        """How often the peer entered the line of its answers, and how often each other rank that came there did."""
-        return self.messages.counts(self.answers[-1], self.peer) if self.answers else (0, [])
-
-    @property
     def entered_as_often(self) -> bool:
         """Whether the peer entered both lines of the exchange as often as the waiter did, and so exchanged with other
         ranks.

@@ -284,7 +284,7 @@ def are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
     parent, here, there = shared[-1], *(next((s for s in way if s not in shared), None) for way in (mine, others))
     if here is None or there is None:
         return False
-    blocks = [block for block in _blocks(parent) if here in block or there in block]
+    blocks = [block for block in blocks_of(parent) if here in block or there in block]
     if len(blocks) == 2:
         in_handler = isinstance(parent, ast.Try | ast.TryStar) and parent.finalbody not in blocks
         return isinstance(parent, ast.If | ast.Match) or in_handler
@@ -294,7 +294,8 @@ def are_exclusive(mine: Sequence[ast.stmt], others: Sequence[ast.stmt]) -> bool:
     return isinstance(first, ast.If) and _ends_in(first, inner)
 
 
-def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks of a compound statement; [] of any other."""
     found = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
     found += [handler.body for handler in getattr(statement, "handlers", [])]
     return found + [case.body for case in getattr(statement, "cases", [])]

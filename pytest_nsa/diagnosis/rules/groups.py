@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
-from pytest_nsa.evidence.board import NEW_GROUP, Collective
+from pytest_nsa.evidence.board import CUT, NEW_GROUP, Collective
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
-CUT = "…"  # ends the note of a group that has more ranks than its record holds
 Difference = tuple[str, tuple[int, ...], str, str]  # cause, ranks at fault, line, reason
 
 

@@ -8,10 +8,10 @@ from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.keys import Wanted, call_of, kind_of
 from pytest_nsa.diagnosis.explain.messages import KEY, ended
-from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, last_seen
+from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, few, last_seen
 from pytest_nsa.diagnosis.rules.calls import finding_from
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, stated
-from pytest_nsa.diagnosis.words import because, some_of, terms_of, waits_for_a_key, what_they_do
+from pytest_nsa.diagnosis.words import because, terms_of, waits_for_a_key, what_they_do
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.values import Evidence, KeyUse
 
@@ -34,12 +34,12 @@ def unset(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     is_counted = wanted.name in wanted.keys.known
     kind = "in which too few ranks have counted" if is_counted else "that is not set"
-    reason = stated(wanted.waiters, f"waits for a key of a store {kind}: {some_of(wanted.names)}", n)
+    reason = stated(wanted.waiters, f"waits for a key of a store {kind}: {few(wanted.names)}", n)
     if found.candidate.edit is Edit.NEVER_SET:
         where, called_from = last_seen(evidence.ranks[ranks[0]]), ""
         reason += f", at {where}"
         others = {c.note for r, c in entered.items() if c.op == KEY and r not in ranks}
-        reason += f"; the others wait for {some_of(sorted(others))}" if others else ""
+        reason += f"; the others wait for {few(sorted(others))}" if others else ""
         advice = "see why the rank waits for a key that no rank sets: its name, or a round that the others do not make"
     else:
         use = _usual(evidence, wanted, ranks)

@@ -68,7 +68,7 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
         return None
     since = (
         whole[-1][0] - WINDOW_S
-    )  # short steps need more evidence: on a busy machine one rank is last in several in a row by chance
+    )  # of short steps more: on a busy machine one rank is last in several in a row by chance
     whole = [call for place, call in enumerate(whole) if call[0] >= since or place >= len(whole) - RECENT]
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
     if len(spans) < 3:

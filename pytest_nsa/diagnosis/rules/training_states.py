@@ -15,12 +15,9 @@ Loads = list[tuple[str, str, float, str]]  # what was loaded, where, its norm, a
 
 
 def with_origin(
-    finding: Finding,
-    world_size: int,
-    streams: Mapping[int, Records],
-    diverged: Mapping[int, dict[str, Any]],
+    finding: Finding, world_size: int, streams: Mapping[int, Records], diverged: Mapping[int, dict[str, Any]],
     equal: Mapping[int, dict[str, Any]],
-) -> Finding:
+) -> Finding:  # fmt: skip
     """Return the finding with the source of a model's update, where ranks differ in it; its line is that of the
     difference.
 
@@ -103,12 +100,8 @@ def _states(
         for calls in zip(*done.values(), strict=True):
             norms, (what, site) = {rank: call[2] for rank, call in zip(done, calls, strict=True)}, calls[0][:2]
             if _odd(norms):
-                yield (
-                    "loaded",
-                    norms,
-                    f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {{}})",
-                    site,
-                )
+                text = f"the {what} that was loaded at {site} is not the same on all ranks (L2 norms: {{}})"
+                yield "loaded", norms, text, site
     begun = {rank: k["begun"] for rank, k in known.items() if "begun" in k}
     if not has_begun and len(begun) == len(known) and len({len(b["norms"]) for b in begun.values()}) == 1:
         where = next((b["site"] for b in begun.values() if b["site"]), "")
@@ -127,12 +120,8 @@ def _states(
             if odd := _odd(values):
                 where = next((at for rank in (*odd, *values) if (at := known[rank].get("set_at", ""))), "")
                 set_at = f", as set at {where}" if where else ""
-                yield (
-                    "set",
-                    {r: str(v) for r, v in values.items()},
-                    f"the optimizer's {name} differs ({{}}){set_at}",
-                    where,
-                )
+                text = f"the optimizer's {name} differs ({{}}){set_at}"
+                yield "set", {r: str(v) for r, v in values.items()}, text, where
 
 
 def _odd(values: Mapping[int, Any]) -> tuple[int, ...]:
