@@ -81,9 +81,9 @@ def _words_of(name: str) -> str:
     return _WORDS.get(side, _WORDS[""]).get(bare or side, "")
 
 
-def because(found: Explanation, world_size: int) -> str:
+def because(terms: Mapping[str, float]) -> str:
     """Return the two terms of the largest weight after a semicolon; '' without any."""
-    return "".join(f"; {sentence}" for sentence in itertools.islice(terms_of(found, world_size), 2))
+    return "".join(f"; {sentence}" for sentence in itertools.islice(terms, 2))
 
 
 def waits_for_a_key(rank: RankEvidence) -> str:

@@ -50,9 +50,9 @@ def test_uneven_data(group: Group) -> None:
     marked=True,
     family="extra",
     origin="NCCL",
-    miss="a condition that is true on one rank, and a call in another group",
 )
 def test_a_statistic_of_one_rank(group: Group) -> None:
+    """The ranks are blocked in one line, in which each asks the device for its results."""
     training = Training(group.rank)
     for step in range(6):
         if step == AT and group.rank == 2:

@@ -8,6 +8,7 @@ import os
 import time
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -272,3 +273,35 @@ def test_finally_hides_error():
             hits = torch.tensor([float(sum(labels[w] for w in words))])  # HERE
             dist.all_reduce(hits)  # HERE
     assert len(timings) == 6
+
+
+@pytest.fixture
+def meeting(group):
+    """All ranks meet when the test is over."""
+    yield group
+    dist.barrier()
+
+
+@planted("rank_exception", [1], n=3, marked=True, reason="RuntimeError", family="raise", origin="teardown 2026-11-27")
+def test_a_fixture_meets_the_others_after_an_exception(meeting):
+    for step in range(5):
+        if (meeting.rank, step) == (1, AT):
+            raise RuntimeError("no such shard")  # HERE
+        dist.all_reduce(torch.ones(4))
+
+
+@pytest.fixture
+def counted(group):
+    """The ranks' counts are gathered at the end."""
+    count = torch.zeros(1)
+    yield group, count
+    dist.all_gather([torch.empty(1) for _ in range(group.size)], count)
+
+
+@planted("rank_exception", [0], marked=True, reason="ZeroDivisionError", family="raise", origin="teardown 2026-11-27")
+def test_a_fixture_gathers_after_a_division_by_zero(counted):
+    group, count = counted
+    for step in range(4):
+        dist.broadcast(count, 1)
+        share = 1 / (2 - step) if group.rank == 0 else 1.0  # HERE
+        dist.all_reduce(torch.full((2,), share))

@@ -324,3 +324,43 @@ def test_positions_that_one_rank_does_not_shorten(group):
     sent = dist.isend(positions if group.rank == 1 else positions.to(torch.int16), 1 - group.rank)  # HERE
     dist.recv(torch.empty(5, dtype=torch.int16), 1 - group.rank)
     sent.wait()
+
+
+@planted(
+    "p2p_unmatched",
+    [0],
+    marked=True,
+    reason="dropped its Work without a wait",
+    family="dropped",
+    origin="mpi 2026-11-27",
+)
+def test_a_receive_is_dropped_before_a_barrier(group):
+    """The message that is left on the connection keeps the barrier from completing, though both ranks are in it."""
+    for step in range(5):
+        if group.rank == 1:
+            dist.send(torch.ones(64), 0)
+        else:
+            work = dist.irecv(torch.empty(64), 1)  # HERE
+            if step != AT:
+                work.wait()
+            del work
+        dist.barrier()
+
+
+@planted(
+    "p2p_unmatched", [2], n=3, marked=True, reason="dropped its Work without a wait", family="dropped",
+    origin="mpi 2026-11-27",
+)  # fmt: skip
+def test_the_last_rows_are_not_waited_for_before_a_sum(group):
+    rows = torch.ones(32)
+    for step in range(4):
+        if group.rank == 0:
+            for other in (1, 2):
+                dist.send(rows, other)
+        else:
+            got = [dist.irecv(torch.empty(32), 0)]  # HERE
+            if (group.rank, step) == (2, 3):
+                got.clear()
+            for work in got:
+                work.wait()
+        dist.all_reduce(torch.ones(1))

@@ -77,13 +77,16 @@ class Compared:
 
 
 def position_of(rank: RankEvidence, call: Collective) -> Position:
-    """Return the position of a rank in a call: by its stack, with counters, while it is at the line of the call; else
-    by the call's path, without counters.
+    """Return the position of a rank in a call: by its stack, with counters, where that shows the line of the call; else by
+    the call's path, with the counters of the functions that the rank is in while the call has not returned.
     """
-    way = tuple(Frame(place, {}) for place in reversed(call.way))
-    if not call.is_inside and all(frame.describe() != call.site for frame in user_frames(rank)):
-        return way  # it has moved since
-    return _of_stack(rank) or way
+    way, stack = tuple(Frame(place, {}) for place in reversed(call.way)), _of_stack(rank)
+    if any(frame.place == call.site for frame in stack):
+        return stack
+    if not call.is_inside or not stack:
+        return way
+    counters = {frame.function: frame.counters for frame in stack}
+    return tuple(Frame(frame.place, counters.get(frame.function, {})) for frame in way)
 
 
 def _of_stack(rank: RankEvidence) -> Position:

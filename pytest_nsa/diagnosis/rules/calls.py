@@ -70,7 +70,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     n, edit = evidence.job.world_size, found.candidate.edit
     ranks, mine, other = found.candidate.ranks, found.candidate.contrast.call, found.candidate.contrast.other_call
     who, are_waiting = describe_ranks(ranks, n), len({c.place for c in entered.values()}) > 1
-    shown, values = calls_and_groups(evidence, entered), found.candidate.values
+    shown, values, terms = calls_and_groups(evidence, entered), found.candidate.values, terms_of(found, n)
     if edit is Edit.ORDER:
         reason = f"the ranks wait in different collectives: {shown}"
     elif found.candidate.is_for_all:
@@ -88,7 +88,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     else:
         round_ = ", in another round of the loop that the others left" if values.get("in a loop") else ""
         reason = f"{who} entered {mine.describe()}{round_}, where the others entered {other.describe()}"
-    reason += race_of_threads(evidence, entered) + because(found, n)
+    reason += race_of_threads(evidence, entered) + because(terms)
     culprits, cause, reason = explained(evidence, ranks, edit.cause, reason, entered)
     left = Origin(entered[culprits[0]].site if culprits[0] in entered else mine.site)
     if edit is Edit.SKIP and cause in _OF_SKIPPED:
@@ -106,7 +106,7 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
     return Finding(
         cause=cause, ranks=culprits, where=where, called_from=left.called_from, reason=reason, certain=found.is_certain,
         is_permanent=True, confidence=round(found.probability, 2), facts=calls + all_facts(evidence.ranks),
-        terms=terms_of(found, n),
+        terms=terms,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def unset(evidence: Evidence) -> Finding | None:
         advice = "see why the rank did not set the key that the others wait for"
     return Finding(
         cause=found.candidate.edit.cause, ranks=ranks, where=where, called_from=called_from, advice=advice,
-        reason=reason + because(found, n), confidence=round(found.probability, 2), facts=facts, terms=terms,
+        reason=reason + because(terms), confidence=round(found.probability, 2), facts=facts, terms=terms,
     )  # fmt: skip
 
 

@@ -73,10 +73,11 @@ def finding_of_messages(evidence: Evidence, entered: Calls) -> Finding | None:
     elif ranks[0] in pending:
         call = pending[ranks[0]]
         where = last_seen(evidence.ranks[ranks[0]]) or call.site
+    terms = terms_of(found, n)
     return Finding(
         cause="p2p_unmatched", ranks=ranks, where=where, called_from=next(iter(call.way[1:]), ""),
-        reason=reason + because(found, n), certain=found.is_certain, is_permanent=True,
-        confidence=round(found.probability, 2), facts=all_facts(evidence.ranks), terms=terms_of(found, n),
+        reason=reason + because(terms), certain=found.is_certain, is_permanent=True,
+        confidence=round(found.probability, 2), facts=all_facts(evidence.ranks), terms=terms,
     )  # fmt: skip
 
 
