@@ -88,11 +88,8 @@ def _wchan(rank: RankEvidence) -> str:
 
 def _stopped(rank: RankEvidence) -> Activity | None:
     state = rank.process.get("state", "?")
-    return (
-        Activity("rank_stopped", f"is stopped (state {state}): SIGSTOP or a debugger", 0.95)
-        if state in ("T", "t")
-        else None
-    )
+    text = f"is stopped (state {state}): SIGSTOP or a debugger"
+    return Activity("rank_stopped", text, 0.95) if state in ("T", "t") else None
 
 
 def _compiling(rank: RankEvidence) -> Activity | None:
@@ -271,11 +268,8 @@ def _executor_s_place(rank: RankEvidence) -> str:
 
 def _meets(rank: RankEvidence) -> Activity | None:
     about = rank.stack is not None and meets(rank.stack.frames, _source(rank))
-    return (
-        Activity("init_timeout", "tries to reach the rendezvous host of a group, or waits there for other ranks", 0.6)
-        if about
-        else None
-    )
+    text = "tries to reach the rendezvous host of a group, or waits there for other ranks"
+    return Activity("init_timeout", text, 0.6) if about else None
 
 
 def _file_lock(rank: RankEvidence) -> Activity | None:

@@ -35,8 +35,6 @@ _LOADER_TEXTS = ("DataLoader worker (pid", "DataLoader timed out after")  # the 
 _CAUGHT = re.compile(r"Caught \w+ in (?P<worker>DataLoader worker process \d+)\.")
 _TRACEBACK = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 LEAVES = ("SystemExit", "Exit")
-
-
 _OF_A_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (?=\d+\))")
 
 

@@ -97,10 +97,8 @@ def _waited_for(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     if not waiting or not moving or evidence.waits_s < 1.5:
         return None
     who = describe_ranks(moving, evidence.job.world_size)
-    return (
-        moving,
-        f"the others have waited for {who} for {evidence.waits_s:.1f} s; it makes progress, and has not arrived",
-    )
+    text = f"the others have waited for {who} for {evidence.waits_s:.1f} s; it makes progress, and has not arrived"
+    return moving, text
 
 
 def slow(evidence: Evidence) -> Finding | None:
