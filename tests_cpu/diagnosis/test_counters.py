@@ -36,6 +36,8 @@ def round_of(source: str, line: int, **counts: int) -> int | None:
         ("for step in range(1, epochs):", {"step": 4}, 4),
         ("for step in range(begin, 9):", {"step": 4}, None),  # which may be another one on another rank
         ("for i in range(rank, 9, world_size):", {"i": 4}, None),
+        ("for i in range(0, len(x), part):", {"i": 4}, 4),
+        ("for i in range(8, 0, -part):", {"i": 4}, -4),
         ("for i in reversed(range(layers)):", {"i": 4}, None),
         ("for i in itertools.count(rank):", {"i": 4}, None),
         ("for i, batch in enumerate(loader, seen):", {"i": 4}, None),

@@ -112,10 +112,8 @@ def _counter(target: ast.expr, over: ast.expr) -> tuple[str, int]:
     first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else None
     if called in _STEP_AT and isinstance(target, ast.Name):
         begin = numbers[:1] if called == "count" or len(numbers) > 1 else []
-        step = numbers[_STEP_AT[called]] if len(numbers) > _STEP_AT[called] else 1
-        if step is None or None in begin:
-            return "", 0
-        return target.id, 1 if step > 0 else -1
+        step = "".join(map(ast.unparse, over.args[_STEP_AT[called] :]))
+        return ("", 0) if None in begin else (target.id, -1 if step.startswith("-") else 1)
     if called == "enumerate" and isinstance(first, ast.Name):
         begins_alike = len(over.args) == 1 and all(_number(k.value) is not None for k in over.keywords)
         return (first.id, 1) if begins_alike else ("", 0)
