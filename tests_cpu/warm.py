@@ -65,6 +65,7 @@ class WarmPython:
     def fork(self, fds: list[int], environment: Mapping[str, str], **request: Any) -> int:
         """Start a process with ``fds`` as output, errors and input; return its id. Raise RuntimeError where none starts."""
         channel = self._started()
+        request["fds"] = [1, 2, 0][: len(fds)]
         env = {k: v for k, v in environment.items() if k != "PYTHONDONTWRITEBYTECODE"}
         socket.send_fds(channel.socket, [json.dumps({**request, "env": env}).encode() + b"\n"], fds)
         while not self._forked:
@@ -115,7 +116,10 @@ class WarmPython:
             self._process.wait()
 
     def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """Start ``python ARGUMENTS``, given as -m MODULE, -c CODE or a file, as `subprocess.Popen` does with ``options``."""
+        """Start ``python ARGUMENTS``, given as -m MODULE, -c CODE or a file, as `subprocess.Popen` does with ``options``.
+
+        With ``nursery=True`` each Python that it starts is a fork with torch imported, too, and each that those start.
+        """
         return _Forked(self, [sys.executable, *arguments], **{"text": True, **options})
 
     def call(
@@ -136,8 +140,8 @@ class WarmPython:
 class _Forked(subprocess.Popen[str]):
     """A process that the warm process forks: what `subprocess.Popen` does but for the start and the wait."""
 
-    def __init__(self, warm: WarmPython, *arguments: Any, **options: Any) -> None:
-        self._warm = warm
+    def __init__(self, warm: WarmPython, *arguments: Any, nursery: bool = False, **options: Any) -> None:
+        self._warm, self._nursery = warm, nursery
         super().__init__(*arguments, **options)
 
     def _execute_child(  # type: ignore[override]
@@ -158,6 +162,7 @@ class _Forked(subprocess.Popen[str]):
                 python=args[1:],
                 cwd=str(cwd or os.getcwd()),
                 session=start_new_session,
+                nursery=self._nursery,
             )
             self._child_created = True
         finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -15,17 +17,17 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import _pytest.assertion
 import _pytest.config
-import execnet.gateway_base
-import execnet.gateway_io
 import pytest
 import torch
 import torch._dynamo
@@ -35,7 +37,8 @@ import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.utils.data
 
-PR_SET_PDEATHSIG = 1
+PRCTL = ctypes.CDLL(None).prctl
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 # What each session imports, of pytest, of xdist and of Python.
 SHARED = (
     *(f"_pytest.{name}" for name in (
@@ -67,18 +70,12 @@ def serve(fd: int) -> None:
             sock.sendall(json.dumps({"pid": pid, "code": code}).encode() + b"\n")
         if sock not in ready:
             continue
-        data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 3)
-        if not data:
-            return
-        while not data.endswith(b"\n"):
-            data += sock.recv(1 << 20)
+        request, fds = _receive(sock)
         pid = os.fork()
         if pid == 0:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             sock.close()
-            for number in running:
-                os.close(number)
-            _become(json.loads(data), fds)
+            _become(request, fds)
         for number in fds:
             os.close(number)
         running[os.pidfd_open(pid)] = pid
@@ -106,87 +103,105 @@ def _run(module: str) -> int:
 
 @contextlib.contextmanager
 def _exit_handlers() -> Iterator[None]:
-    """Wait for threads and run exit handlers at the end, as the interpreter does."""
+    """Report an exception, wait for threads and run exit handlers at the end, as the interpreter does."""
     try:
         yield
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        raise SystemExit(1) from None
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 
-class Worker:
-    """A worker of xdist, forked before its session begins. Has what execnet uses of a `subprocess.Popen`."""
+class Nursery:
+    """A child that stays what this process is now, and forks the Pythons that this process starts: with torch imported, too."""
 
     def __init__(self) -> None:
-        (to_read, stdin), (stdout, to_write) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.dup2(to_read, 0)
-            os.dup2(to_write, 1)
-            os.closerange(3, max(to_read, stdin, stdout, to_write) + 1)
-            self._serve()
-        os.close(to_read)
-        os.close(to_write)
-        self.stdin, self.stdout = os.fdopen(stdin, "wb", buffering=0), os.fdopen(stdout, "rb")
+        self._socket, theirs = socket.socketpair()
+        if os.fork() == 0:
+            self._socket.close()
+            self._serve(theirs)
+        theirs.close()
+        self._owner = os.getpid()
+        self._plain = _posixsubprocess.fork_exec
+        _posixsubprocess.fork_exec = subprocess._fork_exec = self._fork_exec  # type: ignore[attr-defined]
 
-    def _serve(self) -> NoReturn:
-        """Take the session's environment, then do what ``python -c`` does with execnet's first line."""
-        code = 1
-        try:
-            environment = sys.stdin.readline()
-            if environment:  # else the session ended without a use for this worker
-                os.environ.clear()
-                os.environ.update(json.loads(environment))
-                sys.argv = ["-c"]
-                with _exit_handlers():
-                    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+    def _serve(self, sock: socket.socket) -> NoReturn:
+        """Fork for each request. The child's parent ends at once, so that its grandparent adopts it."""
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            request, fds = _receive(sock)
+            middle = os.fork()
+            if middle == 0:
+                middle = os.getpid()
+                child = os.fork()
+                if child == 0:
+                    sock.close()
+                    while os.getppid() == middle:
+                        time.sleep(0.001)
+                    _become(request, fds)
+                sock.sendall(b"%d" % child)
+                os._exit(0)
+            for number in fds:
+                os.close(number)
+            os.waitpid(middle, 0)
+            sock.sendall(b"\n")
 
-    def start(self) -> Worker:
-        """Begin, with the environment that this process has now."""
-        self.stdin.write(json.dumps(dict(os.environ)).encode() + b"\n")
-        return self
+    def _fork_exec(
+        self, args: Sequence[Any], executables: Any, close_fds: bool, kept: Any, cwd: Any, env: Any, *rest: Any
+    ) -> int:
+        """Do what ``_posixsubprocess.fork_exec`` does, which is below subprocess and multiprocessing."""
+        stdin, _, _, stdout, _, stderr, _, errors, _, session = rest[:10]
+        words = [os.fsdecode(word) for word in args]
+        takes_long = words[0] == sys.executable and "multiprocessing.resource_tracker" not in " ".join(words)
+        if not takes_long or os.getpid() != self._owner or callable(rest[15]):
+            return self._plain(args, executables, close_fds, kept, cwd, env, *rest)
+        numbers = [0, 1, 2, *(number for number in kept if number != errors)]
+        fds = [
+            number if fd == -1 else fd for number, fd in zip(numbers, (stdin, stdout, stderr), strict=False)
+        ] + numbers[3:]
+        variables = dict(os.environ) if env is None else dict(os.fsdecode(line).split("=", 1) for line in env)
+        request = {
+            "python": words[1:], "fds": numbers, "env": variables, "cwd": os.fsdecode(cwd or os.getcwd()), "session": bool(session),
+            "nursery": True,
+        }  # fmt: skip
+        PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], fds)
+        answer = b""
+        while not answer.endswith(b"\n"):
+            answer += self._socket.recv(100)
+        PRCTL(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        return int(answer)
 
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-
-def _prepare_workers(arguments: list[str]) -> None:
-    """Fork the workers that ``-n`` requests; execnet starts others itself, as in place of one that crashed."""
-    text = " ".join(arguments)
-    number = re.search(r"(?:^| )-n ?(\d+)", text)
-    workers = [Worker() for _ in range(int(number[1]) if number else 0)]
-    plain = execnet.gateway_io.Popen2IOMaster.__init__
-
-    def init(self: Any, args: list[str], execmodel: Any) -> None:
-        if not workers or args != [sys.executable, "-u", "-c", execnet.gateway_io.popen_bootstrapline]:
-            plain(self, args, execmodel)
-            return
-        self.popen = worker = workers.pop().start()
-        execnet.gateway_base.Popen2IO.__init__(self, worker.stdin, worker.stdout, execmodel=execmodel)
-
-    execnet.gateway_io.Popen2IOMaster.__init__ = init
+def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a request and its descriptors; exit when the other end has gone."""
+    data, fds, _, _ = socket.recv_fds(sock, 1 << 20, 100)
+    while not data.endswith(b"\n"):
+        more = sock.recv(1 << 20)
+        if not more:
+            os._exit(0)
+        data += more
+    return json.loads(data), fds
 
 
 def _run_pytest(arguments: list[str]) -> int:
-    _prepare_workers(arguments)
+    if re.search(r"(?:^| )-n ?\d", " ".join(arguments)):
+        Nursery()  # of xdist's workers
     return int(pytest.console_main())
 
 
-def _interpret(arguments: list[str], *, session: bool) -> int:
-    """Do what ``python ARGUMENTS`` does: -m MODULE, -c CODE or a file; with ``session``, in a process group of its own."""
-    if session:
-        os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def _interpret(arguments: list[str]) -> int:
+    """Do what ``python ARGUMENTS`` does: -m MODULE, -c CODE or a file; -u or -B before it."""
+    while arguments[0] in ("-u", "-B"):
+        if arguments[0] == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        arguments = arguments[1:]
     added = [
         folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder and folder not in sys.path
     ]
@@ -194,6 +209,8 @@ def _interpret(arguments: list[str], *, session: bool) -> int:
     kind = arguments[0] if arguments[0] in ("-m", "-c") else ""
     what, *rest = arguments[1:] if kind else arguments
     sys.argv = [kind if kind == "-c" else what, *rest]
+    if any(name.startswith("NSA_TRACE_") for name in os.environ):
+        importlib.import_module("nsa.trace.autostart").autostart()  # as the import of torch does
     if (kind, what) == ("-m", "pytest"):
         return _run_pytest(rest)
     with _exit_handlers():
@@ -208,21 +225,38 @@ def _interpret(arguments: list[str], *, session: bool) -> int:
     return 0
 
 
-def _become(request: dict[str, Any], fds: list[int]) -> None:
-    """Run the request in this process, and exit: it never returns."""
+def _take(fds: list[int], numbers: list[int]) -> None:
+    """Give the descriptors these numbers; close all others but the standard ones."""
+    away = [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in fds]
+    for fd, number in zip(away, numbers, strict=True):
+        os.dup2(fd, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in numbers:
+            with contextlib.suppress(OSError):  # the one that listed
+                os.close(int(name))
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Run the request in this process, and exit."""
     code = 70
     try:
-        for number, fd in zip((1, 2, 0), fds, strict=False):
-            os.dup2(fd, number)
-            os.close(fd)
+        _take(fds, request["fds"])
         os.chdir(request["cwd"])
         os.environ.clear()
         os.environ.update(request["env"])
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         sys.path[0] = request["cwd"]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
+        if request.get("session"):
+            os.setsid()  # a process group of its own
         if "python" in request:
-            code = _interpret(request["python"], session=request["session"])
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if request.get("nursery"):
+            Nursery()
+        if "python" in request:
+            code = _interpret(request["python"])
         else:
             sys.argv = [request["program"], *request["arguments"]]
             code = _run_pytest(request["arguments"]) if request["program"] == "pytest" else _run(request["program"])

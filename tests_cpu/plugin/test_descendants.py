@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 # Each child says that it is in place; then the test's time limit comes, whatever time the machine took until there.
 COMMON = """
@@ -208,12 +209,12 @@ def environment() -> dict[str, str]:
     return {**mine, "PORT": str(free_port()), "PYTHONPATH": os.getcwd()}
 
 
-def run(folder: Path, source: str, *arguments: str, mode: str = "report") -> subprocess.CompletedProcess[str]:
+def run(
+    warm: WarmPython, folder: Path, source: str, *arguments: str, mode: str = "report", nursery: bool = True
+) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
-    return subprocess.run(
-        command(*arguments, mode=mode), cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        timeout=170, check=False,
-    )  # fmt: skip
+    line = command(*arguments, mode=mode)[1:]
+    return warm.call(*line, cwd=folder, env=environment(), stderr=subprocess.STDOUT, timeout=170, nursery=nursery)
 
 
 def verdict(folder: Path) -> dict[str, object]:
@@ -245,8 +246,10 @@ def _is_zombie(pid: str) -> bool:
         pytest.param(SCRIPT, 0, id="an environment of the test's", marks=pytest.mark.slow),
     ],
 )
-def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(folder: Path, source: str, passed: int) -> None:
-    done = run(folder, source)
+def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(
+    warm: WarmPython, folder: Path, source: str, passed: int
+) -> None:
+    done = run(warm, folder, source)
     found = verdict(folder)
     assert (found["cause"], found["ranks"]) == ("skipped_collective", [1]), done.stdout
     assert f"workers.py:{line_of(WORKERS, 'HERE') + 1} in worker" in str(found["where"])
@@ -261,8 +264,8 @@ def test_a_test_at_its_limit_names_the_rank_and_ends_its_processes(folder: Path,
     assert ET.parse(folder / "junit.xml").find(".//property[@name='nsa.verdict']") is not None
 
 
-def test_an_engine_and_its_workers_that_wait_in_a_circle(folder: Path) -> None:
-    done = run(folder, ENGINE)
+def test_an_engine_and_its_workers_that_wait_in_a_circle(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, ENGINE)
     found = verdict(folder)
     assert (found["cause"], found["ranks"], found["certain"]) == ("skipped_collective", [1], False), done.stdout
     assert f"test_it.py:{line_of(ENGINE, 'HERE')} in work" in str(found["where"])
@@ -272,28 +275,28 @@ def test_an_engine_and_its_workers_that_wait_in_a_circle(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_of_xdist_reports_to_its_controller(folder: Path) -> None:
+def test_a_worker_of_xdist_reports_to_its_controller(warm: WarmPython, folder: Path) -> None:
     pytest.importorskip("xdist")
-    done = run(folder, SPAWN, "-n1")
+    done = run(warm, folder, SPAWN, "-n1")
     assert "HANG: rank 1 of 2, skipped_collective" in done.stdout
     assert (folder / "artifacts" / "latest" / "SUMMARY.md").is_file()
     assert alive(folder) == []
 
 
 @pytest.mark.slow
-def test_the_thread_method_of_pytest_timeout_loses_no_verdict(folder: Path) -> None:
+def test_the_thread_method_of_pytest_timeout_loses_no_verdict(warm: WarmPython, folder: Path) -> None:
     source = SPAWN.replace('    at_limit("rank0", "rank1")\n', "")
     source = source.replace(
         "def test_spawns", "import pytest\n\n@pytest.mark.timeout(25, method='thread')\ndef test_spawns"
     )
-    done = run(folder, source)
+    done = run(warm, folder, source)
     assert done.returncode == 1
     assert "HANG: rank 1 of 2, skipped_collective" in done.stdout
     assert "rank 1" in (folder / "artifacts" / "latest" / "SUMMARY.md").read_text()
 
 
-def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(folder: Path) -> None:
-    done = run(folder, RAISES)
+def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, RAISES)
     failure = ET.parse(folder / "junit.xml").find(".//failure")
     assert failure is not None
     assert failure.get("message", "").startswith("FAIL: rank 1 of 2, rank_exception"), done.stdout
@@ -303,9 +306,9 @@ def test_the_failure_of_a_test_has_the_exception_of_the_rank_that_it_ran(folder:
     assert "--- rank 1 ---\nTraceback (most recent call last):" in (failure.text or "")
 
 
-def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(folder: Path) -> None:
+def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(warm: WarmPython, folder: Path) -> None:
     (folder / "raises.py").write_text(RAISES_SCRIPT.replace("beyond tolerance", "beyond tolerance token=urltoken55"))
-    done = run(folder, RAISES, "-o", "ranks_mask_output=true")
+    done = run(warm, folder, RAISES, "-o", "ranks_mask_output=true")
     latest = folder / "artifacts" / "latest"
     files = [path for path in latest.rglob("*") if path.is_file()]
     assert [path for path in files if b"urltoken55" in path.read_bytes()] == []
@@ -314,8 +317,10 @@ def test_the_evidence_of_such_ranks_is_masked_and_explains_the_failure(folder: P
 
 
 @pytest.mark.parametrize(("ini", "code"), [pytest.param("false", 0, marks=pytest.mark.slow), ("true", 1)])
-def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: Path, ini: str, code: int) -> None:
-    done = run(folder, EXIT, "-o", f"ranks_left_fails={ini}")
+def test_processes_that_keep_a_session_from_ending_are_named_and_ended(
+    warm: WarmPython, folder: Path, ini: str, code: int
+) -> None:
+    done = run(warm, folder, EXIT, "-o", f"ranks_left_fails={ini}")
     assert done.returncode == code, done.stdout
     assert "1 passed" in done.stdout
     assert "keep this session from ending, left by test_it.py::test_passes; ended" in done.stdout
@@ -324,13 +329,10 @@ def test_processes_that_keep_a_session_from_ending_are_named_and_ended(folder: P
     assert alive(folder) == []
 
 
-def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(folder: Path) -> None:
+def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(warm: WarmPython, folder: Path) -> None:
     (folder / "test_it.py").write_text(SPAWN.replace('at_limit("rank0", "rank1")', "pass"))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
-    process = subprocess.Popen(
-        command(), cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    signal.signal(signal.SIGINT, before)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = warm.popen(*command()[1:], cwd=folder, env=environment(), nursery=True, **pipes)
     assert process.stdout is not None
     announced = next(line for line in process.stdout if line.startswith("nsa: test_it.py::test_spawns: "))
     assert announced.startswith("nsa: test_it.py::test_spawns: skipped_collective on rank 1 at workers.py:"), announced
@@ -343,23 +345,23 @@ def test_a_suspicion_is_announced_and_ctrl_c_reports_and_ends(folder: Path) -> N
     assert alive(folder) == []
 
 
-def test_what_a_passed_test_leaves_is_named_and_ended_on_request(folder: Path) -> None:
-    done = run(folder, LEAVES, "-Werror")
+def test_what_a_passed_test_leaves_is_named_and_ended_on_request(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, LEAVES, "-Werror", nursery=False)  # its environment, in /proc, tells whose it is
     assert "processes that the test left, still running" in done.stdout
     assert done.returncode == 0, "report changes no outcome"
     (left,) = alive(folder)
     os.kill(left, signal.SIGKILL)
     for path in (folder / "pids").iterdir():
         path.unlink()
-    done = run(folder, LEAVES, mode="end")
+    done = run(warm, folder, LEAVES, mode="end", nursery=False)
     assert "processes that the test left, ended" in done.stdout
     assert done.returncode == 0
     assert alive(folder) == []
 
 
 @pytest.mark.slow
-def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(folder: Path) -> None:
-    done = run(folder, SERVER)
+def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(warm: WarmPython, folder: Path) -> None:
+    done = run(warm, folder, SERVER)
     assert "1 failed, 2 passed" in done.stdout, done.stdout
     assert "job of 2 ranks of session fixture server: has made no call since before the test" in done.stdout
     assert "no process of the test has joined a process group" in done.stdout
@@ -367,23 +369,16 @@ def test_an_idle_server_of_a_wider_fixture_is_neither_blamed_nor_ended(folder: P
     assert alive(folder) == []
 
 
-def test_off_is_the_default_and_changes_nothing(folder: Path) -> None:
+def test_off_is_the_default_and_changes_nothing(warm: WarmPython, folder: Path) -> None:
     source = (
         "import os, subprocess\n\ndef test_it():\n    assert not {n for n in os.environ if n.startswith('NSA_TRACE')}\n"
         + ("    assert subprocess.Popen._execute_child.__module__ == 'subprocess'\n")
     )
     (folder / "test_it.py").write_text(source)
-    line = [part for part in command() if not part.startswith("--ranks-descendants")]
-    assert subprocess.run(line, cwd=folder, env=environment(), check=False).returncode == 0
-    done = run(folder, "", "-o", "ranks_descendants=kill")
+    line = [part for part in command()[1:] if not part.startswith("--ranks-descendants")]
+    assert warm.call(*line, cwd=folder, env=environment()).returncode == 0
+    done = run(warm, folder, "", "-o", "ranks_descendants=kill")
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, "the option wins"
-    refused = subprocess.run(
-        [*line, "-o", "ranks_descendants=kill"],
-        cwd=folder,
-        env=environment(),
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    refused = warm.call(*line, "-o", "ranks_descendants=kill", cwd=folder, env=environment())
     assert refused.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ini ranks_descendants = 'kill': must be off, report or end" in refused.stderr
