@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.cli.watch import Watcher
+from tests_cpu.warm import WarmPython
 
 TRAINING = """
 import atexit, os, signal, sys, time
@@ -36,6 +36,9 @@ os._exit(0)  # past C++'s destructors: torch 2.13 itself ends every fifth such p
 """
 
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "training.py").write_text(TRAINING)
@@ -43,46 +46,41 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[object]:
+def start(warm: WarmPython, folder: Path) -> Iterator[object]:
     """Yield a function that starts torchrun on the training with a fault; end its processes with the test."""
     started = []
 
-    def begin(fault: str) -> subprocess.Popen[bytes]:
+    def begin(fault: str) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "RANK", "WORLD_SIZE"))}
         with (folder / "output.txt").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d",
-                 "--rdzv-endpoint=localhost:0", "training.py", fault],
+            process = warm.popen(
+                "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
+                "training.py", fault,
                 cwd=folder, env={**env, "NSA_TRACE_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1"},
-                stdout=output, stderr=output, start_new_session=True,
+                stdout=output, stderr=output, start_new_session=True, nursery=True,
             )  # fmt: skip
         started.append(process)
         return process
 
     yield begin
     for process in started:
-        pids = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if _is_of(p, folder)]
+        pids = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_in(p, folder)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
-def _is_of(path: Path, folder: Path) -> bool:
+def _is_in(process: Path, folder: Path) -> bool:
     try:
-        return b"training.py" in path.read_bytes() and os.readlink(path.parent / "cwd") == str(folder)
+        return os.readlink(process / "cwd") == str(folder)
     except OSError:
         return False
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", *arguments],
-        cwd=folder,
-        text=True,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+@pytest.fixture
+def run(warm: WarmPython, folder: Path) -> Run:
+    """Return a function that runs the command in the training's folder."""
+    return lambda *arguments: warm.call("-m", "pytest_nsa", *arguments, cwd=folder, timeout=60)
 
 
 def wait_for_steps(folder: Path, steps: int) -> None:
@@ -96,16 +94,16 @@ def wait_for_steps(folder: Path, steps: int) -> None:
     raise AssertionError("the training did not reach the step within 60 s")
 
 
-def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) -> None:
+def test_a_rank_that_stalls_is_named_while_it_runs(run: Run, folder: Path, start: object) -> None:
     start("sleeps")  # type: ignore[operator]
     wait_for_steps(folder, 20)
-    done = run(folder, "watch", "--run", "run", "--once", "--json")
+    done = run("watch", "--run", "run", "--once", "--json")
     seen = json.loads(done.stdout.splitlines()[-1])
     assert [r["rank"] for r in seen["ranks"]] == [0, 1]
     assert (seen["verdict"]["cause"], seen["verdict"]["ranks"]) == ("sleeping", [1])
     assert "training.py:12" in seen["verdict"]["where"]
     assert done.returncode == 1
-    by_pid = run(folder, "watch", str(seen["ranks"][0]["pid"]), "--once")
+    by_pid = run("watch", str(seen["ranks"][0]["pid"]), "--once")
     assert "suspicion: sleeping on rank 1 at " in by_pid.stdout
     assert "rank 0  step 21  backward" in by_pid.stdout
     assert "\ndo: " in by_pid.stdout
@@ -116,7 +114,7 @@ def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) 
     first, second = ([line.partition(":")[0] for line in watcher.lines(again=False)] for _ in range(2))
     assert first[-2:] == ["suspicion", "do"]
     assert not {"suspicion", "do"}.intersection(second), "a log has it once"
-    told = run(folder, "diagnose", "run", "--json")
+    told = run("diagnose", "run", "--json")
     verdict = json.loads(told.stdout)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("HANG", "sleeping", [1])
 
@@ -125,37 +123,39 @@ def test_a_rank_that_stalls_is_named_while_it_runs(folder: Path, start: object) 
     ("fault", "cause"),
     [("raises", "rank_exception"), pytest.param("dies", "rank_died", marks=pytest.mark.slow)],
 )
-def test_what_ended_a_training_is_known_from_its_folder(folder: Path, start: object, fault: str, cause: str) -> None:
+def test_what_ended_a_training_is_known_from_its_folder(
+    run: Run, folder: Path, start: object, fault: str, cause: str
+) -> None:
     process = start(fault)  # type: ignore[operator]
-    watcher = run(folder, "watch", "--run", "run")
+    watcher = run("watch", "--run", "run")
     process.wait()
-    verdict = json.loads(run(folder, "diagnose", "run", "--json").stdout)
+    verdict = json.loads(run("diagnose", "run", "--json").stdout)
     assert (verdict["cause"], verdict["ranks"]) == (cause, [1]), watcher.stdout
 
 
-def test_a_training_that_goes_well(folder: Path, start: object) -> None:
+def test_a_training_that_goes_well(run: Run, folder: Path, start: object) -> None:
     process = start("none")  # type: ignore[operator]
-    done = run(folder, "watch", "--run", "run")
+    done = run("watch", "--run", "run")
     assert process.wait() == 0, (folder / "output.txt").read_text()
     assert done.returncode == 0
     assert "done" in done.stdout
-    assert json.loads(run(folder, "diagnose", "run", "--json").stdout)["outcome"] == "PASS"
+    assert json.loads(run("diagnose", "run", "--json").stdout)["outcome"] == "PASS"
 
 
-def test_two_nodes_folders_are_one_run(folder: Path, start: object) -> None:
+def test_two_nodes_folders_are_one_run(run: Run, folder: Path, start: object) -> None:
     start("sleeps")  # type: ignore[operator]
     wait_for_steps(folder, 20)
-    run(folder, "watch", "--run", "run", "--once")
+    run("watch", "--run", "run", "--once")
     other = folder / "node1"
     other.mkdir()
     (folder / "run" / "rank1").rename(other / "rank1")
-    verdict = json.loads(run(folder, "diagnose", "run", "node1", "--json").stdout)
+    verdict = json.loads(run("diagnose", "run", "node1", "--json").stdout)
     assert (verdict["cause"], verdict["ranks"]) == ("sleeping", [1])
 
 
-def test_a_process_that_is_no_rank(folder: Path) -> None:
+def test_a_process_that_is_no_rank(run: Run) -> None:
     other = subprocess.Popen(["sleep", "100"])
-    done = run(folder, "watch", str(other.pid))
+    done = run("watch", str(other.pid))
     other.kill()
     other.wait()
     assert done.returncode == 2
