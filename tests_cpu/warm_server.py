@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -28,7 +29,6 @@ from typing import Any, NoReturn
 
 import _pytest.assertion
 import _pytest.config
-import pytest
 import torch
 import torch._dynamo
 import torch.distributed
@@ -49,6 +49,7 @@ SHARED = (
 )  # fmt: skip
 
 
+WITHOUT_TORCH = ("multiprocessing.resource_tracker", " -P ")  # in command lines: it would serve them nothing
 PLUGINS = ("xdist.plugin", "xdist.dsession", "xdist.looponfail", "pytest_timeout")
 
 
@@ -158,8 +159,8 @@ class Nursery:
         """Do what ``_posixsubprocess.fork_exec`` does, which is below subprocess and multiprocessing."""
         stdin, _, _, stdout, _, stderr, _, errors, _, session = rest[:10]
         words = [os.fsdecode(word) for word in args]
-        takes_long = words[0] == sys.executable and "multiprocessing.resource_tracker" not in " ".join(words)
-        if not takes_long or os.getpid() != self._owner or callable(rest[15]):
+        is_plain = words[0] != sys.executable or any(word in " ".join(words) for word in WITHOUT_TORCH)
+        if is_plain or os.getpid() != self._owner or callable(rest[15]):
             return self._plain(args, executables, close_fds, kept, cwd, env, *rest)
         numbers = [0, 1, 2, *(number for number in kept if number != errors)]
         fds = [
@@ -193,7 +194,8 @@ def _receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _run_pytest(arguments: list[str]) -> int:
     if re.search(r"(?:^| )-n ?\d", " ".join(arguments)):
         Nursery()  # of xdist's workers
-    return int(pytest.console_main())
+    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    return 0
 
 
 def _interpret(arguments: list[str]) -> int:
@@ -211,9 +213,9 @@ def _interpret(arguments: list[str]) -> int:
     sys.argv = [kind if kind == "-c" else what, *rest]
     if any(name.startswith("NSA_TRACE_") for name in os.environ):
         importlib.import_module("nsa.trace.autostart").autostart()  # as the import of torch does
-    if (kind, what) == ("-m", "pytest"):
-        return _run_pytest(rest)
     with _exit_handlers():
+        if (kind, what) == ("-m", "pytest"):
+            return _run_pytest(rest)
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         elif kind == "-c":
@@ -245,6 +247,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["env"])
         os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+        tempfile.tempdir = None  # TMPDIR names another one
         sys.path[0] = request["cwd"]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         if request.get("session"):

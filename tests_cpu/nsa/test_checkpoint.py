@@ -9,10 +9,8 @@ import json
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from nsa.training.saved import damage, describe, find
 from nsa.training.trainer import Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
+from tests_cpu.namespaces import MOUNT, in_namespace
 from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,14 +95,12 @@ print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "in_save", in_sa
 
 
 @pytest.mark.parametrize(("kills", "in_saves"), [(3, 1), pytest.param(50, 5, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_cost_nothing(tmp_path: Path, kills: int, in_saves: int) -> None:
+def test_kills_at_random_moments_cost_nothing(warm: WarmPython, tmp_path: Path, kills: int, in_saves: int) -> None:
     small(tmp_path)
     config = str(tmp_path / "small.yaml")
     assert train.main(["--config", config, "--out", str(tmp_path / "whole"), "--steps", str(STEPS)]) == 0
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, config, str(tmp_path / "killed"), "1", str(STEPS), str(kills)],
-        text=True, capture_output=True, timeout=280, cwd=ROOT, check=False,
-    )  # fmt: skip
+    arguments = (config, str(tmp_path / "killed"), "1", str(STEPS), str(kills))
+    done = warm.call("-c", KILLED, *arguments, cwd=ROOT, timeout=280)
     print(done.stderr[-3000:])
     *_, code, _, in_save = done.stdout.split()
     assert code == "0"
@@ -190,23 +187,14 @@ def test_another_parallelism_and_another_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_that_is_killed_and_resumed_continues_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_that_is_killed_and_resumed_continues_to_the_bit(warm: WarmPython, tmp_path: Path) -> None:
     small(tmp_path)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "nsa.train"]
     dataset = str(ROOT / "examples" / "data" / "kjv.parquet")
-    command = [
-        sys.executable,
-        *launcher,
-        "--config",
-        str(tmp_path / "small.yaml"),
-        "--parallel",
-        "fsdp",
-        "--dataset",
-        dataset,
-    ]
+    command = [*launcher, "--config", str(tmp_path / "small.yaml"), "--parallel", "fsdp", "--dataset", dataset]
     command += ["--steps", "30", "--save-every", "10"]
     killed = [*command, "--out", str(tmp_path / "killed"), "--resume", "auto"]
-    run = subprocess.Popen(killed, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    run = warm.popen(*killed, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, nursery=True)
     assert run.stdout is not None
     for line in run.stdout:
         if "step 13/" in line:
@@ -215,7 +203,8 @@ def test_a_run_on_two_ranks_that_is_killed_and_resumed_continues_to_the_bit(tmp_
     os.kill(rank, signal.SIGKILL)
     run.communicate(timeout=60)
     assert run.returncode == 1
-    done = subprocess.run(killed, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    done = warm.call(*killed, cwd=ROOT, nursery=True)
+    assert done.returncode == 0, done.stderr
     assert re.search(r"resumed from .*step_000000(10|20)", done.stdout)
     lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines[-10:]] == list(range(21, 31))
@@ -291,19 +280,12 @@ def test_a_disk_that_is_full_leaves_the_checkpoints_before(warm: WarmPython, tmp
         assert losses(tmp_path / "run").keys() == {1, 2, 3}
 
 
-def test_a_disk_without_room_is_named_by_the_systems_words(tmp_path: Path) -> None:
+def test_a_disk_without_room_is_named_by_the_systems_words(warm: WarmPython, tmp_path: Path) -> None:
     """On a file system of 500 KiB, in a new mount namespace."""
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
-        pytest.skip("needs a new mount namespace (unshare -Urm)")
     (tmp_path / "small.yaml").write_text(SMALL)
     (tmp_path / "run").mkdir()
-    command = (
-        f"mount -t tmpfs -o size=500k none run && exec {sys.executable} -m nsa.train --config small.yaml --out run"
-    )
-    done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", f"{command} --save-every 1 --steps 20"], cwd=tmp_path, text=True, capture_output=True,
-        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    command = ("nsa.train", "--config", "small.yaml", "--out", "run", "--save-every", "1", "--steps", "20")
+    done = warm.call(*in_namespace(MOUNT, "mount -t tmpfs -o size=500k none run", *command), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert re.search(r"^error: step_\d+ could not be saved: .*No space left on device", done.stderr), done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -367,7 +349,7 @@ def test_sigterm_to_the_whole_group_saves_and_exits_with_75(warm: WarmPython, tm
     command = ["-m", "nsa.train", "--config", str(tmp_path / "small.yaml"), "--steps", "100000", "--ddp", "1"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = warm.popen(*launcher, *command, "--out", str(tmp_path / "run"), cwd=ROOT, **pipes)
+    run = warm.popen(*launcher, *command, "--out", str(tmp_path / "run"), cwd=ROOT, nursery=True, **pipes)
     assert run.stdout is not None
     for line in run.stdout:
         if "step 3/" in line:

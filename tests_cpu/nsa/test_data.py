@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from nsa.data.documents import HubDocuments, ParquetDocuments, Place, check_parq
 from nsa.data.loader import Loader
 from nsa.data.packing import PackedSource
 from nsa.data.tokens import ByteTokenizer, open_tokenizer
+from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -253,11 +253,9 @@ def test_the_hub_s_library_streams_the_same_documents() -> None:
     assert next(iter(hub.read(Place(0, 0, 5)))) == (Place(0, 0, 5), [local[5]])
 
 
-def test_a_reader_that_is_killed_ends_the_training_with_its_name(tmp_path: Path) -> None:
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "nsa.train", "--config", str(TINY), "--dataset", str(SHIPPED), "--out", str(tmp_path)],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+def test_a_reader_that_is_killed_ends_the_training_with_its_name(warm: WarmPython, tmp_path: Path) -> None:
+    command = ("-m", "nsa.train", "--config", str(TINY), "--dataset", str(SHIPPED), "--out", str(tmp_path))
+    killed = warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert killed.stdout is not None
     for line in killed.stdout:
         if "step 1/" in line:
@@ -266,8 +264,6 @@ def test_a_reader_that_is_killed_ends_the_training_with_its_name(tmp_path: Path)
     os.kill(int(reader), signal.SIGKILL)
     _, errors = killed.communicate(timeout=60)
     assert killed.returncode == 1, errors
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest_nsa", "diagnose", str(tmp_path), "--json"], text=True, capture_output=True, check=False
-    )  # fmt: skip
+    done = warm.call("-m", "pytest_nsa", "diagnose", str(tmp_path), "--json")
     verdict = json.loads(done.stdout)
     assert (verdict["outcome"], verdict["cause"], verdict["ranks"]) == ("FAIL", "dataloader_stuck", [0])

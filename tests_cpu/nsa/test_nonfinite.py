@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from nsa.training.trainer import StepResult, Trainer
 from pytest_nsa import world_size
 from pytest_nsa.fixtures import Group
 from pytest_nsa.report.curves import curves
+from tests_cpu.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
@@ -319,15 +317,12 @@ sys.exit(code)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_all_ranks_of_a_run_stop_alike(tmp_path: Path, mode: str) -> None:
+def test_all_ranks_of_a_run_stop_alike(warm: WarmPython, tmp_path: Path, mode: str) -> None:
     """Under torchrun, rank 1 alone has NaN."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = ["--out", str(tmp_path), "--config", small(tmp_path), "--parallel", mode, "--save-every", "2"]
-    done = subprocess.run(
-        [*launcher, str(tmp_path / "program.py"), *arguments], cwd=ROOT, text=True, capture_output=True, timeout=150,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    done = warm.call(*launcher, str(tmp_path / "program.py"), *arguments, cwd=ROOT, timeout=150, nursery=True)
     assert done.returncode == 1, done.stderr  # torchrun's own, whatever the ranks' is
     assert [(tmp_path / f"code{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
     assert done.stderr.count("error: step 3: the loss is nan; go on from") == 1

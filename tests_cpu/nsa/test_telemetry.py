@@ -9,7 +9,6 @@ import csv
 import ctypes
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -278,15 +277,13 @@ sys.exit(main())
 
 
 def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warm: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     (tmp_path / "train.py").write_text(HANGS)
     arguments = ["--config", str(TINY), "--steps", "2", "--set", "train.watchdog_s=1", "--out", str(out)]
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "train.py"), *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = warm.popen(str(tmp_path / "train.py"), *arguments, cwd=tmp_path, **pipes)
     here, stall = tmp_path / "here", out / "mem_stall_rank0.txt"
     while not (here.exists() and stall.exists() and stall.stat().st_mtime_ns > here.stat().st_mtime_ns):
         assert process.poll() is None
@@ -315,7 +312,7 @@ def test_a_stalled_training_that_is_aborted_leaves_stacks_missing_parameters_and
     assert "in backward" in capsys.readouterr().out
 
 
-def test_a_child_of_a_training_leaves_no_stacks_in_its_place(tmp_path: Path) -> None:
+def test_a_child_of_a_training_leaves_no_stacks_in_its_place(warm: WarmPython, tmp_path: Path) -> None:
     """A data loader's worker that is aborted is not the rank."""
     program = """
 import os, sys
@@ -329,9 +326,7 @@ print(os.path.getsize(f"{sys.argv[1]}/rank0/fatal.txt"))
 traced.end()
 print(os.path.exists(f"{sys.argv[1]}/rank0/fatal.txt"))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, check=True
-    )
+    done = warm.call("-c", program, str(tmp_path), cwd=ROOT)
     assert done.stdout.split() == ["0", "False"]
 
 
@@ -352,9 +347,9 @@ def test_keys_seen_are_counted_as_the_branches_see_them() -> None:
     )
 
 
-def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nsa.train", "--config", str(TINY), "--steps", "1000", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+def test_a_killed_run_leaves_whole_lines(warm: WarmPython, tmp_path: Path) -> None:
+    command = ("-m", "nsa.train", "--config", str(TINY), "--steps", "1000", "--out", str(tmp_path))
+    process = warm.popen(*command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     for line in process.stdout:
         if "step 3/" in line:

@@ -25,14 +25,15 @@ TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 PROSE = str(ROOT / "examples" / "data" / "kjv.parquet")
 
 
-def under_torchrun(*arguments: str, program: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+def under_torchrun(
+    warm: WarmPython, *arguments: str, program: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run the program under torchrun, on two ranks; or the file ``program``, which changes something and calls it."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     started = [program] if program else ["-m", "nsa.train"]
-    return subprocess.run(
-        [sys.executable, *launcher, *started, "--config", TINY, *arguments],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, text=True, capture_output=True, timeout=150,
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = (*launcher, *started, "--config", TINY, *arguments)
+    return warm.call(*command, cwd=ROOT, env=environment, timeout=150, nursery=True)
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -101,14 +102,14 @@ def test_safe_mode_is_one_option(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_under_torchrun_with_every_trace(tmp_path: Path) -> None:
+def test_two_ranks_under_torchrun_with_every_trace(warm: WarmPython, tmp_path: Path) -> None:
     traces = {
         "NSA_TRACE_GRADS": "1",
         "NSA_TRACE_MODULE_BWD": "1",
         "NSA_TRACE_DDP_BUCKETS": "1",
         "TORCH_BACKEND": "gloo",
     }
-    result = under_torchrun("--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), **traces)
+    result = under_torchrun(warm, "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), **traces)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("[boot] loading config") == 1
     assert re.search(r"\[DDP\] rank=1 bucket_elems=\d+ dtype=torch\.float32", result.stdout)
@@ -145,12 +146,17 @@ DETACHED_ON_RANK_1 = """
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(tmp_path: Path) -> None:
+def test_a_gradient_that_is_missing_on_rank_1_alone_is_in_every_trace(warm: WarmPython, tmp_path: Path) -> None:
     """DDP looks for unused parameters here, so that the run goes on: the traces alone have it."""
     (tmp_path / "train.py").write_text(PLANTED.format(body=DETACHED_ON_RANK_1.strip()))
     arguments = ("--ddp", "1", "--steps", "1", "--set", "parallel.find_unused_parameters=true", "--out", str(tmp_path))
     result = under_torchrun(
-        *arguments, program=str(tmp_path / "train.py"), NSA_TRACE_GRADS="1", TORCH_BACKEND="gloo", PYTHONPATH=str(ROOT)
+        warm,
+        *arguments,
+        program=str(tmp_path / "train.py"),
+        NSA_TRACE_GRADS="1",
+        TORCH_BACKEND="gloo",
+        PYTHONPATH=str(ROOT),
     )
     assert result.returncode == 0, result.stderr
     name = "blocks.4.attn.gate.fc2.weight"
@@ -313,10 +319,10 @@ kill $far
 
 
 @pytest.mark.slow
-def test_debug_detail_on_gloo_is_info_and_said(tmp_path: Path) -> None:
+def test_debug_detail_on_gloo_is_info_and_said(warm: WarmPython, tmp_path: Path) -> None:
     """The plan's own environment sets DETAIL, with which torch 2.13 would end by SIGSEGV."""
     done = under_torchrun(
-        "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), TORCH_DISTRIBUTED_DEBUG="DETAIL"
+        warm, "--dataset", PROSE, "--ddp", "1", "--steps", "2", "--out", str(tmp_path), TORCH_DISTRIBUTED_DEBUG="DETAIL"
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("this run uses INFO instead") == 1
@@ -342,23 +348,20 @@ JOIN = "from nsa.training.parallel import join_group; join_group('gloo', 5.0, 0.
         ("127.0.0.1", "is in use by another process; take another one (MASTER_PORT)"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_named_in_a_line(address: str, says: str) -> None:
+def test_an_address_that_cannot_be_used_is_named_in_a_line(warm: WarmPython, address: str, says: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(taken.getsockname()[1])}
-        done = subprocess.run(
-            [sys.executable, "-c", JOIN], cwd=ROOT, text=True, capture_output=True, timeout=100, check=False,
-            env={**os.environ, **variables},
-        )  # fmt: skip
+        done = warm.call("-c", JOIN, cwd=ROOT, env={**os.environ, **variables})
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("nsa.convert.ConfigError: ")
     assert says in last
 
 
-def test_a_terminal_shows_a_bar_above_which_lines_stand(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar_above_which_lines_stand(warm: WarmPython, tmp_path: Path) -> None:
     host, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, 100))
-    command = [sys.executable, "-m", "nsa.train", "--config", TINY, "--steps", "6", "--out", str(tmp_path / "out")]
-    program = subprocess.Popen(command, cwd=ROOT, stdout=terminal, stderr=subprocess.STDOUT)
+    command = ("-m", "nsa.train", "--config", TINY, "--steps", "6", "--out", str(tmp_path / "out"))
+    program = warm.popen(*command, cwd=ROOT, stdout=terminal, stderr=subprocess.STDOUT)
     os.close(terminal)
     seen = b""
     with contextlib.suppress(OSError):  # EIO: the program has closed it

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 LIFETIMES = """
 import gc, json, os, weakref
@@ -123,7 +123,7 @@ os._exit(0)
 """
 
 
-def run(tmp_path: Path, source: str, *, level: str = "") -> list[Any]:
+def run(warm: WarmPython, tmp_path: Path, source: str, *, level: str = "") -> list[Any]:
     """Run a program on two ranks as torchrun does, traced at ``level`` ('' for not at all); return what each wrote to the file that
     FOUND names.
     """
@@ -136,20 +136,16 @@ def run(tmp_path: Path, source: str, *, level: str = "") -> list[Any]:
     }  # fmt: skip
     if level:
         env |= {"NSA_TRACE_DIR": str(where / "evidence"), "NSA_TRACE_LEVEL": level}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)], env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    ranks = [warm.popen(str(script), env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE) for rank in range(2)]
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors
+    assert (where / "evidence" / "rank1").is_dir() == bool(level)
     return [json.loads((where / f"found{rank}").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("level", ["full", pytest.param("light", marks=pytest.mark.slow)])
-def test_a_traced_program_sees_what_an_untraced_one_sees(tmp_path: Path, level: str) -> None:
-    plain = run(tmp_path, LIFETIMES)
+def test_a_traced_program_sees_what_an_untraced_one_sees(warm: WarmPython, tmp_path: Path, level: str) -> None:
+    plain = run(warm, tmp_path, LIFETIMES)
     print(plain)
-    assert run(tmp_path, LIFETIMES, level=level) == plain
+    assert run(warm, tmp_path, LIFETIMES, level=level) == plain

@@ -14,6 +14,7 @@ import pytest
 
 from pytest_nsa.testing import HEADER
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 SOURCE = """
 @pytest.mark.parametrize("n", range(2))
@@ -57,7 +58,7 @@ def test_after(group): dist.barrier()
 COUNTS = "3 failed, 5 passed, 1 skipped, 1 xfailed"
 
 
-def slurm(pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
+def slurm(warm: WarmPython, pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
     """Start one task of a SLURM job that exports MASTER_ADDR and MASTER_PORT."""
     env = {
         **os.environ,
@@ -66,10 +67,8 @@ def slurm(pytester: pytest.Pytester, rank: int, port: int, *arguments: str) -> s
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments], cwd=pytester.path, env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return warm.popen("-m", "pytest", "-p", "no:cacheprovider", *arguments, cwd=pytester.path, env=env, **pipes)
 
 
 def check_report(text: str, run: Path) -> None:
@@ -84,22 +83,20 @@ def check_report(text: str, run: Path) -> None:
     assert "assert 1 == 0" in (folder / "rank1" / "reports.jsonl").read_text()
 
 
-def test_torchrun(pytester: pytest.Pytester) -> None:
+def test_torchrun(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()),
-         "-m", "pytest", "-p", "no:cacheprovider", "-rs"],
-        cwd=pytester.path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False,
-    )  # fmt: skip
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
+    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
+    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
     assert done.returncode == 1
     check_report(done.stdout, pytester.path / "artifacts" / "latest")
 
 
 @pytest.mark.slow
-def test_slurm_s_variables(pytester: pytest.Pytester) -> None:
+def test_slurm_s_variables(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
     port = free_port()
-    follower, leader = slurm(pytester, 1, port, "-rs"), slurm(pytester, 0, port, "-rs")
+    follower, leader = slurm(warm, pytester, 1, port, "-rs"), slurm(warm, pytester, 0, port, "-rs")
     text = leader.communicate(timeout=150)[0]
     assert leader.returncode == 1
     check_report(text, pytester.path / "artifacts" / "latest")
@@ -108,21 +105,21 @@ def test_slurm_s_variables(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
-def test_exit_first_ends_all(pytester: pytest.Pytester) -> None:
+def test_exit_first_ends_all(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
     port = free_port()
-    follower, leader = slurm(pytester, 1, port, "-x"), slurm(pytester, 0, port, "-x")
+    follower, leader = slurm(warm, pytester, 1, port, "-x"), slurm(warm, pytester, 0, port, "-x")
     assert "1 failed, 3 passed" in leader.communicate(timeout=150)[0]
     follower.communicate(timeout=30)
     assert (leader.returncode, follower.returncode) == (1, 1)
 
 
 @pytest.mark.slow
-def test_a_process_with_other_tests_is_refused_with_the_difference(pytester: pytest.Pytester) -> None:
+def test_a_process_with_other_tests_is_refused_with_the_difference(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + SOURCE)
     port = free_port()
-    follower = slurm(pytester, 1, port, "--deselect=test_example.py::test_after")
-    leader = slurm(pytester, 0, port)
+    follower = slurm(warm, pytester, 1, port, "--deselect=test_example.py::test_after")
+    leader = slurm(warm, pytester, 0, port)
     text = leader.communicate(timeout=100)[0]
     follower.communicate(timeout=30)
     assert (leader.returncode, follower.returncode) == (pytest.ExitCode.USAGE_ERROR,) * 2
@@ -133,7 +130,7 @@ def test_a_process_with_other_tests_is_refused_with_the_difference(pytester: pyt
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_test_on_all(pytester: pytest.Pytester) -> None:
+def test_a_process_that_dies_ends_the_test_on_all(warm: WarmPython, pytester: pytest.Pytester) -> None:
     source = """
 @world_size(2)
 def test_loses_a_node(group, artifacts):
@@ -144,7 +141,7 @@ def test_loses_a_node(group, artifacts):
     (pytester.path / "test_example.py").write_text(HEADER + source)
     (pytester.path / "conftest.py").write_text("import os\nos.environ['FOLLOWER'] = str(os.getpid())\n")
     port = free_port()
-    follower, leader = slurm(pytester, 1, port), slurm(pytester, 0, port)
+    follower, leader = slurm(warm, pytester, 1, port), slurm(warm, pytester, 0, port)
     text = leader.communicate(timeout=100)[0]
     follower.communicate(timeout=30)
     assert follower.returncode == -signal.SIGKILL
@@ -152,9 +149,9 @@ def test_loses_a_node(group, artifacts):
     assert "CRASH: rank 1 of 2, rank_died" in text
 
 
-def test_xdist_under_a_launcher_is_refused(pytester: pytest.Pytester) -> None:
+def test_xdist_under_a_launcher_is_refused(warm: WarmPython, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(): pass")
-    process = slurm(pytester, 0, free_port(), "-n2")
+    process = slurm(warm, pytester, 0, free_port(), "-n2")
     assert "-n under torchrun or SLURM: each of its processes is a rank already" in process.communicate(timeout=60)[0]
     assert process.returncode == pytest.ExitCode.USAGE_ERROR
 

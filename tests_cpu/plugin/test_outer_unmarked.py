@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pytest_nsa.testing import HEADER
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 # As Megatron-LM's suite: one group for a session, by env://, which ends behind a barrier.
 CONFTEST = """
@@ -30,19 +32,19 @@ def pg():
 RANK = 'RANK = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID")))\n'
 
 
-def torchrun(folder: Path, *arguments: str, n: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={n}",
-        "--master_port",
-        str(free_port()),
-    ]
-    return subprocess.run(
-        [*command, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--junitxml=junit.xml", *arguments],
-        cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False,
-    )  # fmt: skip
+Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def torchrun(warm: WarmPython, pytester: pytest.Pytester) -> Torchrun:
+    """Return a function that runs pytest on two ranks of torchrun's."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
+        session = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--junitxml=junit.xml", *arguments)
+        return warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+
+    return run
 
 
 def results(folder: Path) -> dict[str, dict[str, str]]:
@@ -65,7 +67,7 @@ def write(pytester: pytest.Pytester, source: str) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + RANK + source)
 
 
-def test_what_fails_on_rank_1_alone_is_shown(pytester: pytest.Pytester) -> None:
+def test_what_fails_on_rank_1_alone_is_shown(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -74,7 +76,7 @@ def test_shard(): assert RANK < 1, "wrong shard on this rank"
 def test_other(): pass
 """,
     )
-    done = torchrun(pytester.path)
+    done = torchrun()
     assert done.returncode == 1
     assert "AssertionError: wrong shard on this rank" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
@@ -100,9 +102,9 @@ def test_marked(group): dist.barrier()
 """
 
 
-def test_beside_a_marked_test_the_others_run_in_every_process(pytester: pytest.Pytester) -> None:
+def test_beside_a_marked_test_the_others_run_in_every_process(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(pytester, MIXED)
-    done = torchrun(pytester.path, "--timeout=60")
+    done = torchrun("--timeout=60")
     assert done.returncode == 1
     assert (
         done.stdout.count("test session starts") == 1
@@ -118,7 +120,7 @@ def test_beside_a_marked_test_the_others_run_in_every_process(pytester: pytest.P
     }
 
 
-def test_a_test_past_its_limit_ends_with_rank_line_and_cause(pytester: pytest.Pytester) -> None:
+def test_a_test_past_its_limit_ends_with_rank_line_and_cause(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -132,7 +134,7 @@ def test_loss(pg):
 def test_next(pg): dist.barrier()
 """,
     )
-    done = torchrun(pytester.path, "--timeout=8")
+    done = torchrun("--timeout=8")
     assert done.returncode == 1
     line = (HEADER + RANK).count("\n") + 6
     # Rank 1 is in the next test, with a limit that is over in the same moment: either clock may be the first.
@@ -152,7 +154,9 @@ def test_next(pg): dist.barrier()
 
 
 @pytest.mark.slow
-def test_a_call_left_out_by_one_rank_is_named_though_it_is_in_another_test(pytester: pytest.Pytester) -> None:
+def test_a_call_left_out_by_one_rank_is_named_though_it_is_in_another_test(
+    torchrun: Torchrun, pytester: pytest.Pytester
+) -> None:
     write(
         pytester,
         """
@@ -164,7 +168,7 @@ def test_reduces(pg):
 def test_next(pg): dist.barrier()
 """,
     )
-    done = torchrun(pytester.path, "--timeout=8")
+    done = torchrun("--timeout=8")
     assert done.returncode == 1
     # `RANK == 0 or step < 2`: rank 1 skipped the call, or rank 0 made one more. The model does not order the lines of two tests, so
     # that it may call the two calls a mismatch. Each names the call of the loop, and none is certain.
@@ -174,19 +178,19 @@ def test_next(pg): dist.barrier()
 
 
 @pytest.mark.slow
-def test_a_barrier_in_the_teardown_of_a_fixture_ends_too(pytester: pytest.Pytester) -> None:
+def test_a_barrier_in_the_teardown_of_a_fixture_ends_too(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(pytester, "def test_it(pg): pass\n")
     (pytester.path / "conftest.py").write_text(
         CONFTEST.replace("    dist.barrier()", "    dist.recv(torch.ones(1), 0) if dist.get_rank() else dist.barrier()")
     )
-    done = torchrun(pytester.path, "--timeout=8")
+    done = torchrun("--timeout=8")
     assert done.returncode == 1
     assert "conftest.py:8 in pg" in done.stdout
     assert results(pytester.path)["pytest"] == {"test_it": "failure"}
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_leaves_what_it_had_reported(pytester: pytest.Pytester) -> None:
+def test_a_process_that_dies_leaves_what_it_had_reported(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -197,7 +201,7 @@ def test_dies():
         os.kill(os.getpid(), signal.SIGKILL)
 """,
     )
-    done = torchrun(pytester.path)
+    done = torchrun()
     assert done.returncode == 1
     assert "[rank 0] FAILED test_example.py::test_first" in done.stdout
     assert "AssertionError: a failure before" in done.stdout
@@ -206,7 +210,7 @@ def test_dies():
 
 
 @pytest.mark.slow
-def test_the_leader_alone_runs_unmarked_tests_where_that_is_set(pytester: pytest.Pytester) -> None:
+def test_the_leader_alone_runs_unmarked_tests_where_that_is_set(torchrun: Torchrun, pytester: pytest.Pytester) -> None:
     write(
         pytester,
         """
@@ -216,7 +220,7 @@ def test_plain(): open(f"ran_on_{RANK}", "w").close()
 def test_marked(group): dist.barrier()
 """,
     )
-    done = torchrun(pytester.path, "-o", "ranks_unmarked=leader")
+    done = torchrun("-o", "ranks_unmarked=leader")
     assert done.returncode == 0
     assert [path.name for path in pytester.path.glob("ran_on_*")] == ["ran_on_0"]
     assert results(pytester.path) == {"pytest": {"test_plain": "passed", "test_marked": "passed"}, "pytest rank 1": {}}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,8 @@ import pytest
 from nsa.trace.board import Board
 from pytest_nsa.session.folders import BOARD
 from pytest_nsa.testing import HEADER
+from tests_cpu.namespaces import MOUNT, in_namespace
+from tests_cpu.warm import WarmPython
 
 SOURCE = (
     HEADER
@@ -40,20 +39,17 @@ def test_fail(group):
 )
 
 
-def run_on_a_small_disk(folder: Path, size: str, *options: str, fill: bool = False) -> tuple[str, Path]:
+def run_on_a_small_disk(
+    warm: WarmPython, folder: Path, size: str, *options: str, fill: bool = False
+) -> tuple[str, Path]:
     """Run SOURCE with ``artifacts`` on a disk of its own; return the output, and the folder of evidence without room there."""
-    unshare = shutil.which("unshare")
-    if unshare is None or subprocess.run([unshare, "-Urm", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("needs a mount namespace of its own (unshare -Urm)")
     (folder / "test_example.py").write_text(SOURCE)
     (folder / "artifacts").mkdir()
     (folder / "tmp").mkdir()
-    command = f"mount -t tmpfs -o size={size} none artifacts && exec {sys.executable} -m pytest -p no:cacheprovider -p no:randomly"
+    mount = f"mount -t tmpfs -o size={size} none artifacts"
+    session = ("pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "--basetemp", str(folder / "base"))
     variables = {"TMPDIR": str(folder / "tmp"), **({"FILL": "1"} if fill else {})}
-    done = subprocess.run(
-        [unshare, "-Urm", "sh", "-c", f'{command} "$@"', "sh", "--basetemp", str(folder / "base"), *options], cwd=folder,
-        env={**os.environ, **variables}, text=True, capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = warm.call(*in_namespace(MOUNT, mount, *session, *options), cwd=folder, env={**os.environ, **variables})
     print(done.stdout, done.stderr)
     return done.stdout + done.stderr, folder / "tmp" / f"pytest-nsa-{os.getuid()}" / "artifacts" / "latest"
 
@@ -71,8 +67,8 @@ def test_the_space_that_is_set_aside_holds_a_board(tmp_path: Path) -> None:
     assert (tmp_path / "board.bin").stat().st_size <= BOARD
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    output, spare = run_on_a_small_disk(tmp_path, "600k")
+def test_a_full_disk(warm: WarmPython, tmp_path: Path) -> None:
+    output, spare = run_on_a_small_disk(warm, tmp_path, "600k")
     assert "1 failed, 3 passed" in output, output
     assert output.count("artifacts: No space left on device: evidence goes to") == 1
     assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "' + str(tmp_path), "")
@@ -80,8 +76,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("-n", "2", "--dist", "loadgroup"), marks=pytest.mark.slow)])
-def test_a_disk_that_fills_up(tmp_path: Path, options: tuple[str, ...]) -> None:
-    output, spare = run_on_a_small_disk(tmp_path, "12m", *options, fill=True)
+def test_a_disk_that_fills_up(warm: WarmPython, tmp_path: Path, options: tuple[str, ...]) -> None:
+    output, spare = run_on_a_small_disk(warm, tmp_path, "12m", *options, fill=True)
     assert "1 failed, 3 passed" in output, output
     assert "No space left on device: evidence goes to" in output
     is_whole(spare)
@@ -89,11 +85,19 @@ def test_a_disk_that_fills_up(tmp_path: Path, options: tuple[str, ...]) -> None:
         assert "2 PASS" in (spare / "SUMMARY.md").read_text()
 
 
-def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
-    output, spare = run_on_a_small_disk(tmp_path, "9m,ro")
+def test_a_disk_that_is_read_only(warm: WarmPython, tmp_path: Path) -> None:
+    output, spare = run_on_a_small_disk(warm, tmp_path, "9m,ro")
     assert "1 failed, 3 passed" in output, output
     assert output.count("artifacts: Read-only file system: evidence goes to") == 1
     is_whole(spare)
+
+
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]) * 1024,) * 2)  # as the shell's ulimit -f
+sys.argv[1:] = ["-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
+runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.parametrize(
@@ -103,12 +107,9 @@ def test_a_disk_that_is_read_only(tmp_path: Path) -> None:
         (20, "ERROR: ulimit -f limits files to 20 KiB, and a rank's evidence needs 48: raise it"),
     ],
 )
-def test_a_limit_on_files(tmp_path: Path, limit: int, says: str) -> None:
+def test_a_limit_on_files(warm: WarmPython, tmp_path: Path, limit: int, says: str) -> None:
     (tmp_path / "test_example.py").write_text(SOURCE)
-    command = f"ulimit -f {limit}; exec {sys.executable} -m pytest -p no:cacheprovider -p no:randomly -q"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False
-    )
+    done = warm.call("-c", LIMITED, str(limit), cwd=tmp_path)
     output = done.stdout + done.stderr
     assert output.count(says) == 1, output
     if limit == 100:

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 WORKER = """
 import os, sys, torch, torch.distributed as dist
@@ -54,13 +54,11 @@ SLOW_SCRIPT = pytest.param(SCRIPT, id="subprocess", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("source", [pytest.param(SPAWN, id="mp.spawn"), SLOW_SCRIPT])
-def test_ranks_that_a_test_starts_leave_evidence(tmp_path: Path, source: str) -> None:
+def test_ranks_that_a_test_starts_leave_evidence(warm: WarmPython, tmp_path: Path, source: str) -> None:
     (tmp_path / "test_it.py").write_text(source)
     (tmp_path / "worker.py").write_text(WORKER)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path, env=environment(tmp_path),
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = warm.call(*command, cwd=tmp_path, env=environment(tmp_path), nursery=True)
     assert done.returncode == 0, done.stdout
     for rank in range(2):
         assert (tmp_path / "run" / f"rank{rank}" / "board.bin").is_file()
@@ -69,26 +67,21 @@ def test_ranks_that_a_test_starts_leave_evidence(tmp_path: Path, source: str) ->
     assert json.loads((tmp_path / "run" / "job.json").read_text())["world_size"] == 2
 
 
-def test_a_rank_that_was_killed_is_named_as_such_while_the_others_run(tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_is_named_as_such_while_the_others_run(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     env = environment(tmp_path)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "worker.py"], cwd=tmp_path, env={**env, "RANK": str(rank), "WORLD_SIZE": "2"}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )
+        warm.popen("worker.py", cwd=tmp_path, env={**env, "RANK": str(rank), "WORLD_SIZE": "2"}, **pipes)
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for rank in ranks:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "told\n"
         ranks[1].send_signal(signal.SIGKILL)
         ranks[1].wait()
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest_nsa", "watch", "--run", "run", "--once", "--json"], cwd=tmp_path,
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        done = warm.call("-m", "pytest_nsa", "watch", "--run", "run", "--once", "--json", cwd=tmp_path)
     finally:
         for rank in ranks:
             rank.communicate()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests_cpu.namespaces import NETWORK, in_namespace
+from tests_cpu.warm import WarmPython
 
 SOURCE = """
 import pytest
@@ -53,16 +54,11 @@ def test_a_test_on_ranks_reports_it(pytester: pytest.Pytester, version: str, say
     assert not Path(pytester.path, "artifacts").exists()
 
 
-def test_a_loopback_interface_that_is_down_is_named_in_a_line(tmp_path: Path) -> None:
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "-Urn", "true"], check=False).returncode:
-        pytest.skip("needs a network namespace of its own (unshare -Urn)")
+def test_a_loopback_interface_that_is_down_is_named_in_a_line(warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "test_example.py").write_text(
         "from pytest_nsa import world_size\n\n@world_size(2)\ndef test_a(group): pass\n"
     )
-    done = subprocess.run(
-        ["unshare", "-Urn", sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"], cwd=tmp_path, text=True,
-        capture_output=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = warm.call(*in_namespace(NETWORK, "true", "pytest", "-p", "no:cacheprovider", "-q"), cwd=tmp_path)
     assert "FAIL: ranks 0 and 1, network_unusable" in done.stdout
     assert (
         "no network interface has the address 127.0.0.1: the loopback interface is down (ip link set lo up)"
