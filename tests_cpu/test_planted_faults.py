@@ -198,8 +198,9 @@ def test_a_fault_has_one_verdict_on_each_row_and_one_decision(
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (4, 0), (4, 3)])
 @pytest.mark.parametrize("name", ["sel_backward_deadlock", "rank1_skips_allreduce", "rank1_killed"])
 def test_a_fault_is_named_on_whichever_rank_it_is(name: str, ranks: int, culprit: int, tmp_path: Path) -> None:
-    more = ("--phases", "1-5", "--plan-ranks", str(ranks), "--fault-rank", str(culprit), "-o", "ranks_hang_after=6")
-    _, verdicts = run_plan(name, tmp_path, *more, timeout=580)
+    rows = ("--phases", "1-5", "-m", "slow or not slow")
+    more = ("--plan-ranks", str(ranks), "--fault-rank", str(culprit), "-o", "ranks_hang_after=6")
+    _, verdicts = run_plan(name, tmp_path, *rows, *more, timeout=580)
     assert failing(verdicts)
     for row in failing(verdicts):
         assert is_right(verdicts[row], EXPECTED[name], ROWS[row], culprit), (row, verdicts[row]["reason"])
@@ -217,7 +218,7 @@ def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("NSA_FORCE_BRANCH", "win")  # exported for another run: a scenario ignores it
     monkeypatch.setenv("NSA_GC_RANGE", "0:1")
     monkeypatch.setenv("CONFIG", "nowhere.yaml")
-    summary, verdicts = run_plan("sel_backward_deadlock", tmp_path, "--phases", "1-5")
+    summary, verdicts = run_plan("sel_backward_deadlock", tmp_path, "--phases", "1-5", "-m", "slow or not slow")
     ignored = (tmp_path / "latest" / "branch_cmp_only" / "output.log").read_text()
     for variable, value in {"NSA_FORCE_BRANCH": "win", "NSA_GC_RANGE": "0:1", "CONFIG": "nowhere.yaml"}.items():
         assert f"| `{variable}` | `{value}` |" in summary
@@ -245,7 +246,7 @@ def test_deadlock_in_the_selection_branch(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_plan_s_own_example(tmp_path: Path) -> None:
     """A gradient that never arrives, on all ranks, where backward ends: arrived=194 missing=1."""
-    summary, verdicts = run_plan("gate_weight_missing", tmp_path, "--phases", "1-5")
+    summary, verdicts = run_plan("gate_weight_missing", tmp_path, "--phases", "1-5", "-m", "slow or not slow")
     name = "blocks.4.attn.gate.fc2.weight"
     assert set(failing(verdicts)) == set(verdicts)
     for row, verdict in verdicts.items():

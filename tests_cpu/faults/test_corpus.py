@@ -55,7 +55,7 @@ HEAVY = (
     "test_a_long_product", "test_a_compile_that_takes_long", "test_one_rank_is_slow[1_of_2]",
     "test_a_module_with_sixty_thousand_autograd_nodes", "test_a_long_compile_on_one_rank", "test_busy_cores",
     "test_one_rank_is_slow[2_of_4]",  # where the time is up while it waits itself, it is slow and no straggler
-    "test_long_python", "test_a_long_forward",
+    "test_long_python", "test_a_long_forward", "test_uneven_load",
 )  # fmt: skip
 
 

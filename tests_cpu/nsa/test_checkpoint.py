@@ -38,7 +38,6 @@ model:
 train: {steps: 80, batch_size: 2, seq_len: 32, lr: 1.0e-2, dtype: fp32, threads: 1}
 data: {workers: 0}
 """
-STEPS = 80
 
 
 def small(tmp_path: Path, **overrides: Any) -> Config:
@@ -68,7 +67,7 @@ def start():
     if pid == 0:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        os._exit(train.main(["--config", config, "--out", out, "--save-every", "1", "--resume", "auto"]))
+        os._exit(train.main(["--config", config, "--out", out, "--save-every", "1", "--steps", str(steps), "--resume", "auto"]))
     return pid
 
 def left():
@@ -94,12 +93,14 @@ print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "in_save", in_sa
 """
 
 
-@pytest.mark.parametrize(("kills", "in_saves"), [(3, 1), pytest.param(50, 5, marks=pytest.mark.slow)])
-def test_kills_at_random_moments_cost_nothing(warm: WarmPython, tmp_path: Path, kills: int, in_saves: int) -> None:
+@pytest.mark.parametrize(("steps", "kills", "in_saves"), [(40, 3, 1), pytest.param(80, 50, 5, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_cost_nothing(
+    warm: WarmPython, tmp_path: Path, steps: int, kills: int, in_saves: int
+) -> None:
     small(tmp_path)
     config = str(tmp_path / "small.yaml")
-    assert train.main(["--config", config, "--out", str(tmp_path / "whole"), "--steps", str(STEPS)]) == 0
-    arguments = (config, str(tmp_path / "killed"), "1", str(STEPS), str(kills))
+    assert train.main(["--config", config, "--out", str(tmp_path / "whole"), "--steps", str(steps)]) == 0
+    arguments = (config, str(tmp_path / "killed"), "1", str(steps), str(kills))
     done = warm.call("-c", KILLED, *arguments, cwd=ROOT, timeout=280)
     print(done.stderr[-3000:])
     *_, code, _, in_save = done.stdout.split()
@@ -107,7 +108,7 @@ def test_kills_at_random_moments_cost_nothing(warm: WarmPython, tmp_path: Path, 
     assert int(in_save) >= in_saves  # in the middle of a save, or of a removal
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     saved = sorted(p.name for p in (tmp_path / "killed" / "checkpoints").iterdir())
-    assert saved == ["latest", *(f"step_{n:08d}" for n in (STEPS - 2, STEPS - 1, STEPS))]
+    assert saved == ["latest", *(f"step_{n:08d}" for n in (steps - 2, steps - 1, steps))]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
@@ -156,8 +157,15 @@ def full(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: v.detach().clone() for name, v in {**weights, **moments}.items() if isinstance(v, torch.Tensor)}
 
 
-@pytest.mark.parametrize("saved_by", ["fsdp", "ddp"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("saved_by", "asynchronous"),
+    [
+        ("fsdp", True),
+        ("ddp", False),
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        pytest.param("ddp", True, marks=pytest.mark.slow),
+    ],
+)
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_another_parallelism_and_another_number_of_ranks(

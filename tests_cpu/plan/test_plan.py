@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import nsa.training.metrics
+import nsa.training.trainer  # noqa: F401  (ranks are forked from the process that collects: else each imports it, for a second)
 from pytest_nsa.fixtures import Group
 from tests_cpu.plan.running import run
 from tests_cpu.plan.scenarios import CPU, REAL_ON_CPU, Scenario, Size, rows

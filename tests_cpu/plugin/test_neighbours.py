@@ -38,7 +38,11 @@ def test_ranked_tests_with_other_plugins(without: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("pytest-timeout", ("--timeout-method=thread",)), ("pytest-rerunfailures", ())]
+    ("name", "options"),
+    [
+        ("pytest-timeout", ("--timeout-method=thread",)),
+        pytest.param("pytest-rerunfailures", (), marks=pytest.mark.slow),
+    ],
 )
 def test_a_sample(name: str, options: tuple[str, ...], without: dict[str, str]) -> None:
     pytest.importorskip("pytest_rerunfailures")

@@ -108,10 +108,30 @@ def test_the_rank_that_others_wait_for_is_named_with_its_line(
     assert "job.py:8 in save: rank 1 sleeps; rank 0 waited for it" in out
 
 
+# Without torch, which starts its children so, too.
+CONNECTED = """
+import multiprocessing, socket, sys, time
+
+def worker(rank):
+    connection = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
+    open(sys.argv[1] + str(rank), "w").close()
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    server = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=worker, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+
 @pytest.fixture
-def spawned(tmp_path: Path) -> Iterator[int]:
-    """Start a program that starts its ranks with mp.spawn; yield its process id once all ranks have met."""
-    (tmp_path / "job.py").write_text(SPAWNED)
+def spawned(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[int]:
+    """Start a program that spawns its ranks; yield its process id once all ranks are there."""
+    (tmp_path / "job.py").write_text(request.param)
     there = tmp_path / "there"
     command = [sys.executable, "job.py", str(there), str(free_port())]
     program = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
@@ -123,14 +143,17 @@ def spawned(tmp_path: Path) -> Iterator[int]:
     program.wait()
 
 
-def test_children_of_mp_spawn_are_ranks_in_the_order_of_their_starts(
-    spawned: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("spawned", [CONNECTED, pytest.param(SPAWNED, marks=pytest.mark.slow)], indirect=True)
+def test_children_of_mp_spawn_are_ranks_in_the_order_of_their_starts(spawned: int) -> None:
     ranks = ranks_of(spawned)
     assert list(ranks) == [0, 1, 2]
     assert ranks_of(ranks[2]) == ranks
-    if py_spy.program() is None:
-        return
+
+
+@pytest.mark.skipif(py_spy.program() is None, reason="needs py-spy")
+@pytest.mark.parametrize("spawned", [SPAWNED], indirect=True)
+def test_the_rank_that_is_in_another_call_is_named_by_py_spy(spawned: int, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = ranks_of(spawned)
     assert main(["watch", str(ranks[1]), "--once"]) == 1
     out = capsys.readouterr().out
     assert "collective_mismatch on rank 1 at" in out
