@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -113,6 +114,12 @@ def test_every_room_and_module_of_the_plugin_is_described() -> None:
         assert there - named == set(), folder.name
 
 
+@functools.cache
+def _modules() -> tuple[str, ...]:
+    """Return the modules below this folder, once: an environment is there, too."""
+    return tuple(f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py"))
+
+
 @pytest.mark.parametrize("page", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=lambda p: p.stem)
 def test_files_that_pages_name_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -123,9 +130,8 @@ def test_files_that_pages_name_exist(page: Path) -> None:
         name for name in dict.fromkeys(named)
         if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists() and not list(ROOT.glob(f"{name}*"))
     ]  # fmt: skip
-    modules = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py")]
     short = re.findall(r"`((?!scripts/)[\w/]+\.py)\b", text)  # scripts/ is the plan's, which the walk translates
-    missing += [name for name in short if not any(path.endswith(f"/{name}") for path in modules)]
+    missing += [name for name in short if not any(path.endswith(f"/{name}") for path in _modules())]
     assert missing == []
     for target in re.findall(r"\]\(([\w./-]+\.md)[#)]", text):
         assert (page.parent / target).exists(), target

@@ -45,6 +45,11 @@ LIMITS: dict[str, tuple[str, int]] = {
 IN_NAMES: dict[str, int] = {"stand": 1, "tell": 1, "say": 2, "left out": 0}
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _prose(path: Path) -> Iterator[tuple[int, str]]:
     """The texts of a file, each with the line where it begins; what is code is blank."""
     text = path.read_text(encoding="utf-8")
@@ -54,7 +59,7 @@ def _prose(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
 
@@ -87,7 +92,7 @@ def places(forms: str) -> list[str]:
 def _names(path: Path) -> Iterator[tuple[int, str]]:
     """The names that a module defines, its own among them, each with its line."""
     yield 1, path.stem
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(_tree(path)):
         match node:
             case (
                 ast.FunctionDef(name=name)

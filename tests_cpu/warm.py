@@ -23,6 +23,16 @@ import pytest
 from pytest_nsa.system.prctl import die_with
 from pytest_nsa.wire.messages import Channel
 
+# Plugins of the extra `test` that cost each session up to a second, at their import or at its end.
+WITHOUT = [
+    option
+    for name in (
+        "anyio", "hypothesispytest", "randomly", "syrupy", "inline_snapshot", "dependency", "pytest-retry", "pytest_reportlog",
+        "allure_pytest", "pytest_forked",
+    )
+    for option in ("-p", f"no:{name}")
+]  # fmt: skip
+
 
 class WarmPython:
     """The warm process: started on first use, ended with this process."""
@@ -118,9 +128,12 @@ class WarmPython:
     def popen(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         """Start ``python ARGUMENTS``, given as -m MODULE, -c CODE or a file, as `subprocess.Popen` does with ``options``.
 
+        Its sessions of pytest run without the plugins of `WITHOUT` that their command line does not name.
         With ``nursery=True`` each Python that it starts is a fork with torch imported, too, and each that those start.
         """
-        return _Forked(self, [sys.executable, *arguments], **{"text": True, **options})
+        variables = dict(options.pop("env", None) or os.environ)
+        variables["PYTEST_ADDOPTS"] = " ".join([*WITHOUT, variables.get("PYTEST_ADDOPTS", "")])
+        return _Forked(self, [sys.executable, *arguments], **{"text": True, "env": variables, **options})
 
     def call(
         self, *arguments: str, typed: str | None = None, timeout: float = 120, **options: Any
