@@ -48,8 +48,9 @@ QUICK := tests_cpu/diagnosis tests_cpu/plan/test_decision.py tests_cpu/nsa/test_
 quick: lint
 	$(BIN)/python -m pytest $(QUICK) -n 2 -q $(ARGS)
 
+# Files in their order: by the number of their tests, one test that takes half a minute would be the last.
 test: lint
-	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile --durations=25 $(ARGS)
+	$(BIN)/python -m pytest tests_cpu -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest tests_cpu -m slow -n $(WORKERS) --dist worksteal $(ARGS)

@@ -1,7 +1,8 @@
-"""pytest in a fork of a process that has imported torch: each of the suite's runs on an example saves that second.
+"""pytest and other programs in forks of a process that has imported torch: each saves the two seconds of that import.
 
-The fork runs pytest from its start, with its own working directory, environment and output. A run that must not find
-torch imported has a process of its own (the mark ``own_python``).
+A fork runs its program from its start, with its own working directory, environment and output; with a nursery, what the program
+starts is such a fork, too. A run that must not find torch imported has a process of its own (the mark ``own_python``), and so has
+what is found by its environment or command line in /proc: a fork has those of the process that forks.
 """
 
 from __future__ import annotations

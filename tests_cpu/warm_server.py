@@ -126,8 +126,9 @@ class Nursery:
             self._socket.close()
             self._serve(theirs)
         theirs.close()
-        self._owner = os.getpid()
+        self._owner, self._answers = os.getpid(), self._socket.makefile()
         self._plain = _posixsubprocess.fork_exec
+        subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]  # Python 3.13 would start most by it
         _posixsubprocess.fork_exec = subprocess._fork_exec = self._fork_exec  # type: ignore[attr-defined]
 
     def _serve(self, sock: socket.socket) -> NoReturn:
@@ -173,9 +174,7 @@ class Nursery:
         }  # fmt: skip
         PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], fds)
-        answer = b""
-        while not answer.endswith(b"\n"):
-            answer += self._socket.recv(100)
+        answer = self._answers.readline()
         PRCTL(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return int(answer)
 

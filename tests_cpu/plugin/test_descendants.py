@@ -119,10 +119,12 @@ def test_runs_torchrun():
     assert done.returncode == 0
 """
 RAISES_SCRIPT = """
-import torch, torch.distributed as dist
+import atexit, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 out = torch.ones(3)
 if dist.get_rank() == 1:
+    atexit.register(time.sleep, 1)
+    atexit.register(dist.destroy_process_group)  # rank 0 raises, too, before torchrun sees that this one has ended
     assert out.sum().item() == 4.0, "beyond tolerance"  # HERE
 dist.barrier()
 """
