@@ -43,14 +43,24 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
-def compare(found: torch.Tensor, wanted: torch.Tensor, f_inputs: Inputs, w_inputs: Inputs, tolerance: float) -> None:
-    """Compare output and every gradient with float64."""
+def gradients(output: torch.Tensor, inputs: Inputs, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the gradient of the weighted sum of an output by each input; zeros where it does not depend on one."""
+    return torch.autograd.grad(output, inputs, weight.to(output.dtype), allow_unused=True, materialize_grads=True)
+
+
+def compare(
+    found: torch.Tensor, wanted: torch.Tensor, f_inputs: Inputs, w_inputs: Inputs, tolerance: float,
+    again: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compare output and every gradient with float64, and bit by bit with those of ``again``, the same computation."""
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
     weight = torch.randn_like(wanted).to(found.dtype)
-    gradients = torch.autograd.grad(found, f_inputs, weight, allow_unused=True, materialize_grads=True)
-    expected = torch.autograd.grad(wanted, w_inputs, weight.double(), allow_unused=True, materialize_grads=True)
-    for a, e in zip(gradients, expected, strict=True):
+    of_found = gradients(found, f_inputs, weight)
+    for a, e in zip(of_found, gradients(wanted, w_inputs, weight), strict=True):
         torch.testing.assert_close(a.double(), e, rtol=0, atol=10 * tolerance)
+    if again is not None:
+        assert torch.equal(found, again)
+        assert all(map(torch.equal, of_found, gradients(again, f_inputs, weight)))
 
 
 def low(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -278,15 +288,8 @@ def _whole(
     wanted = nsa_attention(*exact, **sizes, cu_seqlens=ends, scale=scale, backend="reference")
     f_inputs = low(inputs, dtype)
     found = nsa_attention(*f_inputs, **sizes, cu_seqlens=ends, scale=scale, backend="triton")
-    if twice:
-        again = nsa_attention(*f_inputs, **sizes, cu_seqlens=ends, scale=scale, backend="triton")
-        assert torch.equal(found, again)
-        one, other = (
-            torch.autograd.grad(y.sum(), f_inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
-            for y in (found, again)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    compare(found, wanted, f_inputs, exact, 1e-5 if dtype == torch.float32 else 3e-2)
+    again = nsa_attention(*f_inputs, **sizes, cu_seqlens=ends, scale=scale, backend="triton") if twice else None
+    compare(found, wanted, f_inputs, exact, 1e-5 if dtype == torch.float32 else 3e-2, again)
 
 
 @check
