@@ -156,6 +156,12 @@ class Contrast:
         return bool(parted) and is_called_back(self.rank, parted[0].place)
 
     @property
+    def has_moved(self) -> bool:
+        """Whether the rank has left the line at which the two stacks diverge, as far as it left a stack."""
+        stack, places = self.rank.last_stack, [frame.place for frame in self.compared.parted[:1]]
+        return stack is not None and bool(places) and all(frame.describe() not in places for frame in stack.frames)
+
+    @property
     def is_stranger(self) -> bool:
         """Whether the two calls are in different groups and the rank made no call in the other's group before."""
         group = self.other_call.process_group

@@ -115,7 +115,7 @@ def is_called_back(rank: RankEvidence, place: str) -> bool:
     """
     stack = rank.last_stack
     frames = [f for f in (stack.frames if stack is not None else ()) if not f.is_ours]
-    last = next((i for i, frame in enumerate(frames) if frame.describe() == place), -1)
+    last = next((i for i, frame in enumerate(frames) if frame.describe() == place), 0)  # 0: it has left the line
     first = next((i for i, frame in enumerate(frames) if frame.is_user), 0)
     between = [f for f in frames[first:last] if not f.is_user]
     if any(not any(part in f.file for part in _PLAIN_CALLERS) for f in between):

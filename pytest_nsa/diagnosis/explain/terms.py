@@ -73,6 +73,7 @@ OWN: tuple[Term, ...] = (
     Term("on data", "is under a condition that does not name the rank", _path(Path.DATA)),
     Term("unless data", "is here unless a condition holds that does not name the rank", _path(Path.NOT_DATA)),
     Term("called back", "is in a function that a library or the interpreter called", lambda c: c.is_called_back),
+    Term("moved", "has gone on since", lambda c: c.has_moved),
     Term("recomputed", "recomputes a checkpointed forward", lambda c: recomputes(c.rank)),
     Term("backward", "is in a backward", lambda c: c.call.phase == "backward"),
     Term("smaller group", "calls in a smaller group", lambda c: c.call.size < c.other_call.size),
@@ -111,7 +112,7 @@ SHARED: tuple[Term, ...] = (
 
 
 _ALONE = ("ahead, counted", "behind, counted", "ahead by lines", "behind by lines", "left", "in a loop", "exclusive")
-_OF_A_SIDE = ("selected", "not excluded", "on data", "unless data", "recomputed", "backward", "called back")
+_OF_A_SIDE = ("selected", "not excluded", "on data", "unless data", "recomputed", "backward", "called back", "moved")
 
 
 def position_values(contrast: Contrast) -> dict[str, float]:
