@@ -66,9 +66,8 @@ def _always_last(evidence: Evidence) -> tuple[tuple[int, ...], str] | None:
     whole = sorted(calls, key=lambda call: call[0])
     if not whole:
         return None
-    since = (
-        whole[-1][0] - WINDOW_S
-    )  # of short steps more: on a busy machine one rank is last in several in a row by chance
+    # Of short steps, more count: on a busy machine one rank is last in several in a row by chance.
+    since = whole[-1][0] - WINDOW_S
     whole = [call for place, call in enumerate(whole) if call[0] >= since or place >= len(whole) - RECENT]
     spans = [(max(e.values()) - min(e.values()), max(e, key=lambda r: e[r])) for _, e in whole]
     if len(spans) < 3:
