@@ -37,6 +37,8 @@ for _ in range(int(sys.argv[1])):
         future.wait()
 ends.set()
 watcher.join()
+del works, future
+dist.destroy_process_group()  # its threads must not outlive the interpreter
 print("looks:", looks)
 """
 
