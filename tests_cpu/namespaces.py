@@ -1,4 +1,4 @@
-"""Modules in a namespace of their own, with a root's rights there: what `unshare -Ur` does, in a fork of the warm process."""
+"""Modules in a new namespace, in which they have the rights of root: what `unshare -Ur` does, in a fork of the warm process."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def in_namespace(kind: int, command: str, module: str, *arguments: str) -> tuple
     letter = {MOUNT: "m", NETWORK: "n"}[kind]
     asked = ["unshare", f"-Ur{letter}", "true"]
     if shutil.which("unshare") is None or subprocess.run(asked, check=False, capture_output=True).returncode:
-        pytest.skip(f"needs a namespace of its own ({' '.join(asked[:2])})")
+        pytest.skip(f"needs a new namespace ({' '.join(asked[:2])})")
     return ("-c", _PROGRAM, str(kind | USER), command, module, *arguments)

@@ -250,7 +250,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
         sys.path[0] = request["cwd"]
         sys.dont_write_bytecode = False  # plugins are rewritten once, not in each session
         if request.get("session"):
-            os.setsid()  # a process group of its own
+            os.setsid()
         if "python" in request:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
             signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -293,7 +293,7 @@ SAMPLED_CELLS = (
     "gc_boundaries", "gc_inplace_writes",
 )  # fmt: skip
 
-# By `make test` alone, too: of phase 9, and what is ddp_onestep_trace again on a CPU.
+# Not in `make test` alone: three rows of phase 9, and one that is the same as ddp_onestep_trace on a CPU.
 LEFT_OUT = ("ddp_gloo_sanity", "fsdp_sequence_4096", "fsdp_batch_4", "checkpoint_resume")
 
 
