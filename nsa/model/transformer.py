@@ -14,6 +14,7 @@ from nsa.config import Config, ModelConfig
 from nsa.model.activation_checkpoint import CheckpointRange, run_block
 from nsa.model.attention import DenseAttention, NSAAttention
 from nsa.model.decoding import KVCache
+from nsa.model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -72,8 +73,15 @@ def call_block(block: nn.Module, *inputs: Any) -> torch.Tensor:
     return y
 
 
+class Head(nn.Linear):
+    """The last linear layer: x [B, S, dim] -> logits [B, S, V]; given targets int64 [B, S], their mean cross-entropy in nats."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets)
+
+
 class NSATransformer(nn.Module):
-    """Decoder-only language model: tokens int64 [B, S] -> logits [B, S, V]."""
+    """Decoder-only language model: tokens int64 [B, S] -> logits [B, S, V]; given the targets, their loss."""
 
     def __init__(self, m: ModelConfig, checkpoint: CheckpointRange | None = None) -> None:
         super().__init__()
@@ -82,7 +90,7 @@ class NSATransformer(nn.Module):
         self.embed = nn.Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
         self.norm = RMSNorm(m.dim, m.norm_eps)
-        self.head = nn.Linear(m.dim, m.vocab_size, bias=False)
+        self.head = Head(m.dim, m.vocab_size, bias=False)
         self.apply(self._initialise)
         residual_std = 0.02 / (2 * m.n_layers) ** 0.5
         for block in self.blocks:
@@ -101,10 +109,13 @@ class NSATransformer(nn.Module):
         tokens: torch.Tensor,
         caches: Sequence[KVCache] | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """With ``caches``, one per layer, tokens are those after what the caches have seen; for inference.
 
         With ``cu_seqlens`` (int32 [n + 1], B = 1) tokens are packed documents, of which none sees another.
+        With ``targets`` (int64 [B, S]) return their mean cross-entropy in nats, float32 [], without storing the logits of a large
+        vocabulary (`nsa.model.loss`).
         """
         x = self.embed(tokens)
         if caches is not None:
@@ -125,7 +136,7 @@ class NSATransformer(nn.Module):
                 x = run_block(self.call_block, block, x, *packed, recompute=recompute)
             else:
                 x = self.call_block(block, x, *packed)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x), targets)
 
 
 def build_model(config: Config, device: torch.device | None = None) -> nn.Module:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -64,7 +63,8 @@ class _Unread:
 class Trainer:
     """Builds the model of ``config`` on ``ranks.device`` and trains it, a call of `step` at a time.
 
-    Traces and statistics are written to ``folder``. With more than one rank a process group must exist.
+    Traces and statistics are written to ``folder``. With more than one rank a process group must exist. ``model``, in place of
+    one that is built, returns the loss when it is given ``targets``, as `NSATransformer` does.
     """
 
     def __init__(self, config: Config, ranks: RankInfo, folder: Path, model: nn.Module | None = None) -> None:
@@ -102,7 +102,7 @@ class Trainer:
         # On a GPU one kernel updates many parameters; a CPU keeps the order of sums that its checkpoints were made with.
         on_gpu = ranks.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95), fused=on_gpu or None)
-        self._cross_entropy, self._update = _cross_entropy, self.optimizer.step
+        self._update = self.optimizer.step
         self._updates_on_device = on_gpu
         self._update_is_compiled = config.train.compile == "step" and not on_gpu
         if config.train.compile == "step":
@@ -197,8 +197,8 @@ class Trainer:
             logger.info("[debug] step 1: input shape %s, seq_len %d", inputs.shape, targets.shape[1])
         bf16 = self.config.train.dtype == "bf16" and self.config.parallel.mode != "fsdp"
         with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=bf16):
-            logits = self.model(inputs, **packed)
-        return self._cross_entropy(logits, targets)
+            loss: torch.Tensor = self.model(inputs, targets=targets, **packed)
+        return loss
 
     def sum_over_ranks(self, figures: torch.Tensor) -> None:
         """Add up in place; a collective when there are several ranks."""
@@ -225,7 +225,6 @@ class Trainer:
             self.module.call_block = region(call_block)
         mode: dict[str, Any] = {"mode": "reduce-overhead"} if self.config.train.cuda_graph else {}
         self.model.compile(fullgraph=not is_ddp, **mode)
-        self._cross_entropy = torch.compile(_cross_entropy)
         if self._update_is_compiled:
             self._update = torch.compile(self.optimizer.step)
 
@@ -274,7 +273,3 @@ class Trainer:
             self.gates.write(self.folder / "gate_health.jsonl", step)
             self.selection.write(self.folder / f"k_stats{self._mark}.csv", step)
             write_fallbacks(self.folder / f"fallback_counters{self._mark}.csv")
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
