@@ -6,14 +6,25 @@ The compressed branch keeps its explicit scores (the selection needs them). The 
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.kernels import blocks
 from nsa.kernels.blocks import select
 from nsa.kernels.reference import compressed
 
-__all__ = ["compressed", "select", "selected", "sliding"]
+__all__ = ["compressed", "dense", "dense_kernel", "select", "selected", "sliding"]
+
+# From Hopper on cuDNN's attention takes half of flash attention's time (docs/benchmarks.md); torch's own order has flash first.
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
+TAKES_AN_ORDER = "set_priority" in inspect.signature(sdpa_kernel).parameters  # torch 2.6 has none
 
 
 def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
@@ -33,16 +44,48 @@ def selected(
     return out.transpose(1, 2)
 
 
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether dense attention tries cuDNN's kernel first: on a GPU from sm_90 on, where torch takes an order of kernels."""
+    return device.type == "cuda" and TAKES_AN_ORDER and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+# As torch.compiler.assume_constant_result does: a graph holds the answer (`dispatch` does the same).
+vars(prefers_cudnn)["_dynamo_marked_constant"] = True
+
+
+def _order(device: torch.device) -> AbstractContextManager[object]:
+    if prefers_cudnn(device):
+        return sdpa_kernel(CUDNN_FIRST, set_priority=True)
+    return contextlib.nullcontext()
+
+
+def dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """Return which of torch's kernels serves `dense` for such tensors: cudnn, flash, efficient or math.
+
+    q [B, S, H, Dk], k [B, S, G, Dk], v [B, S, G, Dv], on the device and in the dtype of the call.
+    """
+    q, k, v = as_torch_takes_them(q, k, v)
+    with _order(q.device):
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
+
+
+def as_torch_takes_them(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return [B, S, heads, D] as [B, heads, S, D], v filled up to k's width, groups as they are where the kernel takes them."""
+    v = F.pad(v, (0, k.shape[-1] - v.shape[-1])) if v.shape[-1] < k.shape[-1] else v
+    if q.dtype not in (torch.float16, torch.bfloat16):  # the fused kernel that takes float32 takes no groups
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Plain causal attention in one fused call, groups as they are. v is filled up to k's width, as flash attention wants it."""
     d_v = v.shape[-1]
-    if d_v < k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - d_v))
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    if not is_half:  # the fused kernel that takes float32 takes no groups
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    q, k, v = as_torch_takes_them(q, k, v)
+    with _order(q.device):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)[..., :d_v]
 
 

@@ -57,6 +57,6 @@ def environment() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_environment(path: Path) -> None:
-    """As JSON."""
-    write_atomically(path, json.dumps(environment(), indent=1) + "\n", follow=True)
+def write_environment(path: Path, **more: Any) -> None:
+    """Write it as JSON, with ``more`` fields."""
+    write_atomically(path, json.dumps({**environment(), **more}, indent=1) + "\n", follow=True)

@@ -12,8 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
 from nsa.config import Config, ConfigError
 from nsa.data.loader import Loader
+from nsa.kernels.dispatch import describe as describe_attention
 from nsa.trace.environment import write_environment
 from nsa.trace.stall.watchdog import Watchdog
 from nsa.trace.training import trace_training
@@ -42,7 +45,12 @@ class Run:
         self._bar: tqdm[NoReturn] | None = None
         self._handlers = _listen_to_traces(folder, ranks.rank)
         if ranks.rank == 0:
-            write_environment(folder / "env.json")
+            served = _attention_of(config, ranks.device)
+            write_environment(folder / "env.json", attention=served)
+            kernel = f", torch's kernel {served['kernel']}" if "kernel" in served else ""
+            self.log(
+                f"attention: {served['attention']} by the backend {served['backend']}{kernel} ({served['reason']})"
+            )
         self.traces = trace_training(folder, ranks.rank, ranks.world_size, config.parallel.mode.upper())
         self.trainer = Trainer(config, ranks, folder)
         if resumed is not None:
@@ -192,6 +200,13 @@ class Run:
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         self._must_stop = True
+
+
+def _attention_of(config: Config, device: torch.device) -> dict[str, str]:
+    m = config.model
+    dtype = torch.bfloat16 if config.train.dtype == "bf16" else torch.float32
+    shape = config.train.seq_len, m.n_heads, m.n_kv_heads, m.d_k, m.d_v
+    return describe_attention(m.attention, m.backend, dtype, device, shape)
 
 
 def _listen_to_traces(folder: Path, rank: int) -> list[logging.Handler]:

@@ -99,10 +99,11 @@ def test_no_file_is_left_undescribed(run: Path) -> None:
         assert general in text, path.name
 
 
-def test_the_secret_is_masked_and_the_code_s_revision_named(run: Path) -> None:
+def test_env_json_masks_the_secret_and_names_revision_and_attention(run: Path) -> None:
     env = json.loads((run / "env.json").read_text())
     assert env["variables"]["HF_TOKEN"] == "***"
     assert env["variables"]["NSA_MEM_DUMP_EVERY"] == "6"
+    assert (env["attention"]["attention"], env["attention"]["backend"]) == ("nsa", "cpu")
     assert re.fullmatch(r"([0-9a-f]{12}\+?)?", env["revision"])
     assert variables({"NCCL_DEBUG": "INFO", "TORCH_API_KEY": "x", "HOME": "/"}) == {
         "NCCL_DEBUG": "INFO",

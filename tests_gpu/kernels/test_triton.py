@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
-from nsa.kernels import blocks, ops, reference
+from nsa.kernels import blocks, ops, reference, sdpa
 from nsa.kernels.triton import selection_schedule, sequences, single
 
 pytestmark = pytest.mark.gpu
@@ -278,3 +278,11 @@ def test_tokens_against_a_cache(start: int, n_sel: int, T: int) -> None:
             module.backend = backend
             found.append(module(x[:, start:], cache))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("Dk", [64, 128])
+def test_dense_attention_is_cudnn_s_from_hopper_on_and_that_of_float64(Dk: int) -> None:
+    inputs, exact = leaves(torch.bfloat16, (1, 1024, 8, Dk), (1, 1024, 2, Dk), (1, 1024, 2, Dk))
+    fused = {"cudnn"} if sdpa.prefers_cudnn(inputs[0].device) else {"cudnn", "flash", "efficient"}
+    assert sdpa.dense_kernel(*inputs) in fused
+    compare(sdpa.dense(*inputs, scale=Dk**-0.5), reference.sliding(*exact, w=1024, scale=Dk**-0.5), inputs, exact)
