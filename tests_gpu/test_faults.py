@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from pytest_nsa.system import gpu
 from pytest_nsa.testing import ExampleResult, run_example
 
 # torch is not imported here: `pytester` removes modules that a test has imported, and torch cannot be imported twice.
@@ -129,3 +133,16 @@ def test_skips(group):
     )
     verdict = result.verdicts["test_skips"]
     assert (verdict.cause, verdict.ranks) == ("skipped_collective", (1,))
+
+
+def test_memory_of_a_killed_process_is_free_before_its_gpu_is_lent_again() -> None:
+    pytest.importorskip("pynvml")
+    before = gpu.memory_used(["0"])
+    code = "import torch; x = torch.ones(2 << 30, device='cuda'); torch.cuda.synchronize(); print('there', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "there\n"
+    assert gpu.memory_used(["0"])["0"] > before["0"] + gpu.SLACK
+    child.kill()
+    child.wait()
+    assert gpu.wait_until_freed(before, gpu.FREED_S) == {}

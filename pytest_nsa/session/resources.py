@@ -11,7 +11,7 @@ import pytest
 from pytest_nsa.monitor.terminal import past_capture
 from pytest_nsa.session.needs import Needs
 from pytest_nsa.settings import FAKE_GPU_MEMORY, Settings
-from pytest_nsa.system.gpu import look_at_gpus
+from pytest_nsa.system.gpu import FREED_S, look_at_gpus, memory_used, wait_until_freed
 from pytest_nsa.system.leases import PART, Broker, Lease, default_folder
 
 
@@ -32,6 +32,8 @@ class Resources:
         self._for: Needs | None = None
         self._leases: dict[str, Lease] = {}
         self._brokers: dict[str, Broker] = {}
+        self._memory: dict[str, int] = {}  # in use on the GPUs that this process has alone, as they were lent
+        self._waits_for_memory = True
 
     def holds_for_others(self, needs: Needs) -> bool:
         """Return whether something is kept here for ranks that stayed, which a test of these needs cannot use."""
@@ -53,11 +55,20 @@ class Resources:
                 self._leases["gpu"] = self._broker("gpu").lease(
                     needs.gpus, share=needs.share_gpus, holder=test, report=self._report, parts=parts, of=of
                 )
+                if not needs.share_gpus and not parts and not self.settings.fake_gpus:
+                    self._memory = memory_used(self._leases["gpu"].names)
             self._for = needs
         return self._leases
 
     def release(self) -> None:
-        """Give everything back."""
+        """Give everything back; a GPU once its memory is free again, or after `FREED_S` with a line to the terminal."""
+        above = wait_until_freed(self._memory, FREED_S) if self._memory and self._waits_for_memory else {}
+        for name, size in above.items():
+            self._report(
+                f"GPU {name} has {size >> 20} MiB more in use than before its test, {FREED_S:.0f} s after the test"
+            )
+            self._waits_for_memory = False  # another program uses it: no test of this session waits again
+        self._memory = {}
         for lease in self._leases.values():
             lease.release()
         self._leases.clear()

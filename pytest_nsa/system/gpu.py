@@ -10,10 +10,14 @@ import functools
 import re
 import shutil
 import subprocess
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 LIMIT_S = 5.0
+FREED_S, FREED_POLL_S = 10.0, 0.05
+SLACK = 256 << 20  # bytes that the driver may keep of a process that has ended
 _DRIVER = Path("/proc/driver/nvidia")
 _FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "pstate")
 
@@ -70,6 +74,34 @@ def look_at_gpus() -> list[dict[str, Any]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+
+
+def memory_used(names: Sequence[str]) -> dict[str, int]:
+    """Return the bytes in use on each GPU, by its index or UUID; without those that NVML does not know, {} without NVML."""
+    library, found = nvml(), {}
+    for name in names if library is not None else ():
+        with contextlib.suppress(library.NVMLError):
+            device = (
+                library.nvmlDeviceGetHandleByIndex(int(name))
+                if name.isdecimal()
+                else library.nvmlDeviceGetHandleByUUID(name)
+            )
+            found[name] = int(library.nvmlDeviceGetMemoryInfo(device).used)
+    return found
+
+
+def wait_until_freed(before: Mapping[str, int], seconds: float) -> dict[str, int]:
+    """Wait until each GPU has no more bytes in use than ``before``, and `SLACK`: a killed process's memory is freed after its exit.
+
+    Return the bytes that are still in use above that after ``seconds``, by GPU.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        now = memory_used(list(before))
+        above = {name: used - before[name] for name, used in now.items() if used > before[name] + SLACK}
+        if not above or time.monotonic() >= deadline:
+            return above
+        time.sleep(FREED_POLL_S)
 
 
 def _look_at(library: Any, index: int) -> dict[str, Any]:

@@ -7,11 +7,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_nsa.session import resources
+from pytest_nsa.session.needs import Needs
+from pytest_nsa.settings import settings_key
+from pytest_nsa.system import gpu
 from pytest_nsa.system.leases import Broker, hold_while_alive
 from pytest_nsa.testing import ExampleResult, run_example
 
@@ -315,3 +321,62 @@ def test_c(group): pass
     assert "gpu(count=0): count=0 must be a whole number of GPUs, as in gpu(count=2)" in result.stdout
     assert "memory='8 gigs' must be a whole number of MiB or GiB, as in gpu(memory='8GiB')" in result.stdout
     assert f"cores(100000): this machine lends {len(os.sched_getaffinity(0))} cores" in result.stdout
+
+
+class Driver:
+    """In NVML's place: GPU 0 has what ``used`` names next in use, a UUID always 5 GiB; there is no other GPU."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *used: int) -> None:
+        self.used = list(used)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        if index:
+            raise self.NVMLError
+        return str(index)
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
+        return name
+
+    def nvmlDeviceGetMemoryInfo(self, device: str) -> SimpleNamespace:
+        gib = 5 if device.startswith("GPU-") else self.used.pop(0) if len(self.used) > 1 else self.used[0]
+        return SimpleNamespace(used=gib << 30)
+
+
+def test_memory_of_a_gpu_is_waited_for_and_what_stays_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(1, 9, 9, 1)
+    monkeypatch.setattr(gpu, "nvml", lambda: driver)
+    before = gpu.memory_used(["0", "1", "GPU-7"])
+    assert before == {"0": 1 << 30, "GPU-7": 5 << 30}
+    assert gpu.wait_until_freed(before, 60) == {}
+    assert driver.used == [1]  # both looks before found it in use
+    driver.used = [4]
+    assert gpu.wait_until_freed(before, 0) == {"0": 3 << 30}
+
+
+def test_without_nvml_no_memory_is_waited_for() -> None:
+    if gpu.nvml() is not None:
+        pytest.skip("NVML is here")
+    assert gpu.memory_used(["0"]) == gpu.wait_until_freed({"0": 1}, 60) == {}
+
+
+def test_a_gpu_is_given_back_once_its_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    driver = Driver(1, 8, 1, 1, 6)
+    monkeypatch.setattr(gpu, "nvml", lambda: driver)
+    monkeypatch.setattr(resources, "default_folder", lambda: tmp_path / "leases")
+    settings = replace(request.config.stash[settings_key], fake_gpus=0, gpu_ids=("0",))
+    ours, reported = resources.Resources(request.config, settings), []
+    monkeypatch.setattr(ours, "_report", reported.append)
+    needs = Needs(world_size=1, backend="gloo", device="cpu", gpus=1)
+    names = ours.take(needs, "a test")["gpu"].names
+    ours.release()
+    assert (names, driver.used) == (("0",), [1, 6])  # the second look found it free
+    monkeypatch.setattr(resources, "FREED_S", 0.0)
+    ours.take(needs, "another test")
+    ours.release()
+    ours.close()
+    assert reported == ["GPU 0 has 5120 MiB more in use than before its test, 0 s after the test"]
