@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 from collections import deque
 
 from pytest_nsa.system.tcp import hold_ports
 
-_held: deque[socket.socket] = deque(maxlen=64)
+MOST = 64
+_held: deque[socket.socket] = deque()
 
 
 def free_port() -> int:
@@ -17,5 +19,13 @@ def free_port() -> int:
     """
     (holder,) = hold_ports(1)
     _held.append(holder)
+    if len(_held) > MOST:
+        _held.popleft().close()
     port: int = holder.getsockname()[1]
     return port
+
+
+@atexit.register
+def _let_go() -> None:
+    for holder in _held:
+        holder.close()
