@@ -59,6 +59,7 @@ class Problem:
     d_k: int
     d_v: int
     dtype: torch.dtype
+    l_sel: int = 64
 
     def tensor(self, *shape: int) -> torch.Tensor:
         """Return a tensor without memory (device meta)."""
@@ -95,7 +96,7 @@ def record_launches(
     p, n = problem, blocks.num_compressed(problem.S, 32, 16)
     q = p.tensor(1, p.S, p.H, p.d_k)
     pairs = [(p.tensor(1, m, p.G, p.d_k), p.tensor(1, m, p.G, p.d_v)) for m in (n, p.S, p.S)]
-    gates, sizes = p.tensor(1, p.S, p.H, 3), whole.Sizes(32, 16, 64, 16, 512, 0.1)
+    gates, sizes = p.tensor(1, p.S, p.H, 3), whole.Sizes(32, 16, p.l_sel, 16, 512, 0.1)
     out, kept = whole.forward(q, *pairs, gates, None, sizes)
     of_forward = len(found)
     whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes)
@@ -162,6 +163,7 @@ PROBLEMS = {
     "head dim 256": Problem(8192, 16, 2, 256, 256, torch.bfloat16),
     "one head per group": Problem(8192, 8, 8, 64, 64, torch.bfloat16),
     "64 heads per group": Problem(8192, 64, 1, 128, 128, torch.bfloat16),
+    "blocks of 128": Problem(65536, 64, 4, 128, 128, torch.bfloat16, l_sel=128),
 }
 CAPABILITIES = (80, 90)
 TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernels_compiled.json"

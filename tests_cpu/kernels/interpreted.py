@@ -174,14 +174,16 @@ def _start_of(ends: list[int], at: sequences.Range, b: int) -> int:
 
 @check
 def selected() -> None:
-    """Check attention by block, where items are shorter than lists; blocks that are not powers of two."""
+    """Check attention by block, where items are shorter than lists; blocks that are not powers of two; places of 64 bits."""
+    _selected((45, 2, 1, 24, 3, 48))
+    selection_schedule._is_wide = lambda *_: True
     _selected((45, 2, 1, 24, 3, 48))
 
 
 @check
 def selected_blocks() -> None:
     """Check blocks of more keys than a program reads at once; groups."""
-    _selected((70, 6, 2, 8, 4, 8), (170, 2, 1, 72, 3, 8))
+    _selected((70, 6, 2, 8, 4, 8), (170, 2, 1, 72, 3, 8), (290, 2, 1, 128, 2, 16))
 
 
 def _selected(*cases: tuple[int, int, int, int, int, int]) -> None:

@@ -35,7 +35,9 @@ def selected_forward(
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr, UNITED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with an item's queries to a sub-block. WIDE: q has more elements in a sequence than 32 bits count. Grid (items, SUB).
+    """Attend with an item's queries to a sub-block. Grid (items, SUB).
+
+    WIDE: q in a sequence, or the parts, have more elements than 32 bits count.
 
     If UNITED, groups that CHOICE marks are left to `union_forward`.
     """
@@ -81,7 +83,11 @@ def selected_forward(
             o0 = o0 * share[:, None]
             if E1 > 0:
                 o1 = o1 * share[:, None]
-            part = ((s0 - FIRST + t).to(tl.int64) * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub
+            part = (
+                ((s0 - FIRST + t).to(tl.int64 if WIDE else tl.int32) * G + g) * (n_sel * SUB)
+                + entry % n_sel * SUB
+                + sub
+            )
             place = part * h + r % h
             store_two(PART, place * DV, there, o0, o1, DV, E0, E1, "evict_first")
             tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)

@@ -187,9 +187,10 @@ def parts_bytes(q: torch.Tensor, d_v: int, selection: Selection) -> int:
     return q.shape[1] * selection.parts * (max(q.shape[-1], d_v) * q.element_size() + 4)
 
 
-def _is_wide(q: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> bool:
-    """Return whether places inside a sequence need 64 bits."""
-    return sequences.longest * q.shape[1] * max(q.shape[-1], v.shape[-1]) >= 1 << 31
+def _is_wide(q: torch.Tensor, v: torch.Tensor, sequences: Sequences, at: Range, selection: Selection) -> bool:
+    """Return whether places inside a sequence, or among the parts of ``at``, need 64 bits."""
+    rows = max(sequences.longest, at.tokens * selection.parts)
+    return rows * q.shape[1] * max(q.shape[-1], v.shape[-1]) >= 1 << 31
 
 
 def attend(
@@ -294,7 +295,7 @@ def selected_forward(
         selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
         items.items if unions is None else unions.choice, parts, lse,
         q if at.table is None else at.table, sequences.longest, H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G,
-        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, UNITED=unions is not None, WIDE=_is_wide(q, v, sequences),
+        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, UNITED=unions is not None, WIDE=_is_wide(q, v, sequences, at, selection),
         PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1], q.dtype), num_warps=t.warps,
     )  # fmt: skip
     return parts, lse
@@ -340,8 +341,8 @@ def selected_gradients(
         selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
         entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
         **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages,
-        TRANSPOSED=capability(q.device).startswith("sm_9"), WIDE=_is_wide(q, v, sequences), PACKED=at.table is not None,
-        **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
+        TRANSPOSED=capability(q.device).startswith("sm_9"), WIDE=_is_wide(q, v, sequences, at, selection),
+        PACKED=at.table is not None, **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
     )  # fmt: skip
     keys = min(16, selection.sub_block)
     launch(
