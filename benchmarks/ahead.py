@@ -73,10 +73,13 @@ def compile_one(job: Job) -> None:
 
 
 def compile_ahead(
-    shapes: list[tuple[int, int, int, int]], lengths: list[int], sizes: dict[str, int], dtype: torch.dtype, on: str
+    shapes: list[tuple[tuple[int, int, int, int], dict[str, int]]], lengths: list[int], dtype: torch.dtype, on: str
 ) -> None:
-    """Compile on all cores what is to be measured, a part of the kernels per job, so that measuring compiles next to nothing."""
+    """Compile on all cores what is to be measured, a part of the kernels per job, so that measuring compiles next to nothing.
+
+    ``shapes``: heads, groups and head dims, each with block and window sizes.
+    """
     cores = len(os.sched_getaffinity(0))
-    jobs = [(shape, sizes, dtype, S, on, part, cores) for shape in shapes for S in lengths for part in range(cores)]
+    jobs = [(*shape, dtype, S, on, part, cores) for shape in shapes for S in lengths for part in range(cores)]
     with multiprocessing.get_context("forkserver").Pool(cores) as pool:
         pool.map(compile_one, jobs, chunksize=1)

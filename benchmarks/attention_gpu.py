@@ -40,7 +40,9 @@ from nsa.kernels.triton import selection_schedule, support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
-SHAPES = {"paper": (64, 4, 192, 128), "128": (64, 4, 128, 128), "125m": (12, 2, 64, 64)}
+SHAPES = {  # heads, groups, head dims
+    "paper": (64, 4, 192, 128), "128": (64, 4, 128, 128), "125m": (12, 2, 64, 64), "blocks of 128": (64, 4, 128, 128),
+}  # fmt: skip
 SHAPES = SHAPES if DEVICE == "cuda" else {"tiny": (2, 1, 16, 16)}
 OURS = ("sliding", "compressed", "selected", "nsa")
 AGREEMENT = (0.87, 0.94)  # Jaccard indices of neighbours' picks, as trained models have them
@@ -48,7 +50,13 @@ DENSE = ("flash", "cudnn", "flex", "flash_attn")
 FEWEST, PATIENCE_S = 3, 2.0  # fewest calls that are counted; seconds after which no more than these are made
 WARM_UP = 3 if DEVICE == "cuda" else 0  # calls that are not counted
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
+OTHER_SIZES = {"blocks of 128": {**SIZES, "l_sel": 128}}  # by shape
 Call = Callable[[], Any]
+
+
+def sizes_of(shape: str) -> dict[str, int]:
+    """Return block and window sizes of a shape."""
+    return OTHER_SIZES.get(shape, SIZES)
 
 
 def captured(call: Call) -> Call:
@@ -100,18 +108,19 @@ def roofline(size: int = 8192) -> dict[str, float]:
     return {"tflops": 2 * size**3 / ms["product"] / 1e9, "tbytes": 2 * b.numel() * 2 / ms["copy"] / 1e9}
 
 
-def floors(S: int, H: int, G: int, d_k: int, d_v: int, rates: dict[str, float]) -> dict[str, float]:
+def floors(S: int, shape: str, rates: dict[str, float]) -> dict[str, float]:
     """Return the milliseconds that each branch needs at least, by the roofline; a backward has 2.5 times a forward's products."""
-    w, chosen = min(S, SIZES["w"]), min(S, SIZES["n_sel"] * SIZES["l_sel"])
+    (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
+    w, chosen = min(S, sizes["w"]), min(S, sizes["n_sel"] * sizes["l_sel"])
     pairs = {
-        "sliding": S * w - w**2 / 2, "compressed": S * S / 2 / SIZES["d"], "selected": S * chosen - chosen**2 / 2,
+        "sliding": S * w - w**2 / 2, "compressed": S * S / 2 / sizes["d"], "selected": S * chosen - chosen**2 / 2,
         "dense": S * S / 2,
     }  # fmt: skip
     queries, keys = S * H * (d_k + d_v) * 2, S * G * (d_k + d_v) * 2  # bytes of q and out, and of k and v
     found = {}
     for name, n in pairs.items():
-        read = keys / SIZES["d"] if name == "compressed" else keys
-        scores = S * G * (S / SIZES["l_sel"]) * 4 if name == "compressed" else 0
+        read = keys / sizes["d"] if name == "compressed" else keys
+        scores = S * G * (S / sizes["l_sel"]) * 4 if name == "compressed" else 0
         for way, products, moved in (
             ("forward", 1.0, queries + read + scores),
             ("backward", 2.5, 2 * (queries + read)),
@@ -175,7 +184,9 @@ def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     return out
 
 
-def fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float) -> torch.Tensor:
+def fla(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float, sizes: dict[str, int]
+) -> torch.Tensor:
     """Compute fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap.
 
     Its window is flash-attn's: without that package, two branches. Groups are filled up to 16 heads, as it needs.
@@ -189,18 +200,18 @@ def fla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, 
         gates = F.pad(gates.unflatten(2, (G, H // G)), (0, 0, 0, missing)).flatten(2, 3)
     each = [gate.contiguous() for gate in gates.unbind(-1)]
     out: torch.Tensor = parallel_nsa(
-        q, k, v, g_cmp=each[0], g_slc=each[1], g_swa=each[2], block_counts=SIZES["n_sel"], block_size=SIZES["l_sel"],
-        window_size=SIZES["w"] if support.is_installed("flash_attn") else 0, scale=scale,
+        q, k, v, g_cmp=each[0], g_slc=each[1], g_swa=each[2], block_counts=sizes["n_sel"], block_size=sizes["l_sel"],
+        window_size=sizes["w"] if support.is_installed("flash_attn") else 0, scale=scale,
     )  # fmt: skip
     return out
 
 
-def slow_picks(S: int, G: int, n_sel: int, jaccard: float) -> torch.Tensor:
+def slow_picks(S: int, G: int, n_sel: int, jaccard: float, l_sel: int = SIZES["l_sel"]) -> torch.Tensor:
     """Return a selection, bool [1, S, G, Ns], in which the picks of neighbours have this Jaccard index.
 
     A query picks the first block, the two latest, and others, of which one at a time is drawn again.
     """
-    l_sel, n_blocks = SIZES["l_sel"], blocks.num_selection(S, SIZES["l_sel"])
+    n_blocks = blocks.num_selection(S, l_sel)
     chosen = torch.zeros(1, S, G, n_blocks, dtype=torch.bool, device=DEVICE)
     t, free = torch.arange(S, device=DEVICE), max(1, n_sel - 3)
     stay = round(free / (n_sel * (1 - jaccard) / (1 + jaccard)))  # queries for which a pick stays
@@ -228,9 +239,9 @@ def by_block() -> Iterator[None]:
 
 def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]]:
     """Return, by name, a forward and the inputs whose gradients are computed."""
-    H, G, d_k, d_v = SHAPES[shape]
-    n, scale = blocks.num_compressed(S, SIZES["l"], SIZES["d"]), d_k**-0.5
-    n_sel = min(SIZES["n_sel"], blocks.num_selection(S, SIZES["l_sel"]))
+    (H, G, d_k, d_v), sizes = SHAPES[shape], sizes_of(shape)
+    n, scale = blocks.num_compressed(S, sizes["l"], sizes["d"]), d_k**-0.5
+    n_sel = min(sizes["n_sel"], blocks.num_selection(S, sizes["l_sel"]))
 
     def leaf(*size: int) -> torch.Tensor:
         return torch.randn(size, device=DEVICE, dtype=DTYPE).requires_grad_()
@@ -238,13 +249,13 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
     q, k, v = leaf(1, S, H, d_k), leaf(1, S, G, d_k), leaf(1, S, G, d_v)
     k_cmp, v_cmp = leaf(1, n, G, d_k), leaf(1, n, G, d_v)
     gates = torch.rand(1, S, H, 3, device=DEVICE, dtype=DTYPE).requires_grad_()
-    blocked = SIZES["l"], SIZES["d"], SIZES["l_sel"], scale, "triton"
+    blocked = sizes["l"], sizes["d"], sizes["l_sel"], scale, "triton"
     with torch.no_grad():
-        chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], SIZES["l_sel"], n_sel, "triton")
-    selection = SIZES["l_sel"], n_sel, scale, "triton"
+        chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], sizes["l_sel"], n_sel, "triton")
+    selection = sizes["l_sel"], n_sel, scale, "triton"
     alike = {}
     for wanted in AGREEMENT:
-        slow = slow_picks(S, G, n_sel, wanted)
+        slow = slow_picks(S, G, n_sel, wanted, sizes["l_sel"])
         name = f"selected at {jaccard_of(slow):.2f}"
 
         def united(slow: torch.Tensor = slow) -> torch.Tensor:
@@ -256,19 +267,19 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
 
         alike |= {name: (united, [q, k, v]), f"{name} by block": (not_united, [q, k, v])}
     return {
-        "sliding": (lambda: ops.sliding(q, k, v, SIZES["w"], scale, "triton")[0], [q, k, v]),
+        "sliding": (lambda: ops.sliding(q, k, v, sizes["w"], scale, "triton")[0], [q, k, v]),
         "compressed": (lambda: ops.compressed(q, k_cmp, v_cmp, *blocked)[0], [q, k_cmp, v_cmp]),
         "selected": (lambda: ops.selected(q, k, v, chosen, *selection)[0], [q, k, v]),
         **alike,
         "nsa": (
-            lambda: nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **SIZES, backend="triton"),
+            lambda: nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, **sizes, backend="triton"),
             [q, k_cmp, v_cmp, k, v, gates],
         ),
         "flash": (lambda: fused("flash", q, k, v, scale), [q, k, v]),
         "cudnn": (lambda: fused("cudnn", q, k, v, scale), [q, k, v]),
         "flex": (lambda: flex(q, k, v, scale), [q, k, v]),
         "flash_attn": (lambda: flash_attn(q, k, v, scale), [q, k, v]),
-        "fla": (lambda: fla(q, k, v, gates, scale), [q, k, v, gates]),
+        "fla": (lambda: fla(q, k, v, gates, scale, sizes), [q, k, v, gates]),
     }
 
 
@@ -310,7 +321,7 @@ def measure(
         print(f"{shape} {S} {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
     events, graph = ways_of(events), ways_of(graph)
     ms = {name: graph.get(name, time_) for name, time_ in events.items()}
-    least = floors(S, *SHAPES[shape], rates)
+    least = floors(S, shape, rates)
     ways = ("forward", "backward")
     whole = {way: sum(least[f"{name} {way}"] for name in ("sliding", "compressed", "selected")) for way in ways}
     floor = {**least, **{f"nsa {way}": whole[way] for way in ways}}
@@ -362,13 +373,17 @@ def main() -> None:
 
     rates = roofline(256 if arguments.dry_run else 8192)
     figures: dict[str, Any] = {
-        **environment(), "cuda": torch.version.cuda, "triton": triton.__version__, "roofline": rates, "sizes": SIZES,
+        **environment(), "cuda": torch.version.cuda, "triton": triton.__version__, "roofline": rates,
+        "sizes": {"": SIZES, **OTHER_SIZES},
         "tiles": tiles.measured(tiles.capability(torch.device(DEVICE))), "shapes": {},
     }  # fmt: skip
     if DEVICE == "cuda":
         began = time.monotonic()
-        shapes, on = [SHAPES[name] for name in arguments.shapes], tiles.capability(torch.device(DEVICE))
-        compile_ahead(shapes, arguments.lengths, SIZES, DTYPE, on)
+        shapes, on = (
+            [(SHAPES[name], sizes_of(name)) for name in arguments.shapes],
+            tiles.capability(torch.device(DEVICE)),
+        )
+        compile_ahead(shapes, arguments.lengths, DTYPE, on)
         print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     failed = False
     # Ours and dense first; fla last, as it tunes itself for minutes: a run that is cut off keeps what came before.

@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 from ahead import compiling
-from attention_gpu import AGREEMENT, DEVICE, DTYPE, SHAPES, SIZES, slow_picks, timed
+from attention_gpu import AGREEMENT, DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, slow_picks, timed
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import branches, selection_schedule, single, tiles, whole
@@ -194,7 +194,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default: 8)")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument(
+        "--shapes", nargs="+", default=[s for s in SHAPES if s not in OTHER_SIZES], choices=list(SHAPES)
+    )
     parser.add_argument("--kernels", nargs="+", default=list(tiles.KERNELS), choices=tiles.KERNELS)
     arguments = parser.parse_args()
     gpu = tiles.capability(torch.device(DEVICE)) or "interpreter"

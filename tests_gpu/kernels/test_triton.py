@@ -21,6 +21,7 @@ SHAPES = {
     "odd": (1, 333, 5, 1, 80, 24), "widest": (1, 300, 8, 2, 256, 256),
 }  # fmt: skip
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
+WIDE_BLOCKS = {**SIZES, "l_sel": 128}
 OTHER_SIZES = {"l": 24, "d": 8, "l_sel": 96, "n_sel": 5, "w": 77}
 
 
@@ -106,7 +107,9 @@ def _ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_ranges")
-@pytest.mark.parametrize("sizes", [SIZES, OTHER_SIZES], ids=["paper's sizes", "other sizes"])
+@pytest.mark.parametrize(
+    "sizes", [SIZES, WIDE_BLOCKS, OTHER_SIZES], ids=["paper's sizes", "blocks of 128", "other sizes"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_whole(shape: str, dtype: torch.dtype, sizes: dict[str, int]) -> None:
