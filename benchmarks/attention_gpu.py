@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import statistics
@@ -30,8 +29,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from ahead import compile_ahead
+from attention_peers import fla, flash_attn, flex, fused
 from figures import environment
 
 from nsa import nsa_attention
@@ -139,71 +138,6 @@ def both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -
             forward()
 
     return {"forward": only_forward, "both": lambda: torch.autograd.grad(forward(), inputs, grad, allow_unused=True)}
-
-
-def fused(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention by one of torch's fused kernels."""
-    if backend == "flash" and v.shape[-1] < q.shape[-1]:  # it requires equal head dims
-        v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    kind = torch.nn.attention.SDPBackend
-    wanted = {"flash": kind.FLASH_ATTENTION, "cudnn": kind.CUDNN_ATTENTION}[backend] if DEVICE == "cuda" else kind.MATH
-    with torch.nn.attention.sdpa_kernel(wanted):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-
-
-def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention by FlexAttention; compiled where there is a GPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    run = compiled(flex_attention) if DEVICE == "cuda" else flex_attention
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out: torch.Tensor = run(q, k, v, block_mask=causal_mask(q.shape[2]), scale=scale, enable_gqa=True)
-    return out
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function, once."""
-    return torch.compile(function)
-
-
-@functools.cache
-def causal_mask(S: int) -> Any:
-    """Return FlexAttention's causal mask, made once per length."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, S, S, device=DEVICE)
-
-
-def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute causal attention by the package of that name."""
-    from flash_attn import flash_attn_func
-
-    out: torch.Tensor = flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
-    return out
-
-
-def fla(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, scale: float, sizes: dict[str, int]
-) -> torch.Tensor:
-    """Compute fla's NSA: one K and V for all branches, means as compression, blocks of l' tokens that do not overlap.
-
-    Its window is flash-attn's: without that package, two branches. Groups are filled up to 16 heads, as it needs.
-    """
-    from fla.ops.nsa.parallel import parallel_nsa
-
-    H, G = q.shape[2], k.shape[2]
-    missing = max(0, 16 - H // G)
-    if missing:
-        q = F.pad(q.unflatten(2, (G, H // G)), (0, 0, 0, missing)).flatten(2, 3)
-        gates = F.pad(gates.unflatten(2, (G, H // G)), (0, 0, 0, missing)).flatten(2, 3)
-    each = [gate.contiguous() for gate in gates.unbind(-1)]
-    out: torch.Tensor = parallel_nsa(
-        q, k, v, g_cmp=each[0], g_slc=each[1], g_swa=each[2], block_counts=sizes["n_sel"], block_size=sizes["l_sel"],
-        window_size=sizes["w"] if support.is_installed("flash_attn") else 0, scale=scale,
-    )  # fmt: skip
-    return out
 
 
 def slow_picks(S: int, G: int, n_sel: int, jaccard: float, l_sel: int = SIZES["l_sel"]) -> torch.Tensor:
