@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -69,8 +70,10 @@ def end(
     (folder / "conftest.py").write_text(conftest)
     process = start_session(warm, folder, HEADER + tests, *arguments)
     wait_for(lambda: has_come(folder, moment), process)
-    for number in sent:
-        (os.killpg if group else os.kill)(process.pid, number)
+    for count, number in enumerate(sent):
+        # A session may end before a later signal.
+        with contextlib.suppress(*([ProcessLookupError] if count else [])):
+            (os.killpg if group else os.kill)(process.pid, number)
         if len(sent) > 1:
             time.sleep(0.3)  # the time between two signals is what is tested
     print(process.communicate(timeout=90)[0])
