@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import statistics
@@ -35,7 +36,7 @@ from figures import environment
 
 from nsa import nsa_attention
 from nsa.kernels import blocks, ops
-from nsa.kernels.triton import selection_schedule, support, tiles
+from nsa.kernels.triton import selection_schedule, sequences, support, tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
@@ -286,12 +287,20 @@ def over_fastest(way: str, ms: dict[str, float]) -> dict[str, Any]:
     return {"dense": fastest, "ms": dense[fastest], "times": dense[fastest] / ms[f"nsa {way}"]}
 
 
+def _is_wanted(name: str, *, only: tuple[str, ...], names: Callable[[str], bool]) -> bool:
+    return name.startswith(only) and names(name)
+
+
 def main() -> None:
     """Measure, print, keep: each length as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 65536, 2048, 32768])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[""], help="measure the contenders that begin with one of these")
+    parser.add_argument(
+        "--parts", type=int, metavar="MIB", help="of the selected branch that exist at once (default: 3072)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--dry-run", action="store_true", help="without a GPU, in Triton's interpreter; nothing is kept"
@@ -305,10 +314,12 @@ def main() -> None:
         )
     import triton
 
+    if arguments.parts:
+        sequences.PARTS = arguments.parts << 20
     rates = roofline(256 if arguments.dry_run else 8192)
     figures: dict[str, Any] = {
         **environment(), "cuda": torch.version.cuda, "triton": triton.__version__, "roofline": rates,
-        "sizes": {"": SIZES, **OTHER_SIZES},
+        "sizes": {"": SIZES, **OTHER_SIZES}, "parts_mib": sequences.PARTS >> 20,
         "tiles": tiles.measured(tiles.capability(torch.device(DEVICE))), "shapes": {},
     }  # fmt: skip
     if DEVICE == "cuda":
@@ -328,7 +339,8 @@ def main() -> None:
             if "error" in before:
                 continue
             try:
-                found = measure(shape, S, arguments.rounds, rates, before, names)
+                wanted = functools.partial(_is_wanted, only=tuple(arguments.only), names=names)
+                found = measure(shape, S, arguments.rounds, rates, before, wanted)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 found, failed = {**before, "error": f"{type(error).__name__}: {error}"[:500]}, True
             by_length[str(S)] = found

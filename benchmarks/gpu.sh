@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: tests_gpu, then the GPU benchmarks. Writes JSON with device, versions and date.
 #   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention decode train'
-# A further stage, tune, writes OUT/tiles.json: the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json.
+# Further stages: tune writes OUT/tiles.json, the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json;
+# parts times the selected branch with fewer parts in memory at once (`sequences.PARTS`), which may stay in the L2 cache;
+# loss times the head's loss by chunks.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -16,6 +18,12 @@ for stage in ${2:-tests attention decode train}; do
     tests) timeout 560 python -m pytest "${plugin[@]}" tests_gpu -m gpu -n 2 -v --junitxml="$out/gpu_junit.xml" --artifacts "$out/gpu_artifacts" || status=$? ;;
     tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
     attention) timeout 560 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
+    parts)
+      for mib in 3072 512 256 128; do
+        timeout 130 python benchmarks/attention_gpu.py --parts "$mib" --only selected nsa --shapes paper --lengths 65536 \
+          --json "$out/attention_parts_$mib.json" || status=$?
+      done ;;
+    loss) timeout 120 python benchmarks/loss.py --tokens 8192 --json "$out/loss_gpu.json" || status=$? ;;
     decode) timeout 200 python benchmarks/decode.py --json "$out/decode_gpu.json" || status=$? ;;
     train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --minutes 8 --json "$out/train_gpu.json" || status=$? ;;
   esac
