@@ -155,9 +155,9 @@ class Samples:
         self.part, self.epoch = part, 0
 
     def __iter__(self):
-        while True:
-            yield from self.part
-            self.epoch += 1
+        while True:  # HERE
+            yield from self.part  # HERE
+            self.epoch += 1  # HERE
 
     def from_number(self, number):
         samples = iter(self)

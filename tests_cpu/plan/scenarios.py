@@ -293,8 +293,8 @@ SAMPLED_CELLS = (
     "gc_boundaries", "gc_inplace_writes",
 )  # fmt: skip
 
-# Not in `make test` alone: three rows of phase 9, and one that is the same as ddp_onestep_trace on a CPU.
-LEFT_OUT = ("ddp_gloo_sanity", "fsdp_sequence_4096", "fsdp_batch_4", "checkpoint_resume")
+# Rows of phase 9 that run in `make slow`, not in `make test`.
+LEFT_OUT = ("fsdp_sequence_4096", "fsdp_batch_4", "checkpoint_resume")
 
 
 # What one variable each adds to any scenario of several ranks (NSA_WITH_DDP_STATIC_GRAPH=1), for --bisect-mitigations: what a

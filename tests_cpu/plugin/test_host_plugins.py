@@ -14,6 +14,7 @@ import pytest
 from pytest_nsa.testing import HEADER, ExampleResult, run_example, start_pytest
 from tests_cpu.plugin.test_outer_launchers import slurm
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 LAUNCHES = [
     "auto",
@@ -407,11 +408,11 @@ def test_forked_forks_plain_tests_and_no_ranked_one(pytester: pytest.Pytester, a
 
 
 @pytest.mark.slow
-def test_under_an_outer_launcher_the_first_process_alone_reports(pytester: pytest.Pytester) -> None:
+def test_under_an_outer_launcher_the_first_process_alone_reports(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + RANKED_AND_PLAIN)
     (pytester.path / "acts.py").write_text(ACTS)
     port = free_port()
-    processes = [slurm(pytester, rank, port, "-p", "acts") for rank in (0, 1)]
+    processes = [slurm(warm, pytester, rank, port, "-p", "acts") for rank in (0, 1)]
     assert [(p.communicate(timeout=120)[0], p.returncode)[1] for p in processes] == [0, 0]
     of_processes = {process: Counter() for process, _, _ in calls(pytester)}
     for process, _, what in calls(pytester):

@@ -11,6 +11,7 @@ from pytest_nsa.evidence.load import load
 from pytest_nsa.testing import HEADER, ExampleResult, run_example
 from tests_cpu.plugin.test_outer_launchers import slurm
 from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 LAUNCHES = [
     "auto",
@@ -262,10 +263,10 @@ def test_under_xdist_each_worker_s_ranks_hand_theirs_over(pytester: pytest.Pytes
 
 
 @pytest.mark.slow
-def test_under_an_outer_launcher_the_first_process_writes(pytester: pytest.Pytester) -> None:
+def test_under_an_outer_launcher_the_first_process_writes(warm: WarmPython, pytester: pytest.Pytester) -> None:
     (pytester.path / "test_example.py").write_text(HEADER + RANKED_AND_PLAIN)
     port = free_port()
-    processes = [slurm(pytester, rank, port, "-p", "syrupy", "--snapshot-update") for rank in (0, 1)]
+    processes = [slurm(warm, pytester, rank, port, "-p", "syrupy", "--snapshot-update") for rank in (0, 1)]
     assert [(p.communicate(timeout=120)[0], p.returncode)[1] for p in processes] == [0, 0]
     assert stored(pytester).read_text() == STORED
 
