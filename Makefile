@@ -12,6 +12,9 @@ WORKERS ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-$(subst /,_,$(subst $() ,_,$(TORCH)))
 
+# Modules are compiled once, not by each process that tests start: 80 s of CPU time of `make test`.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: plan quick test slow lint install clean docs matrix compare
 
 install: $(STAMP)
