@@ -157,15 +157,8 @@ def full(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: v.detach().clone() for name, v in {**weights, **moments}.items() if isinstance(v, torch.Tensor)}
 
 
-@pytest.mark.parametrize(
-    ("saved_by", "asynchronous"),
-    [
-        ("fsdp", True),
-        ("ddp", False),
-        pytest.param("fsdp", False, marks=pytest.mark.slow),
-        pytest.param("ddp", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("saved_by", ["fsdp", "ddp"])
+@pytest.mark.parametrize("asynchronous", [False, True])
 @world_size(2)
 @pytest.mark.timeout(60)
 def test_another_parallelism_and_another_number_of_ranks(

@@ -38,11 +38,7 @@ def test_ranked_tests_with_other_plugins(without: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("pytest-timeout", ("--timeout-method=thread",)),
-        pytest.param("pytest-rerunfailures", (), marks=pytest.mark.slow),
-    ],
+    ("name", "options"), [("pytest-timeout", ("--timeout-method=thread",)), ("pytest-rerunfailures", ())]
 )
 def test_a_sample(name: str, options: tuple[str, ...], without: dict[str, str]) -> None:
     pytest.importorskip("pytest_rerunfailures")
