@@ -44,7 +44,7 @@ def test_a_step_does_not_wait_for_the_device(tmp_path: Path, checkpointing: bool
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_as_cuda_graphs_is_the_step(tmp_path: Path, checkpointing: bool) -> None:
-    losses = {}
+    found = {}
     for way in ({}, {"train.compile": "step"}, {"train.compile": "step", "train.cuda_graph": True}):
         overrides = {
             "parallel.mode": "none",
@@ -56,10 +56,12 @@ def test_a_step_as_cuda_graphs_is_the_step(tmp_path: Path, checkpointing: bool) 
         data = batches(open_source(config), Position(), config.train.batch_size, 0, 1)
         for _ in range(6):
             trainer.step([next(data)])
-        losses[tuple(way)] = [result.loss for result in trainer.read()]
-    plain, *others = losses.values()
-    for other in others:
-        assert other == pytest.approx(plain, rel=2e-2)  # in bfloat16
+        results = trainer.read()
+        found[tuple(way)] = [r.loss for r in results], [r.grad_norm for r in results]
+    (losses, norms), *others = found.values()
+    for other_losses, other_norms in others:
+        assert other_losses == pytest.approx(losses, rel=2e-2)  # in bfloat16
+        assert other_norms == pytest.approx(norms, rel=0.1)
 
 
 @gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +66,6 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def call_block(block: nn.Module, *inputs: Any) -> torch.Tensor:
-    """Return ``block(*inputs)``: the region that `nsa.training.trainer` has compiled once for all blocks."""
-    y: torch.Tensor = block(*inputs)
-    return y
-
-
 class Head(nn.Linear):
     """The last linear layer: x [B, S, dim] -> logits [B, S, V]; given targets int64 [B, S], their mean cross-entropy in nats."""
 
@@ -86,7 +79,6 @@ class NSATransformer(nn.Module):
     def __init__(self, m: ModelConfig, checkpoint: CheckpointRange | None = None) -> None:
         super().__init__()
         self.checkpoint = checkpoint
-        self.call_block = call_block
         self.embed = nn.Embedding(m.vocab_size, m.dim)
         self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layers))
         self.norm = RMSNorm(m.dim, m.norm_eps)
@@ -133,9 +125,9 @@ class NSATransformer(nn.Module):
         recompute = self.checkpoint if self.training and torch.is_grad_enabled() else None
         for index, block in enumerate(self.blocks):
             if recompute is not None and index in recompute:
-                x = run_block(self.call_block, block, x, *packed, recompute=recompute)
+                x = run_block(block, x, *packed, recompute=recompute)
             else:
-                x = self.call_block(block, x, *packed)
+                x = block(x, *packed)
         return self.head(self.norm(x), targets)
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa.config import Config, ConfigError
 from nsa.data.packing import Batch
-from nsa.model.transformer import build_model, call_block
+from nsa.model.transformer import build_model
 from nsa.trace import logger, memory
 from nsa.trace.ddp_buckets import BucketTrace
 from nsa.trace.gradients import GradientTrace
@@ -219,10 +219,7 @@ class Trainer:
             # Statistics that a recomputed layer leaves are the same the second time: they need no second trace.
             config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
         is_ddp = isinstance(self.model, DistributedDataParallel)
-        # Blocks are compiled once for all of them, where torch can (2.8) and nothing else cuts the graph: DDP does, at its buckets.
-        region = getattr(torch.compiler, "nested_compile_region", None)
-        if region is not None and not is_ddp and not self.config.train.gc_keep_selection:
-            self.module.call_block = region(call_block)
+        # Blocks share no region (torch.compiler.nested_compile_region): inductor of torch 2.13 makes its gradients wrong.
         mode: dict[str, Any] = {"mode": "reduce-overhead"} if self.config.train.cuda_graph else {}
         self.model.compile(fullgraph=not is_ddp, **mode)
         if self._update_is_compiled:
