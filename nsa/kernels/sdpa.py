@@ -24,7 +24,7 @@ __all__ = ["compressed", "dense", "dense_kernel", "select", "selected", "sliding
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
-TAKES_AN_ORDER = "set_priority" in inspect.signature(sdpa_kernel).parameters  # torch 2.6 has none
+TAKES_AN_ORDER = "set_priority" in inspect.signature(sdpa_kernel).parameters  # older ones have none
 
 
 def _expand_groups(x: torch.Tensor, n_heads: int) -> torch.Tensor:
