@@ -31,38 +31,31 @@ def linear_cross_entropy(
 
 
 class _ByChunks(torch.autograd.Function):
-    """The loss and, where they are needed, its gradients: softmax less the target, times weight and times x."""
+    """The loss and, where any is needed, its gradients: softmax less the target, times weight and times x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        narrow = weight.to(x.dtype)
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
-        loss = x.new_zeros((), dtype=dtype)
+        narrow, loss = weight.to(x.dtype), x.new_zeros((), dtype=dtype)
+        needs_gradients = any(ctx.needs_input_grad)
+        if needs_gradients:
+            grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=dtype)
         for start in range(0, x.shape[0], rows):
             part = slice(start, start + rows)
             logits, target = F.linear(x[part], narrow).to(dtype), targets[part, None]
             lse = logits.logsumexp(-1, keepdim=True)
             loss += (lse - logits.gather(-1, target)).sum()
-            if grad_x is None and grad_weight is None:
-                continue
-            grad = logits.sub_(lse).exp_().scatter_add_(-1, target, torch.full_like(lse, -1.0))
-            grad = grad.div_(x.shape[0]).to(x.dtype)
-            if grad_x is not None:
+            if needs_gradients:
+                grad = logits.sub_(lse).exp_().scatter_add_(-1, target, torch.full_like(lse, -1.0))
+                grad = grad.div_(x.shape[0]).to(x.dtype)
                 grad_x[part] = grad @ narrow
-            if grad_weight is not None:
                 grad_weight += grad.T @ x[part]
-        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
+        if needs_gradients:
+            ctx.save_for_backward(grad_x, grad_weight.to(weight.dtype))
         return loss / x.shape[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_x is None else grad_x * grad.to(grad_x.dtype),
-            None if grad_weight is None else grad_weight * grad.to(grad_weight.dtype),
-            None,
-            None,
-        )
+        return grad_x * grad, grad_weight * grad, None, None
