@@ -7,8 +7,12 @@ selection block j covers j*l_sel ... (j + 1)*l_sel - 1.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Block 0, the query's own block and the one before are always selected (paper, section 4.1).
 NUM_LOCAL = 2
@@ -22,6 +26,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return what keeps a computation's own dtypes under the caller's autocast; the device meta has none."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Have a compiled graph hold the function's result, of the call as the graph is traced.
+
+    As `torch.compiler.assume_constant_result` does, without the second that it takes to import the compiler.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def num_compressed(seq_len: int, l: int, d: int) -> int:

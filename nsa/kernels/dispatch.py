@@ -71,6 +71,7 @@ def choose(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v
     return BACKENDS[_counted(backend, dtype, device, d_k, d_v)]
 
 
+@blocks.constant_in_graphs
 def _counted(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     name, why = explain(backend, dtype, device, d_k, d_v)
     counters[backend, name, why] += 1
@@ -168,13 +169,9 @@ def sum_branches(out: dict[Branch, torch.Tensor], gates: torch.Tensor) -> torch.
     return reference.gated_sum(out, gates.to(out["cmp"].dtype))
 
 
+@blocks.constant_in_graphs
 def _named(backend: str, dtype: torch.dtype, device: torch.device, d_k: int, d_v: int) -> str:
     return explain(backend, dtype, device, d_k, d_v)[0]
-
-
-# What torch.compiler.assume_constant_result does, without the second that it takes to import the compiler.
-for _chooser in (_counted, _named):
-    vars(_chooser)["_dynamo_marked_constant"] = True
 
 
 def nsa_attention(

@@ -44,13 +44,10 @@ def selected(
     return out.transpose(1, 2)
 
 
+@blocks.constant_in_graphs
 def prefers_cudnn(device: torch.device) -> bool:
     """Return whether dense attention tries cuDNN's kernel first: on a GPU from sm_90 on, where torch takes an order of kernels."""
     return device.type == "cuda" and TAKES_AN_ORDER and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-# As torch.compiler.assume_constant_result does: a graph holds the answer (`dispatch` does the same).
-vars(prefers_cudnn)["_dynamo_marked_constant"] = True
 
 
 def _order(device: torch.device) -> AbstractContextManager[object]:
@@ -64,13 +61,13 @@ def dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
     q [B, S, H, Dk], k [B, S, G, Dk], v [B, S, G, Dv], on the device and in the dtype of the call.
     """
-    q, k, v = as_torch_takes_them(q, k, v)
+    q, k, v = _as_torch_takes_them(q, k, v)
     with _order(q.device):
         choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
-def as_torch_takes_them(
+def _as_torch_takes_them(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return [B, S, heads, D] as [B, heads, S, D], v filled up to k's width, groups as they are where the kernel takes them."""
@@ -83,7 +80,7 @@ def as_torch_takes_them(
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Plain causal attention in one fused call, groups as they are. v is filled up to k's width, as flash attention wants it."""
     d_v = v.shape[-1]
-    q, k, v = as_torch_takes_them(q, k, v)
+    q, k, v = _as_torch_takes_them(q, k, v)
     with _order(q.device):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)[..., :d_v]
