@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import statistics
@@ -287,10 +286,6 @@ def over_fastest(way: str, ms: dict[str, float]) -> dict[str, Any]:
     return {"dense": fastest, "ms": dense[fastest], "times": dense[fastest] / ms[f"nsa {way}"]}
 
 
-def _is_wanted(name: str, *, only: tuple[str, ...], names: Callable[[str], bool]) -> bool:
-    return name.startswith(only) and names(name)
-
-
 def main() -> None:
     """Measure, print, keep: each length as it is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -330,17 +325,19 @@ def main() -> None:
         )
         compile_ahead(shapes, arguments.lengths, DTYPE, on)
         print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    failed = False
+    failed, only = False, tuple(arguments.only)
     # Ours and dense first; fla last, as it tunes itself for minutes: a run that is cut off keeps what came before.
-    for names in (lambda name: name != "fla", lambda name: name == "fla"):
+    for names in (
+        lambda name: name.startswith(only) and name != "fla",
+        lambda name: name.startswith(only) and name == "fla",
+    ):
         for shape, S in itertools.product(arguments.shapes, arguments.lengths):
             by_length = figures["shapes"].setdefault(shape, {})
             before = by_length.get(str(S), {})
             if "error" in before:
                 continue
             try:
-                wanted = functools.partial(_is_wanted, only=tuple(arguments.only), names=names)
-                found = measure(shape, S, arguments.rounds, rates, before, wanted)
+                found = measure(shape, S, arguments.rounds, rates, before, names)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 found, failed = {**before, "error": f"{type(error).__name__}: {error}"[:500]}, True
             by_length[str(S)] = found

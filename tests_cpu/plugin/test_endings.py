@@ -70,12 +70,12 @@ def end(
     (folder / "conftest.py").write_text(conftest)
     process = start_session(warm, folder, HEADER + tests, *arguments)
     wait_for(lambda: has_come(folder, moment), process)
-    for count, number in enumerate(sent):
-        # A session may end before a later signal.
-        with contextlib.suppress(*([ProcessLookupError] if count else [])):
-            (os.killpg if group else os.kill)(process.pid, number)
-        if len(sent) > 1:
-            time.sleep(0.3)  # the time between two signals is what is tested
+    send = os.killpg if group else os.kill
+    send(process.pid, sent[0])
+    for number in sent[1:]:
+        time.sleep(0.3)  # the time between two signals is what is tested
+        with contextlib.suppress(ProcessLookupError):  # it has ended by an earlier one
+            send(process.pid, number)
     print(process.communicate(timeout=90)[0])
     no_process_is_left(folder)
     return process
