@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -23,6 +21,19 @@ SHAPES = {
 SIZES = {"l": 32, "d": 16, "l_sel": 64, "n_sel": 16, "w": 512}
 WIDE_BLOCKS = {**SIZES, "l_sel": 128}
 OTHER_SIZES = {"l": 24, "d": 8, "l_sel": 96, "n_sel": 5, "w": 77}
+# Each combination compiles its own kernels, for seconds: every shape in bfloat16, some in the other types and sizes. The
+# interpreter runs the rest (tests_cpu/kernels).
+ALL_TYPES = [
+    (shape, dtype) for shape in SHAPES for dtype in TOLERANCE if dtype == torch.bfloat16 or shape in ("125m", "odd")
+]
+WHOLE = [
+    *((shape, torch.bfloat16, SIZES, False) for shape in SHAPES),
+    *((shape, torch.float32, SIZES, False) for shape in ("paper", "125m", "odd", "widest")),
+    *((shape, torch.bfloat16, WIDE_BLOCKS, False) for shape in ("paper", "64 heads", "short")),
+    *((shape, torch.bfloat16, OTHER_SIZES, False) for shape in ("paper", "125m", "odd")),
+    *(("paper", torch.bfloat16, sizes, True) for sizes in (SIZES, WIDE_BLOCKS)),
+    ("125m", torch.float32, OTHER_SIZES, True),
+]
 
 
 def leaves(dtype: torch.dtype, *sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -52,8 +63,7 @@ def compare(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor
             assert (a.double() - e).abs().max() <= backward * max(1.0, float(e.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), ALL_TYPES, ids=str)
 def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of 50 queries pick the same blocks: unions serve, give what the equations give, and the same bits twice."""
     monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)
@@ -79,8 +89,7 @@ def test_unions_of_neighbours_blocks(shape: str, dtype: torch.dtype, monkeypatch
         assert all(choice is not None and bool(choice.all()) for choice in choices)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), ALL_TYPES, ids=str)
 def test_each_branch(shape: str, dtype: torch.dtype) -> None:
     B, S, H, G, Dk, Dv = SHAPES[shape]
     scale, n_cmp, n_blocks = Dk**-0.5, blocks.num_compressed(S, 32, 16), blocks.num_selection(S, 64)
@@ -98,22 +107,15 @@ def test_each_branch(shape: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(importance.double(), expected, rtol=0, atol=tolerance * H // G + tolerance)
 
 
-@pytest.fixture(params=["one range", "ranges"])
-def _ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put the queries of a call in one range, or in as many as possible."""
-    if request.param == "ranges":
-        monkeypatch.setattr(sequences, "PARTS", 1)
-    return
-
-
-@pytest.mark.usefixtures("_ranges")
 @pytest.mark.parametrize(
-    "sizes", [SIZES, WIDE_BLOCKS, OTHER_SIZES], ids=["paper's sizes", "blocks of 128", "other sizes"]
+    ("shape", "dtype", "sizes", "ranges"), WHOLE, ids=lambda x: f"l'={x['l_sel']}" if isinstance(x, dict) else str(x)
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_whole(shape: str, dtype: torch.dtype, sizes: dict[str, int]) -> None:
-    """Every block is selected, so that rounding cannot change which."""
+def test_the_whole(
+    shape: str, dtype: torch.dtype, sizes: dict[str, int], ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block is selected, so that rounding cannot change which. With ``ranges``, queries are in as many as possible."""
+    if ranges:
+        monkeypatch.setattr(sequences, "PARTS", 1)
     n_cmp = blocks.num_compressed(SHAPES[shape][1], sizes["l"], sizes["d"])
     inputs, exact = leaves(dtype, *of_whole(SHAPES[shape], n_cmp))
     settings = {**sizes, "n_sel": 64}
@@ -122,10 +124,12 @@ def test_the_whole(shape: str, dtype: torch.dtype, sizes: dict[str, int]) -> Non
     )
 
 
-@pytest.mark.usefixtures("_ranges")
+@pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 0, 400], [300, 700, 64, 1, 200], [1] * 50])
-def test_a_pack(lengths: list[int]) -> None:
+def test_a_pack(lengths: list[int], ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack gives what each of its sequences gives alone, in float32."""
+    if ranges:
+        monkeypatch.setattr(sequences, "PARTS", 1)
     S = sum(lengths)
     n_cmp = sum(blocks.num_compressed(n, 32, 16) for n in lengths)
     inputs, exact = leaves(torch.float32, *of_whole((1, S, 12, 2, 64, 64), n_cmp))
