@@ -3,7 +3,7 @@
 #   benchmarks/gpu.sh [OUT [STAGES]]      OUT: folder for the results (default: benchmarks/results); STAGES: 'tests attention decode train'
 # Further stages: tune writes OUT/tiles.json, the fastest tile sizes on this GPU, which belong into nsa/kernels/triton/tiles.json;
 # parts times the selected branch with fewer parts in memory at once (`sequences.PARTS`), which may stay in the L2 cache;
-# loss times the head's loss by chunks.
+# loss times the head's loss by chunks; kernels writes which kernels take the time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -23,6 +23,7 @@ for stage in ${2:-tests attention decode train}; do
         timeout 130 python benchmarks/attention_gpu.py --parts "$mib" --only selected nsa --shapes paper --lengths 65536 \
           --json "$out/attention_parts_$mib.json" || status=$?
       done ;;
+    kernels) timeout 90 python benchmarks/kernel_times.py --shapes paper 125m --json "$out/kernel_times.json" || status=$? ;;
     loss) timeout 120 python benchmarks/loss.py --tokens 8192 --json "$out/loss_gpu.json" || status=$? ;;
     decode) timeout 200 python benchmarks/decode.py --json "$out/decode_gpu.json" || status=$? ;;
     train) timeout 560 python benchmarks/train.py --gpu --rounds 1 --minutes 8 --json "$out/train_gpu.json" || status=$? ;;

@@ -1,0 +1,71 @@
+"""Which kernels take the time of a forward and backward, and of a decoded token, on a GPU: what to look at before tuning.
+
+python benchmarks/kernel_times.py --json benchmarks/results/kernel_times.json
+
+Milliseconds of each kernel in one call, and its launches, by torch.profiler; shapes are those of attention_gpu.py. Kernels of one
+name are added: the window's and the compressed branch's are the same program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import decode
+import torch
+from attention_gpu import DEVICE, OTHER_SIZES, SHAPES, Call, both_ways, contenders
+from figures import keep
+from torch.profiler import ProfilerActivity, profile
+
+WARM_UPS, CALLS = 2, 3
+
+
+def kernels_of(call: Call) -> dict[str, dict[str, float]]:
+    """Return milliseconds and launches by kernel, the slowest first, of one call."""
+    for _ in range(WARM_UPS):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
+    return {
+        event.key[:100]: {"ms": event.device_time_total / 1e3 / CALLS, "launches": event.count / CALLS}
+        for event in events
+        if event.device_time_total > 0
+    }
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 8192])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    if DEVICE != "cuda":
+        sys.exit("kernel_times.py: no GPU here, and its profiler is what measures")
+    found: dict[str, Any] = {}
+    for shape in arguments.shapes:
+        for S in arguments.lengths:
+            forward, inputs = contenders(shape, S)["nsa"]
+            ways = {"forward and backward": kernels_of(both_ways(forward, inputs)["both"])}
+            del forward, inputs
+            torch.cuda.empty_cache()
+            if shape not in OTHER_SIZES:
+                with torch.inference_mode():
+                    calls = decode.calls(SHAPES[shape], S, 1)
+                    ways |= {f"a token, {name}": kernels_of(call) for name, call in calls.items()}
+            found.setdefault(shape, {})[str(S)] = ways
+            for way, kernels in ways.items():
+                print(
+                    f"{shape} {S} {way}: {sum(k['ms'] for k in kernels.values()):.3f} ms", file=sys.stderr, flush=True
+                )
+    keep({"kernels": found}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
