@@ -129,26 +129,29 @@ def scan_keys(
 def pick_blocks(
     PART_LSE, SCORES, TOPS, PICKS, T, G, start, cmp_tiles, cmp_programs, parts, n_blocks,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
-    PAD: tl.constexpr, PP: tl.constexpr,
+    PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
-    """Write the picks of a new token and group, PICKS int32 [B * T, G, n]. Grid (T, B * G)."""
+    """Write the picks of a new token and group, PICKS int32 [B * T, G, n]; scores are added HB heads at a time. Grid (T, B * G)."""
     i, bg = tl.program_id(0), tl.program_id(1)
     own = (start + i) // L_SEL
     j, c = tl.arange(0, PAD), tl.arange(0, PP)
-    rows = T * h
+    tile, rows = j // STEP, T * h
+    there = (j < n_blocks) & (tile < cmp_tiles)
     importance = tl.zeros([PAD], tl.float32)
-    for head in range(h):
+    for first in range(0, h, HB):
+        head = first + tl.arange(0, HB)
         row = i * h + head
-        lse = tl.load(PART_LSE + (bg * parts + c) * rows + row, mask=c < cmp_programs, other=float("-inf"))
-        top = tl.max(lse, 0)
-        if top > float("-inf"):
-            lse_of_row = top + tl.log2(tl.sum(tl.exp2(lse - top), 0))
-            tile = j // STEP
-            there = (j < n_blocks) & (tile < cmp_tiles)
-            at = (bg * cmp_tiles + tile) * rows + row
-            scores = tl.load(SCORES + at.to(tl.int64) * BJ + j % STEP, mask=there, other=0.0)
-            tops = tl.load(TOPS + at, mask=there, other=float("-inf"))
-            importance += scores * tl.exp2(tl.where(there, tops, float("-inf")) - lse_of_row)
+        at = (bg * parts + c)[None, :] * rows + row[:, None]
+        lse = tl.load(PART_LSE + at, mask=(c < cmp_programs)[None, :] & (head < h)[:, None], other=float("-inf"))
+        top = tl.max(lse, 1)
+        total = tl.sum(tl.exp2(lse - tl.where(top > float("-inf"), top, 0.0)[:, None]), 1)
+        # +inf where a row saw no key: it weighs nothing.
+        lse_of_row = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("inf"))
+        at = (bg * cmp_tiles + tile)[None, :] * rows + row[:, None]
+        mask = there[None, :] & (head < h)[:, None]
+        scores = tl.load(SCORES + at.to(tl.int64) * BJ + (j % STEP)[None, :], mask=mask, other=0.0)
+        tops = tl.load(TOPS + at, mask=mask, other=float("-inf"))
+        importance += tl.sum(scores * tl.exp2(tops - lse_of_row[:, None]), 0)
     chosen = pick_best(importance, own, n_sel, LOCAL, PAD)
     write_picks(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel, chosen, n_sel, PAD)
 
@@ -192,46 +195,45 @@ def read_blocks(
 
 
 @triton.jit
-def _branch(PART, PART_LSE, base, row, rows, first, end, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr):
-    """Return the parts ``first`` ... ``end`` of a row merged; zero where it saw nothing."""
-    c, column = tl.arange(0, NP), tl.arange(0, PV)
-    top = tl.full([], float("-inf"), tl.float32)
-    for p0 in range(first, end, NP):
-        lse = tl.load(PART_LSE + (base + p0 + c) * rows + row, mask=p0 + c < end, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, 0))
+def _gated_share(lse, mine, gate):
+    """Return the largest log-sum-exp of a branch, to which the parts ``mine`` belong (0 where it saw no key), and the gate over
+    the sum of 2^(lse - largest).
+    """
+    top = tl.max(tl.where(mine, lse, float("-inf")), 0)
     finite = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([], tl.float32)
-    acc = tl.zeros([PV], tl.float32)
-    for p0 in range(first, end, NP):
-        at = (base + p0 + c) * rows + row
-        lse = tl.load(PART_LSE + at, mask=p0 + c < end, other=float("-inf"))
-        weight = tl.exp2(lse - finite)
-        x = tl.load(
-            PART + at.to(tl.int64)[:, None] * DV + column[None, :],
-            mask=(p0 + c < end)[:, None] & (column < DV)[None, :],
-            other=0.0,
-        )
-        acc += tl.sum(x * weight[:, None], 0)
-        total += tl.sum(weight, 0)
-    return acc / tl.where(total > 0, total, 1.0)
+    total = tl.sum(tl.where(mine, tl.exp2(lse - finite), 0.0), 0)
+    return finite, gate / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit(do_not_specialize=["cmp_parts", "win_parts", "parts"])
 def sum_parts(
     PART, PART_LSE, GATES, OUT, T, H, G, cmp_parts, win_parts, parts,
-    h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr,
+    h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a head of a new token: compression, window, selection. Grid (B * T, H)."""
+    """Merge the parts of a head of a new token, at most NP, BP at a time: compression, window, selection. Grid (B * T, H)."""
     token, head = tl.program_id(0), tl.program_id(1)
     b, i, g = token // T, token % T, head // h
     rows, row = T * h, i * h + head % h
     base = (b * G + g) * parts
-    of_cmp = _branch(PART, PART_LSE, base, row, rows, 0, cmp_parts, DV, PV, NP)
-    of_win = _branch(PART, PART_LSE, base, row, rows, cmp_parts, win_parts, DV, PV, NP)
-    of_sel = _branch(PART, PART_LSE, base, row, rows, win_parts, parts, DV, PV, NP)
     at = (token * H + head).to(tl.int64)
-    total = of_cmp * tl.load(GATES + at * 3).to(tl.float32)
-    total += of_sel * tl.load(GATES + at * 3 + 1).to(tl.float32)
-    total += of_win * tl.load(GATES + at * 3 + 2).to(tl.float32)
+    part = tl.arange(0, NP)
+    lse = tl.load(PART_LSE + (base + part) * rows + row, mask=part < parts, other=float("-inf"))
+    is_cmp, is_sel = part < cmp_parts, part >= win_parts
+    top_cmp, of_cmp = _gated_share(lse, is_cmp, tl.load(GATES + at * 3).to(tl.float32))
+    top_sel, of_sel = _gated_share(lse, is_sel, tl.load(GATES + at * 3 + 1).to(tl.float32))
+    top_win, of_win = _gated_share(
+        lse, (part >= cmp_parts) & (part < win_parts), tl.load(GATES + at * 3 + 2).to(tl.float32)
+    )
     column = tl.arange(0, PV)
+    total = tl.zeros([PV], tl.float32)
+    for first in range(0, parts, BP):
+        p = first + tl.arange(0, BP)
+        place = (base + p) * rows + row
+        x = tl.load(
+            PART + place.to(tl.int64)[:, None] * DV + column[None, :], mask=(p < parts)[:, None] & (column < DV)[None, :], other=0.0
+        )  # fmt: skip
+        some = tl.load(PART_LSE + place, mask=p < parts, other=float("-inf"))
+        top = tl.where(p < cmp_parts, top_cmp, tl.where(p < win_parts, top_win, top_sel))
+        share = tl.where(p < cmp_parts, of_cmp, tl.where(p < win_parts, of_win, of_sel))
+        total += tl.sum(x * (tl.exp2(some - top) * share)[:, None], 0)
     tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)

@@ -15,6 +15,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
+MOST_SCORES = 8192  # of blocks and heads that a program holds at once
 PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
 
 
@@ -65,13 +66,15 @@ def attend(
         decode.scan_keys, (cmp_programs + win_programs, triton.cdiv(rows, bm), B * G), q, q, *cmp, *win, part, part_lse, scores,
         tops, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles, cmp_programs, win_programs, each, parts, cmp[0].stride(0),
         cmp[1].stride(0), win[0].stride(0), win[1].stride(0), w, scale * LOG2E, STRIDE=d, OFFSET=l - 1, A=l // d, R=l_sel // d, h=h,
-        STEP=steps.blocks, BJ=bj, GROUPS=G, BM=bm, BN=keys, **dims, num_warps=4, num_stages=1 if q.element_size() == 4 else 2,
+        STEP=steps.blocks, BJ=bj, GROUPS=G, BM=bm, BN=keys, **dims, num_warps=4,
+        num_stages=1 if q.element_size() == 4 or each == 1 else 2,  # a single tile has nothing to load ahead
     )  # fmt: skip
+    pad = max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
     launch(
         decode.pick_blocks, (T, B * G), q, part_lse, scores, tops, picks, T, G, start, cmp_tiles, cmp_programs, parts,
-        selection.n_blocks, n_sel=selection.n_sel, L_SEL=l_sel, LOCAL=blocks.NUM_LOCAL, h=h, STEP=steps.blocks, BJ=bj,
-        PAD=max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel))),
-        PP=max(16, triton.next_power_of_2(cmp_programs)), num_warps=4,
+        selection.n_blocks, n_sel=selection.n_sel, L_SEL=l_sel, LOCAL=blocks.NUM_LOCAL, h=h, STEP=steps.blocks, BJ=bj, PAD=pad,
+        PP=max(16, triton.next_power_of_2(cmp_programs)), HB=max(1, min(triton.next_power_of_2(h), MOST_SCORES // pad)),
+        num_warps=8 if pad > 512 else 4,
     )  # fmt: skip
     launch(
         decode.read_blocks, (selection.parts, T, B * G), q, q, *sel, picks, part, part_lse, T, H, G, start,
@@ -80,7 +83,7 @@ def attend(
     )  # fmt: skip
     launch(
         decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, cmp_programs + win_programs, parts, h=h,
-        DV=d_v, PV=widths(d_v).whole, NP=16, num_warps=2,
+        DV=d_v, PV=widths(d_v).whole, NP=triton.next_power_of_2(parts), BP=64, num_warps=4,
     )  # fmt: skip
     return out, picks
 
