@@ -3,7 +3,7 @@
 python benchmarks/tune_gpu.py --json nsa/kernels/triton/tiles.json
 
 For each kernel, in the shapes of attention_gpu.py, the search starts from the tile that it has now. One field (rows, keys,
-warps, stages, loops, TMA) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is, or
+warps, stages, loops, TMA, registers) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is, or
 `--minutes` are over. All cores but one compile candidates beforehand, on tensors without memory. A candidate that the compiler
 or the GPU refuses is passed over, and so is one with another result. Without a GPU the program only looks for errors, as
 attention_gpu.py's --dry-run does.
@@ -34,11 +34,12 @@ GAIN = 0.02
 TOLERANCE = 0.1  # between the results of two tiles
 CHOICES: dict[str, tuple[Any, ...]] = {
     "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2), "tma": (False, True),
+    "registers": (0, 168, 128),
 }  # fmt: skip
 # Fields that a kernel's program does not read.
 IGNORED = {
-    "importance": {"loops"}, "selected": {"bn", "loops", "tma"}, "union": {"bn", "loops"},
-    "selected_backward": {"bn", "loops", "tma"},
+    "importance": {"loops"}, "selected": {"bn", "loops", "tma", "registers"}, "union": {"bn", "loops"},
+    "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
 Call = Callable[[], Any]

@@ -79,7 +79,7 @@ def record_launches(
     found: list[Launch] = []
 
     def note(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, *arguments: Any, **settings: Any) -> None:
-        options = {name: settings.pop(name) for name in ("num_warps", "num_stages") if name in settings}
+        options = {name: settings.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in settings}
         named = {**dict(zip(kernel.arg_names, arguments, strict=False)), **settings}
         assert len(arguments) + len(settings) == len(kernel.arg_names)
         assert set(named) == set(kernel.arg_names)

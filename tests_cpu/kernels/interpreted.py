@@ -186,8 +186,16 @@ def selected_blocks() -> None:
     _selected((70, 6, 2, 8, 4, 8), (170, 2, 1, 72, 3, 8), (290, 2, 1, 128, 2, 16))
 
 
-def _selected(*cases: tuple[int, int, int, int, int, int]) -> None:
-    selection_schedule.BACKWARD_PIECE = single.BACKWARD_PIECE = 7
+@check
+def selected_on_hopper() -> None:
+    """Check the loops that Hopper has: scores an iteration ahead, dq transposed; items of one tile of rows and of several."""
+    selection_schedule._has_wgmma = lambda q: True
+    _selected((45, 2, 1, 24, 3, 48), (70, 6, 2, 8, 4, 8), (170, 2, 1, 72, 3, 8))
+    _selected((90, 6, 2, 24, 3, 8), piece=40)
+
+
+def _selected(*cases: tuple[int, int, int, int, int, int], piece: int = 7) -> None:
+    selection_schedule.BACKWARD_PIECE = single.BACKWARD_PIECE = piece
     for S, H, G, l_sel, n_sel, d_v in cases:
         inputs = [random(1, S, H, 16), random(1, S, G, 16), random(1, S, G, d_v)]
         chosen = blocks.select(torch.rand(1, S, G, blocks.num_selection(S, l_sel)), l_sel, n_sel)

@@ -25,6 +25,7 @@ SLOW = (
     ("ranges",),
     ("wholes",),
     ("selected_blocks",),
+    ("selected_on_hopper",),
     ("tiles",),
     ("groups",),
     ("unions",),

@@ -43,7 +43,8 @@ def of_keys_alone(dims: dict[str, Any]) -> dict[str, Any]:
 
 def meta(tile: Tile) -> dict[str, int]:
     """Return Triton's own settings."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages}
+    limit = {"maxnreg": tile.registers} if tile.registers else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **limit}
 
 
 def rows_for(tile: Tile, h: int) -> int:

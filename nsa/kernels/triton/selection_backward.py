@@ -60,10 +60,13 @@ def selected_backward(
         dk0, dk1 = zeros_two(BN, D0, D1)
         dv0, dv1 = zeros_two(BN, E0, E1)
         base = s0.to(tl.int64) * H + g * h
-        for r0 in tl.range(0, (end - begin) * h, BM, num_stages=STAGES):
+        rows = (end - begin) * h
+        # A tile's entries are loaded an iteration ahead: a load that waits for a load of its iteration is not pipelined.
+        ahead = tl.arange(0, BM)
+        entry = tl.load(LISTS + begin + ahead // h, mask=ahead < rows, other=0)
+        for r0 in tl.range(0, rows, BM, num_stages=STAGES):
             r = r0 + tl.arange(0, BM)
-            there = r < (end - begin) * h
-            entry = tl.load(LISTS + begin + r // h, mask=there, other=0)
+            there = r < rows
             t = entry // n_sel
             row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
             q0, q1 = load_two(Q + base * DK, row * DK, there, DK, D0, D1, True)
@@ -72,7 +75,7 @@ def selected_backward(
             delta = tl.load(DELTA + base + row, mask=there, other=0.0)
             p = tl.exp2(product(k0, k1, q0, q1, D1, PRECISION) * qk - lse[None, :])
             # A list ascends: a block's own queries, which do not see all of it, come first.
-            if tl.min(tl.where(there, t, length), 0) < (j + 1) * L_SEL:
+            if tl.load(LISTS + begin + r0 // h) // n_sel < (j + 1) * L_SEL:
                 p = tl.where(inside[:, None] & (n[:, None] <= t[None, :]), p, 0.0)
             elif SUB * BN > L_SEL:
                 p = tl.where(inside[:, None], p, 0.0)
@@ -97,6 +100,7 @@ def selected_backward(
                 if D1 > 0:
                     x1 = tl.dot(ds.T, k1, input_precision=PRECISION)
                     store_part(PART_DQ, at, there, x1 * scale, D0, D1, DK, "evict_first")
+            entry = tl.load(LISTS + begin + (r + BM) // h, mask=r + BM < rows, other=0)
         dk0 = dk0 * scale
         if D1 > 0:
             dk1 = dk1 * scale

@@ -29,17 +29,31 @@ from nsa.kernels.triton.rows import (
 
 
 @triton.jit
+def _scores(
+    at_q, entry, r, rows, k0, k1, H,
+    n_sel: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of rows r of an item, with their list's entries; of rows behind the last, zeros."""
+    row = (entry // n_sel).to(tl.int64 if WIDE else tl.int32) * H + r % h
+    q0, q1 = load_two(at_q, row * DK, r < rows, DK, D0, D1, True, "evict_last")
+    return product(q0, q1, k0, k1, D1, PRECISION)
+
+
+@triton.jit
 def selected_forward(
     Q, K, V, LISTS, ITEMS, CHOICE, PART, PART_LSE, SEQUENCES, S, H, G, FIRST, qk,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
     D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, UNITED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, UNITED: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with an item's queries to a sub-block. Grid (items, SUB).
 
-    WIDE: q in a sequence, or the parts, have more elements than 32 bits count.
-
-    If UNITED, groups that CHOICE marks are left to `union_forward`.
+    WIDE: q in a sequence, or the parts, have more elements than 32 bits count. If AHEAD, the scores of a tile are computed an
+    iteration ahead, so that its rows arrive while the tile before is weighed and stored; their entries are loaded another one
+    ahead, as a load that waits for a load of its iteration is not pipelined. If UNITED, groups that CHOICE marks are left to
+    `union_forward`.
     """
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4
     group = tl.load(item)
@@ -56,16 +70,21 @@ def selected_forward(
         k0, k1 = load_two(K, keys * DK, inside, DK, D0, D1, True)
         v0, v1 = load_two(V, keys * DV, inside, DV, E0, E1, True)
         at_q = Q + (s0.to(tl.int64) * H + g * h) * DK
-        for r0 in tl.range(0, (end - begin) * h, BM, num_stages=STAGES):
+        rows = (end - begin) * h
+        if AHEAD:
+            ahead = tl.arange(0, BM)
+            following = tl.load(LISTS + begin + (BM + ahead) // h, mask=BM + ahead < rows, other=0)
+            entry = tl.load(LISTS + begin + ahead // h, mask=ahead < rows, other=0)
+            s = _scores(at_q, entry, ahead, rows, k0, k1, H, n_sel, h, DK, D0, D1, WIDE, PRECISION)
+        for r0 in tl.range(0, rows, BM, num_stages=STAGES):
             r = r0 + tl.arange(0, BM)
-            there = r < (end - begin) * h
+            there = r < rows
             entry = tl.load(LISTS + begin + r // h, mask=there, other=0)
             t = entry // n_sel
-            row = t.to(tl.int64 if WIDE else tl.int32) * H + r % h
-            q0, q1 = load_two(at_q, row * DK, there, DK, D0, D1, True, "evict_last")
-            s = product(q0, q1, k0, k1, D1, PRECISION)
+            if not AHEAD:
+                s = _scores(at_q, entry, r, rows, k0, k1, H, n_sel, h, DK, D0, D1, WIDE, PRECISION)
             # A list ascends: a block's own queries, which do not see all of it, come first.
-            if tl.min(tl.where(there, t, length), 0) < (j + 1) * L_SEL:
+            if tl.load(LISTS + begin + r0 // h) // n_sel < (j + 1) * L_SEL:
                 s = tl.where(inside[None, :] & (n[None, :] <= t[:, None]), s, float("-inf"))
             elif SUB * BN > L_SEL:
                 s = tl.where(inside[None, :], s, float("-inf"))
@@ -91,6 +110,9 @@ def selected_forward(
             place = part * h + r % h
             store_two(PART, place * DV, there, o0, o1, DV, E0, E1, "evict_first")
             tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
+            if AHEAD:
+                s = _scores(at_q, following, r + BM, rows, k0, k1, H, n_sel, h, DK, D0, D1, WIDE, PRECISION)
+                following = tl.load(LISTS + begin + (r + 2 * BM) // h, mask=r + 2 * BM < rows, other=0)
 
 
 @triton.jit

@@ -193,6 +193,11 @@ def _is_wide(q: torch.Tensor, v: torch.Tensor, sequences: Sequences, at: Range, 
     return rows * q.shape[1] * max(q.shape[-1], v.shape[-1]) >= 1 << 31
 
 
+def _has_wgmma(q: torch.Tensor) -> bool:
+    """Return whether products of q are Hopper's, which read both operands from shared memory."""
+    return capability(q.device).startswith("sm_9") and q.element_size() == 2
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, totals: torch.Tensor,
     sequences: Sequences, at: Range, selection: Selection, scale: float, out: torch.Tensor, lse: torch.Tensor,
@@ -295,7 +300,8 @@ def selected_forward(
         selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
         items.items if unions is None else unions.choice, parts, lse,
         q if at.table is None else at.table, sequences.longest, H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G,
-        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, UNITED=unions is not None, WIDE=_is_wide(q, v, sequences, at, selection),
+        BM=t.bm, BN=selection.sub_block, STAGES=t.stages, AHEAD=_has_wgmma(q), UNITED=unions is not None,
+        WIDE=_is_wide(q, v, sequences, at, selection),
         PACKED=at.table is not None, **head_dims(q.shape[-1], v.shape[-1], q.dtype), num_warps=t.warps,
     )  # fmt: skip
     return parts, lse
@@ -341,7 +347,7 @@ def selected_gradients(
         selection_backward.selected_backward, (len(items.items), selection.sub_blocks), q, q, k, v, grad, *rows,
         entries, items.items, part_dq, part_k, part_v, table, sequences.longest, H, G, at.first, scale * LOG2E, scale,
         **selection.settings(), h=h, BM=t.bm, BN=selection.sub_block, STAGES=t.stages,
-        TRANSPOSED=capability(q.device).startswith("sm_9"), WIDE=_is_wide(q, v, sequences, at, selection),
+        TRANSPOSED=_has_wgmma(q), WIDE=_is_wide(q, v, sequences, at, selection),
         PACKED=at.table is not None, **head_dims(d_k, d_v, q.dtype), num_warps=t.warps,
     )  # fmt: skip
     keys = min(16, selection.sub_block)

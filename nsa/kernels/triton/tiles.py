@@ -22,7 +22,8 @@ KERNELS = (
 
 class Tile(NamedTuple):
     """Rows (query, head), keys, warps and pipeline stages of a program; whether its keys take a loop without masks (2) or not
-    (1); whether TMA reads them.
+    (1); whether TMA reads them; the most registers of a thread, where it is fewer than the compiler would take (0: as it likes),
+    so that more programs fit a multiprocessor.
     """
 
     bm: int
@@ -31,6 +32,7 @@ class Tile(NamedTuple):
     stages: int
     loops: int = 1
     tma: bool = False
+    registers: int = 0
 
 
 class Widths(NamedTuple):
