@@ -15,9 +15,13 @@ from typing import Any
 
 import decode
 import torch
-from attention_gpu import DEVICE, OTHER_SIZES, SHAPES, Call, both_ways, contenders
-from figures import keep
+from ahead import compile_ahead
+from attention_gpu import DEVICE, DTYPE, OTHER_SIZES, SHAPES, Call, both_ways, contenders, sizes_of
+from figures import environment, keep
 from torch.profiler import ProfilerActivity, profile
+
+from nsa.kernels.triton.tiles import capability
+from nsa.trace.strict_json import to_json
 
 WARM_UPS, CALLS = 2, 3
 
@@ -33,7 +37,7 @@ def kernels_of(call: Call) -> dict[str, dict[str, float]]:
         torch.cuda.synchronize()
     events = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
     return {
-        event.key[:100]: {"ms": event.device_time_total / 1e3 / CALLS, "launches": event.count / CALLS}
+        event.key: {"ms": event.device_time_total / 1e3 / CALLS, "launches": event.count / CALLS}
         for event in events
         if event.device_time_total > 0
     }
@@ -48,6 +52,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if DEVICE != "cuda":
         sys.exit("kernel_times.py: no GPU here, and its profiler is what measures")
+    shapes = [(SHAPES[shape], sizes_of(shape)) for shape in arguments.shapes]
+    compile_ahead(shapes, arguments.lengths, DTYPE, capability(torch.device(DEVICE)))
     found: dict[str, Any] = {}
     for shape in arguments.shapes:
         for S in arguments.lengths:
@@ -61,9 +67,9 @@ def main() -> None:
                     ways |= {f"a token, {name}": kernels_of(call) for name, call in calls.items()}
             found.setdefault(shape, {})[str(S)] = ways
             for way, kernels in ways.items():
-                print(
-                    f"{shape} {S} {way}: {sum(k['ms'] for k in kernels.values()):.3f} ms", file=sys.stderr, flush=True
-                )
+                print(f"{shape} {S} {way}: {sum(k['ms'] for k in kernels.values()):.3f} ms", file=sys.stderr)
+            if arguments.json:  # a run that is cut off keeps what it has
+                arguments.json.write_text(to_json({"kernels": found, **environment()}, indent=1), encoding="utf-8")
     keep({"kernels": found}, arguments.json)
 
 
