@@ -388,14 +388,17 @@ def functional() -> None:
 
 @check
 def decoding() -> None:
-    """Check one new token and several, in the layer; several tiles per program; a cache shorter than a compressed block."""
-    for programs, start, T, H, G, d_k, d_v in (
-        (512, 130, 1, 6, 2, 16, 48),
-        (1, 300, 4, 4, 2, 48, 16),
-        (512, 5, 3, 2, 1, 16, 16),
+    """Check one new token and several, in the layer: several tiles per program, a cache shorter than a compressed block, heads
+    whose scores are added in turn, more parts than are merged at once.
+    """
+    for programs, scores, start, T, H, G, d_k, d_v, n_sel in (
+        (512, 8192, 130, 1, 6, 2, 16, 48, 4),
+        (1, 8192, 300, 4, 4, 2, 48, 16, 4),
+        (512, 8192, 5, 3, 2, 1, 16, 16, 4),
+        (512, 32, 130, 2, 5, 1, 16, 16, 70),
     ):
-        on_gpu.PROGRAMS = programs
-        sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 70}
+        on_gpu.PROGRAMS, on_gpu.MOST_SCORES = programs, scores
+        sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": n_sel, "w": 70}
         layer = NSAAttention(32, H, G, d_k, d_v, **sizes)
         x = torch.randn(2, start + T, 32)
         found, selections = [], []

@@ -32,6 +32,7 @@ WHOLE = [
     *((shape, torch.bfloat16, WIDE_BLOCKS, False) for shape in ("paper", "64 heads", "short")),
     *((shape, torch.bfloat16, OTHER_SIZES, False) for shape in ("paper", "125m", "odd")),
     *(("paper", torch.bfloat16, sizes, True) for sizes in (SIZES, WIDE_BLOCKS)),
+    *((shape, torch.bfloat16, SIZES, True) for shape in ("125m", "short")),  # of a batch: with a table of its sequences
     ("125m", torch.float32, OTHER_SIZES, True),
 ]
 
@@ -124,15 +125,15 @@ def test_the_whole(
     )
 
 
-@pytest.mark.parametrize("ranges", [False, True])
+@pytest.mark.parametrize(("dtype", "ranges"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
 @pytest.mark.parametrize("lengths", [[5, 0, 400], [300, 700, 64, 1, 200], [1] * 50])
-def test_a_pack(lengths: list[int], ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pack gives what each of its sequences gives alone, in float32."""
+def test_a_pack(lengths: list[int], dtype: torch.dtype, ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack gives what each of its sequences gives alone."""
     if ranges:
         monkeypatch.setattr(sequences, "PARTS", 1)
     S = sum(lengths)
     n_cmp = sum(blocks.num_compressed(n, 32, 16) for n in lengths)
-    inputs, exact = leaves(torch.float32, *of_whole((1, S, 12, 2, 64, 64), n_cmp))
+    inputs, exact = leaves(dtype, *of_whole((1, S, 12, 2, 64, 64), n_cmp))
     ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     settings = {**SIZES, "n_sel": 12, "cu_seqlens": ends}
     compare(

@@ -235,5 +235,6 @@ def sum_parts(
         some = tl.load(PART_LSE + place, mask=p < parts, other=float("-inf"))
         top = tl.where(p < cmp_parts, top_cmp, tl.where(p < win_parts, top_win, top_sel))
         share = tl.where(p < cmp_parts, of_cmp, tl.where(p < win_parts, of_win, of_sel))
-        total += tl.sum(x * (tl.exp2(some - top) * share)[:, None], 0)
+        weight = tl.exp2(some - top)
+        total += tl.sum(x * tl.where(weight > 0, weight * share, 0.0)[:, None], 0)  # a gate may be infinite
     tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)

@@ -43,7 +43,7 @@ def attend(
     B, T, H, d_k = q.shape
     G, d_v = sel[0].shape[2], sel[1].shape[3]
     h, rows = H // G, T * (H // G)
-    # As many picks at any length, -1 behind the last: nothing is compiled again as the cache grows.
+    # As many picks at any length, -1 behind the last: little is compiled again as the cache grows.
     selection = Selection.of(start + T, l_sel, n_sel, q, d_v)._replace(n_sel=n_sel)
     keys = keys_for(q)
     steps = steps_of(keys, l // d, l_sel // d)
@@ -83,7 +83,7 @@ def attend(
     )  # fmt: skip
     launch(
         decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, cmp_programs + win_programs, parts, h=h,
-        DV=d_v, PV=widths(d_v).whole, NP=triton.next_power_of_2(parts), BP=64, num_warps=4,
+        DV=d_v, PV=widths(d_v).whole, NP=max(128, triton.next_power_of_2(parts)), BP=64, num_warps=4,
     )  # fmt: skip
     return out, picks
 
