@@ -61,7 +61,7 @@ def selected_backward(
         dv0, dv1 = zeros_two(BN, E0, E1)
         base = s0.to(tl.int64) * H + g * h
         rows = (end - begin) * h
-        # A tile's entries are loaded an iteration ahead: a load that waits for a load of its iteration is not pipelined.
+        # A tile's entries are loaded an iteration ahead: a load that waits for a load of its iteration is issued too late.
         ahead = tl.arange(0, BM)
         entry = tl.load(LISTS + begin + ahead // h, mask=ahead < rows, other=0)
         for r0 in tl.range(0, rows, BM, num_stages=STAGES):

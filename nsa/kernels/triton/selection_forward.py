@@ -52,7 +52,7 @@ def selected_forward(
 
     WIDE: q in a sequence, or the parts, have more elements than 32 bits count. If AHEAD, the scores of a tile are computed an
     iteration ahead, so that its rows arrive while the tile before is weighed and stored; their entries are loaded another one
-    ahead, as a load that waits for a load of its iteration is not pipelined. If UNITED, groups that CHOICE marks are left to
+    ahead, as a load that waits for a load of its iteration is issued too late. If UNITED, groups that CHOICE marks are left to
     `union_forward`.
     """
     item = ITEMS + tl.program_id(0).to(tl.int64) * 4

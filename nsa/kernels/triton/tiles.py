@@ -134,7 +134,7 @@ def fitting(kernel: str, d_k: int, d_v: int, itemsize: int) -> Tile:
     elif kernel in ("compressed_dkv", "sliding_dkv"):
         found = Tile(64, 64, 4, 2) if is_narrow else Tile(32, 32 if is_wide else 64, 4 if is_wide else 8, 2)
     else:  # selected_backward
-        found = Tile(32, 64, 4 if is_narrow else 8, 2)
+        found = Tile(32, 64, 4 if is_narrow else 8, 2 if is_wide else 3)
     # Without masks in the middle, where loops are long; a window's are short.
     return found._replace(
         loops=2 if kernel in ("compressed", "compressed_dq", "compressed_dkv") and not is_widest else 1
