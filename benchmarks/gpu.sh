@@ -6,7 +6,7 @@
 # loss times the head's loss by chunks; kernels writes which kernels take the time;
 # short has 7 minutes on an H200 with 16 cores: the paper's shape beside cuDNN, a decoded token, training of 125M, compiled and at 16k and 64k.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 out=${1:-benchmarks/results}
 mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
