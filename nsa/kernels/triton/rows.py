@@ -175,3 +175,13 @@ def picks_there(PICKS, row, n_sel: tl.constexpr, NS: tl.constexpr):
     slot = tl.arange(0, NS)
     picked = tl.load(PICKS + row.to(tl.int64) * n_sel + slot, mask=slot < n_sel, other=-1)
     return tl.sum((picked >= 0).to(tl.int32), 0)
+
+
+@triton.jit
+def part_of(entry, before, G, g, sub, n_sel: tl.constexpr, SUB: tl.constexpr, WIDE: tl.constexpr):
+    """Return the number, among the parts [queries, G, n_sel * SUB], of a list's entry, query * n_sel + pick, and a sub-block.
+
+    ``before`` is added to the query; WIDE: in 64 bits.
+    """
+    query = (before + entry // n_sel).to(tl.int64 if WIDE else tl.int32)
+    return (query * G + g) * (n_sel * SUB) + entry % n_sel * SUB + sub

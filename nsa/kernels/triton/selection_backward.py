@@ -16,6 +16,7 @@ import triton.language as tl
 
 from nsa.kernels.triton.rows import (
     load_two,
+    part_of,
     picks_there,
     product,
     store_part,
@@ -82,11 +83,7 @@ def selected_backward(
             dk0, dk1, dv0, dv1, ds = rows_give(
                 p, v0, v1, dk0, dk1, dv0, dv1, q0, q1, do0, do1, delta, D1, E1, PRECISION
             )
-            part = (
-                ((s0 - FIRST + t).to(tl.int64 if WIDE else tl.int32) * G + g) * (n_sel * SUB)
-                + entry % n_sel * SUB
-                + sub
-            )
+            part = part_of(entry, s0 - FIRST, G, g, sub, n_sel, SUB, WIDE)
             at = (part * h + r % h) * DK
             if TRANSPOSED:
                 x0 = tl.dot(k0.T, ds, input_precision=PRECISION)

@@ -19,6 +19,7 @@ from nsa.kernels.triton.rows import (
     add_product,
     load_part,
     load_two,
+    part_of,
     picks_there,
     product,
     store_part,
@@ -102,11 +103,7 @@ def selected_forward(
             o0 = o0 * share[:, None]
             if E1 > 0:
                 o1 = o1 * share[:, None]
-            part = (
-                ((s0 - FIRST + t).to(tl.int64 if WIDE else tl.int32) * G + g) * (n_sel * SUB)
-                + entry % n_sel * SUB
-                + sub
-            )
+            part = part_of(entry, s0 - FIRST, G, g, sub, n_sel, SUB, WIDE)
             place = part * h + r % h
             store_two(PART, place * DV, there, o0, o1, DV, E0, E1, "evict_first")
             tl.store(PART_LSE + place, tl.where(total > 0, finite + tl.log2(some), float("-inf")), mask=there)
