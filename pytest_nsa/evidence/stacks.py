@@ -110,8 +110,19 @@ class ThreadStack:
     @property
     def is_in_a_collective_of_an_executor(self) -> bool:
         """Whether it is a thread of an executor that runs a call of torch.distributed."""
-        is_executor = any(f.function == "run" and f.file.endswith("/concurrent/futures/thread.py") for f in self.frames)
-        return is_executor and any(f.file.endswith("torch/distributed/distributed_c10d.py") for f in self.frames)
+        return self.runs_a_call and any(f.file.endswith("torch/distributed/distributed_c10d.py") for f in self.frames)
+
+    @property
+    def runs_a_call(self) -> bool:
+        """Whether it is a thread of an executor that runs a call, the user's or a library's."""
+        return any(f.function == "run" and f.file.endswith("/concurrent/futures/thread.py") for f in self.frames)
+
+    @property
+    def is_a_timer(self) -> bool:
+        """Whether it waits for its time, as threading.Timer does: nothing but that module's own code runs."""
+        return all(f.file.endswith("/threading.py") for f in self.frames) and any(
+            f.function == "run" for f in self.frames
+        )
 
     @property
     def waits_for_work(self) -> bool:

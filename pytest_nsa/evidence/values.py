@@ -11,7 +11,14 @@ from pytest_nsa.evidence.board import BoardSnapshot, Collective
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
-from pytest_nsa.evidence.waiting import computes, in_recorded_call, torch_s_wait, waits_for_a_key, waits_for_a_result
+from pytest_nsa.evidence.waiting import (
+    computes,
+    in_recorded_call,
+    is_at_a_lock,
+    torch_s_wait,
+    waits_for_a_key,
+    waits_for_a_result,
+)
 from pytest_nsa.wire.messages import Job
 
 SILENT_S = 0.6  # the heartbeat beats every 0.05 s
@@ -215,6 +222,23 @@ class RankEvidence:
     def collectives(self) -> tuple[Collective, ...]:
         """The last calls that its board holds, oldest first; () where it left none."""
         return self.board.collectives if self.board is not None else ()
+
+    @property
+    def threads_at_work(self) -> tuple[ThreadStack, ...]:
+        """The threads, but the main one, that may do something yet: of the user's code, timers, and calls that an executor runs,
+        unless they wait for work, for a lock or for other ranks.
+        """
+        others = (t for t in self.threads if not t.is_main and not t.is_ours)
+        return tuple(t for t in others if t.is_a_timer or self._is_at_work(t))
+
+    def _is_at_work(self, thread: ThreadStack) -> bool:
+        if thread.user_frame is None and not thread.runs_a_call:
+            return False
+        frame = thread.frames[0]
+        line = self.sources.line(frame.file, frame.line) if frame.is_user else ""
+        # In Python, or in C at a line of the user's. Of a `with` that has called no Python, it is a lock that is entered.
+        at_a_lock = frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)
+        return not thread.waits_for_work and not torch_s_wait(thread.frames) and not at_a_lock
 
     @property
     def stack(self) -> ThreadStack | None:

@@ -4,7 +4,7 @@
 | --- | --- |
 | it cannot mend itself (ranks wait for each other, for ever) | at once |
 | ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
-| a rank is at work by itself: it computes, imports, compiles, writes | 10 s |
+| a rank is at work by itself, or one of its threads: it computes, imports, compiles, writes | 10 s |
 
 Both limits grow with the job's own past: to 5 times its usual step, and to twice its longest pause at the same place, so that a
 pause that recurs (a checkpoint, an evaluation) is announced once at most. A rank that begins something else begins to count again.
@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
-from pytest_nsa.evidence.stacks import Frame
-from pytest_nsa.evidence.values import Evidence, RankEvidence
-from pytest_nsa.evidence.waiting import is_at_a_lock, torch_s_wait
+from pytest_nsa.evidence.values import Evidence
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
@@ -89,8 +87,14 @@ class AnnounceDelay:
         boards = [r.board for r in evidence.ranks if r.rank in finding.ranks and r.board is not None]
         waited_for = any(r.is_waiting or r.waits_for_a_key for r in evidence.ranks if r.rank not in finding.ranks)
         all_wait = all(r.is_waiting for r in evidence.ranks if not r.finished)
-        least = AT_WORK_S if self.at_work or not (waited_for or all_wait) else WAITED_FOR_S
+        works = self.at_work or may_act(evidence)
+        least = AT_WORK_S if works or not (waited_for or all_wait) else WAITED_FOR_S
         return now - self._since >= max((past.limit(least, b.line) for b in boards), default=least)
+
+
+def may_act(evidence: Evidence) -> bool:
+    """Return whether a rank has a thread at work: its main thread waits, but that one may make the call that is missing."""
+    return any(rank.threads_at_work for rank in evidence.ranks if not rank.finished)
 
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
@@ -103,7 +107,7 @@ def is_at_work(finding: Finding, evidence: Evidence) -> bool:
     if any(r.process.get("written_per_s", 0.0) > WRITES for r in ranks):
         return True
     if finding.cause == "lock_deadlock":
-        return any(_has_thread_at_work(rank) for rank in ranks)
+        return any(thread is not rank.stack for rank in ranks for thread in rank.threads_at_work)
     from pytest_nsa.diagnosis.explain.source import loops_of  # not before a stall
 
     places = [frame for r in ranks if r.stack is not None for frame in r.stack.frames if frame.is_user]
@@ -117,21 +121,3 @@ def _retries(loops: Sequence[ast.stmt]) -> bool:
     if not loops or not isinstance(loops[-1], ast.For):
         return False
     return any(isinstance(node, ast.Try) for statement in loops[-1].body for node in ast.walk(statement))
-
-
-def _has_thread_at_work(rank: RankEvidence) -> bool:
-    """Return whether another thread of the user's code is neither idle nor waits for a lock or for other ranks."""
-    others = [
-        t for t in rank.threads if t is not rank.stack and not t.is_main and not t.is_ours and t.user_frame is not None
-    ]
-    return any(
-        not t.waits_for_work and not torch_s_wait(t.frames) and not _is_at_a_lock(rank, t.frames[0]) for t in others
-    )
-
-
-def _is_at_a_lock(rank: RankEvidence, frame: Frame) -> bool:
-    """Return whether a thread's innermost frame takes a lock: in Python, or in C at a line of the user's that does. Of a ``with``
-    that has called no Python, it is a lock that is entered.
-    """
-    line = rank.sources.line(frame.file, frame.line) if frame.is_user else ""
-    return frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)

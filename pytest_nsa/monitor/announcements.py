@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_nsa.diagnosis.verdict import Finding, describe_ranks
 from pytest_nsa.evidence.load import load, with_sources
 from pytest_nsa.evidence.values import Evidence
-from pytest_nsa.monitor.announce_delay import AnnounceDelay
+from pytest_nsa.monitor.announce_delay import AnnounceDelay, may_act
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.wire.files import append_line
 from pytest_nsa.wire.messages import Job
@@ -34,6 +35,8 @@ class Suspicions:
             evidence = with_sources(load(self.folder))
             found = suspect(evidence)
             if found is not None:
+                if found.ends_the_test and may_act(evidence):
+                    found = replace(found, certain=False, is_permanent=False)
                 self._consider(found, evidence, watch)
         except Exception as error:  # the test runs: what cannot be read now must not end it
             append_line(
@@ -41,6 +44,13 @@ class Suspicions:
             )
             return None
         return found
+
+    def may_act(self) -> bool:
+        """Return whether a thread of a rank may still do what the ranks wait for; False where that cannot be read."""
+        try:
+            return may_act(with_sources(load(self.folder)))
+        except Exception:  # as above
+            return False
 
     def _consider(self, found: Finding, evidence: Evidence, watch: ProgressWatch) -> None:
         seconds = stalled_for(found, watch)

@@ -32,6 +32,7 @@ from pytest_nsa.wire.protocols import Launcher, Limits, Monitor, Suspicion
 
 POLL_S = 0.05
 GRACE_S = 1.0  # of a stall, before what looks stuck is taken for stuck
+LOOK_AGAIN_S = 1.0  # at the ranks' threads
 FAILED_S = 5.0  # for the others to end by themselves, once a rank has failed or died
 KILL_WAIT_S = 10.0
 
@@ -45,11 +46,14 @@ class RanksRun:
     limits: Limits
     monitors: Sequence[Monitor] = ()
     suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far
+    may_act: Callable[[], bool] | None = None  # whether a rank has a thread at work that is not its main one
     more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of others, before the end
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     _ended_by: str = ""
+    _looked_at_threads: float = 0.0
+    _thread_at_work: bool = False
 
     def __post_init__(self) -> None:
         self.folder = Path(self.job.folder)
@@ -107,14 +111,23 @@ class RanksRun:
             if failed_at and self._nothing_to_wait_for(now - failed_at):
                 return "failed"
             if not self._has_limits_to_come():
-                if self.watch.has_departed():
-                    return "departed"
-                if self._waits_for_the_finished():
-                    return "left_alone"
+                reason = (
+                    "departed" if self.watch.has_departed() else "left_alone" if self._waits_for_the_finished() else ""
+                )
+                if reason and not self._may_act(now):
+                    return reason
             reason = self._past_limits(started, now)
             if reason:
                 return reason
         return ""
+
+    def _may_act(self, now: float) -> bool:
+        """Return whether a thread of a rank may still do what the ranks wait for, as was seen within `LOOK_AGAIN_S`."""
+        if self.may_act is None:
+            return False
+        if now - self._looked_at_threads >= LOOK_AGAIN_S:
+            self._looked_at_threads, self._thread_at_work = now, self.may_act()
+        return self._thread_at_work
 
     def _has_limits_to_come(self) -> bool:
         """Return whether a rank's wait ends by itself before the test does: until then it is no stall."""

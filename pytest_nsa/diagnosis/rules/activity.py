@@ -164,8 +164,13 @@ def _gil_held(rank: RankEvidence) -> Activity | None:
 
 def _busy(rank: RankEvidence) -> Activity | None:
     """Find that the rank computes, on a busy machine too: a rank that waits uses almost no CPU."""
-    share = rank.process.get("main_cpu_share", rank.process.get("cpu_share", 0.0))
-    return _what_computes(rank) if share >= STARVED else None
+    whole = rank.process.get("cpu_share", 0.0)
+    of_main = rank.process.get("main_cpu_share", whole)
+    if (
+        rank.stack is not None and not rank.stack.is_main and whole - of_main >= BUSY
+    ):  # it is not the main one that is shown
+        return _what_computes(rank)
+    return _what_computes(rank) if of_main >= STARVED else None
 
 
 def _what_computes(rank: RankEvidence) -> Activity:
@@ -299,7 +304,8 @@ def _lock(rank: RankEvidence) -> Activity | None:
     by_file = any(part in file for file in _library_files(rank)[:1] for part in _LOCK_FILES)
     source = is_at_a_lock(_source(rank))
     stack, frame = rank.stack, user_frame(rank)
-    by_wait = "futex" in _wchan(rank) and frame is not None and stack is not None and stack.frames[0] == frame
+    # The kernel reports what the main thread waits in, of no other one.
+    by_wait = "futex" in _wchan(rank) and stack is not None and stack.is_main and stack.frames[0] == frame
     if not (by_file or source or by_wait):
         return None
     hook = ", in a gradient hook" if stack is not None and stack.is_in_hook else ""

@@ -1,0 +1,141 @@
+"""Main threads that wait for each other while another thread of a rank will make the missing call: no hang, and not announced."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_nsa.testing import run_example
+
+AT_WORK = """
+pytestmark = pytest.mark.timeout(40)
+
+
+def work(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+"""
+ROUNDS = """
+@world_size(2)
+def test_a_thread_reduces_over_a_group_of_its_own(group):
+    import queue
+
+    side, steps = dist.new_group(), queue.Queue()
+
+    def log():
+        while (step := steps.get()) is not None:
+            if step == 2:
+                work(3)
+            dist.all_reduce(torch.ones(1), group=side)
+
+    if group.rank == 0:
+        thread = threading.Thread(target=log)
+        thread.start()
+    for step in range(4):
+        if group.rank == 0:
+            steps.put(step)
+        else:
+            dist.all_reduce(torch.ones(1), group=side)
+        dist.all_reduce(torch.ones(4))
+    if group.rank == 0:
+        steps.put(None)
+        thread.join()
+"""
+MORE = """
+@world_size(2)
+def test_a_timer_sends(group):
+    if group.rank == 1:
+        threading.Timer(3, lambda: dist.send(torch.ones(1), 0)).start()
+        dist.recv(torch.empty(1), 0)
+    else:
+        dist.recv(torch.empty(1), 1)
+        dist.send(torch.ones(1), 1)
+
+
+@world_size(2)
+def test_a_thread_sends_when_it_has_slept(group):
+    def send():
+        time.sleep(3)
+        dist.send(torch.ones(1), 0)
+
+    if group.rank == 1:
+        threading.Thread(target=send).start()
+        dist.recv(torch.empty(1), 0)
+    else:
+        dist.recv(torch.empty(1), 1)
+        dist.send(torch.ones(1), 1)
+
+
+@world_size(2)
+def test_an_executor_writes_and_meets_the_others(group):
+    from concurrent.futures import ThreadPoolExecutor
+
+    side = dist.new_group()
+
+    def write():
+        if group.rank == 0:
+            work(3)
+        dist.barrier(side)
+
+    with ThreadPoolExecutor(1) as executor:
+        written = executor.submit(write)
+        if group.rank == 1:
+            written.result()
+        dist.all_reduce(torch.ones(1))
+        written.result()
+
+
+@world_size(2)
+def test_a_thread_multiplies(group):
+    def multiply():
+        a, end = torch.randn(500, 500), time.monotonic() + 6
+        while time.monotonic() < end:
+            a = torch.tanh(a @ a)
+
+    if group.rank == 0:
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+    dist.barrier()
+"""
+
+
+def assert_silent(pytester: pytest.Pytester, source: str, passed: int) -> None:
+    result = run_example(pytester, AT_WORK + source)
+    assert result.outcomes == {"passed": passed}, result.stdout
+    assert "waited for" not in result.stdout
+    assert "wait in different" not in result.stdout
+
+
+def test_a_thread_makes_the_call_that_the_main_one_left(pytester: pytest.Pytester) -> None:
+    assert_silent(pytester, ROUNDS, 1)
+
+
+@pytest.mark.slow
+def test_timers_sleepers_and_executors_act_for_the_main_thread(pytester: pytest.Pytester) -> None:
+    assert_silent(pytester, MORE, 4)
+
+
+def test_a_thread_that_waits_for_work_keeps_no_hang_alive(pytester: pytest.Pytester) -> None:
+    """The rank's thread waits for an item of its queue: nobody will give it one."""
+    result = run_example(
+        pytester,
+        AT_WORK
+        + """
+@world_size(2)
+def test_skips(group):
+    import queue
+
+    side, steps = dist.new_group(), queue.Queue()
+    threading.Thread(target=steps.get, daemon=True).start()
+    threading.Thread(target=lambda: [steps.get() for _ in range(9)], daemon=True).start()
+    for step in range(3):
+        if not (step == 1 and group.rank == 1):
+            dist.all_reduce(torch.ones(1), group=side)
+        dist.all_reduce(torch.ones(4))
+""",
+    )
+    verdict = result.verdicts["test_skips"]
+    assert (verdict.cause, verdict.ranks, verdict.certain) == ("skipped_collective", (1,), True)
+    assert verdict.duration_s < 20
