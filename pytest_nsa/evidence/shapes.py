@@ -123,6 +123,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "process": {
         "rank": _int, "state": is_text, "rss_mib?": is_number,
         "cpu_share": is_number, "main_cpu_share?": is_number, "kernel_share?": is_number,
+        "below_cpu_share?": is_number,
         "faults_per_s?": is_number, "gil_wait_ms?": is_number, "unread_bytes?": is_number, "unsent_bytes?": is_number,
         "sockets?": is_number, "wchan": is_text, "children?": _list_of(is_text), "wants_cpu?": is_flag, "held_by?": _list_of(_int),
         "locked_by?": _list_of(_int), "waits_for_lock?": is_text, "open_and_locked?": is_text, "reads_from_parent?": is_flag,

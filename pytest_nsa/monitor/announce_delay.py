@@ -4,7 +4,7 @@
 | --- | --- |
 | it cannot mend itself (ranks wait for each other, for ever) | at once |
 | ranks wait for one that stalls: in a lock, a sleep, I/O, a process, a data loader | 3 s |
-| a rank is at work by itself, or one of its threads: it computes, imports, compiles, writes | 10 s |
+| a rank is at work by itself, or a thread or a child process: it computes, imports, compiles, writes | 10 s |
 
 Both limits grow with the job's own past: to 5 times its usual step, and to twice its longest pause at the same place, so that a
 pause that recurs (a checkpoint, an evaluation) is announced once at most. A rank that begins something else begins to count again.
@@ -22,6 +22,7 @@ from pytest_nsa.diagnosis.causes import CAUSES
 from pytest_nsa.diagnosis.verdict import Finding
 from pytest_nsa.evidence.board import BoardSnapshot
 from pytest_nsa.evidence.values import Evidence
+from pytest_nsa.evidence.waiting import BUSY
 
 WAITED_FOR_S, AT_WORK_S = 3.0, 10.0
 STEPS, LONGEST = 5.0, 2.0  # times the usual step, and the longest pause at the place
@@ -99,12 +100,15 @@ def may_act(evidence: Evidence) -> bool:
 
 def is_at_work(finding: Finding, evidence: Evidence) -> bool:
     """Return whether the ranks of a suspicion are at work by themselves, and may come yet: they compute, import, compile, or
-    write; one waits for one of its threads that is at work; or it sleeps between attempts that are counted.
+    write; one waits for one of its threads, or for a child process, that is at work; or it sleeps between attempts that are
+    counted.
     """
     if CAUSES[finding.cause].at_work:
         return True
     ranks = [r for r in evidence.ranks if r.rank in finding.ranks]
-    if any(r.process.get("written_per_s", 0.0) > WRITES for r in ranks):
+    if any(
+        r.process.get("written_per_s", 0.0) > WRITES or r.process.get("below_cpu_share", 0.0) >= BUSY for r in ranks
+    ):
         return True
     if finding.cause == "lock_deadlock":
         return any(thread is not rank.stack for rank in ranks for thread in rank.threads_at_work)

@@ -13,18 +13,20 @@ from pytest_nsa.system.commands import command_line
 
 REST_S = 0.02
 REST_LOOKS = 10
+LEVELS = 3  # of processes below one, that are looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, and those in the kernel), page
-    faults, switches, bytes written to whatever files and pipes, children.
+    """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, those in the kernel, and those of
+    the processes below it), page faults, switches, bytes written to whatever files and pipes, children.
     """
 
     state: str
     cpu_s: float
     main_cpu_s: float
     kernel_s: float
+    below_cpu_s: float
     faults: int
     voluntary_switches: int
     written: int
@@ -49,6 +51,7 @@ def look_at(pid: int) -> ProcessState | None:
         cpu_s=user + kernel,
         main_cpu_s=sum(_cpu_seconds(stat_of(proc / "task" / str(pid)))),
         kernel_s=kernel,
+        below_cpu_s=_cpu_seconds_below(pid),
         faults=int(fields[7]),
         voluntary_switches=int(switches),
         written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
@@ -89,6 +92,14 @@ def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
     return (ticks[0], ticks[1]) if len(ticks) == 2 else (0.0, 0.0)
 
 
+def _cpu_seconds_below(pid: int, levels: int = LEVELS) -> float:
+    """Return the CPU seconds of a process's children, and of theirs."""
+    found = 0.0
+    for child in children_of(pid) if levels else ():
+        found += sum(_cpu_seconds(stat_of(Path("/proc") / str(child)))) + _cpu_seconds_below(child, levels - 1)
+    return found
+
+
 def children_of(pid: int) -> list[int]:
     """Process ids of a process's children; [] where the kernel does not list them."""
     return [int(child) for child in _read(Path(f"/proc/{pid}/task/{pid}/children")).split()]
@@ -112,6 +123,7 @@ def difference(before: ProcessState, after: ProcessState, elapsed: float) -> dic
     facts["wants_cpu"] = before.state == after.state == "R"  # it may get little of it on a busy machine
     facts["cpu_share"] = round((after.cpu_s - before.cpu_s) / elapsed, 3)
     facts["main_cpu_share"] = round((after.main_cpu_s - before.main_cpu_s) / elapsed, 3)
+    facts["below_cpu_share"] = round(max(0.0, after.below_cpu_s - before.below_cpu_s) / elapsed, 3)
     facts["written_per_s"] = round((after.written - before.written) / elapsed, 1)
     # Of the time that it computed.
     facts["kernel_share"] = round((after.kernel_s - before.kernel_s) / max(after.cpu_s - before.cpu_s, 0.01), 3)

@@ -1,4 +1,4 @@
-"""Main threads that wait for each other while another thread of a rank will make the missing call: no hang, and not announced."""
+"""Main threads that wait while another thread of a rank, or a child process, works for them: no hang, and not announced."""
 
 from __future__ import annotations
 
@@ -87,6 +87,17 @@ def test_an_executor_writes_and_meets_the_others(group):
 
 
 @world_size(2)
+def test_a_pool_computes(group):
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    if group.rank == 0:
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor:
+            executor.submit(work, 6).result()
+    dist.barrier()
+
+
+@world_size(2)
 def test_a_thread_multiplies(group):
     def multiply():
         a, end = torch.randn(500, 500), time.monotonic() + 6
@@ -113,8 +124,8 @@ def test_a_thread_makes_the_call_that_the_main_one_left(pytester: pytest.Pyteste
 
 
 @pytest.mark.slow
-def test_timers_sleepers_and_executors_act_for_the_main_thread(pytester: pytest.Pytester) -> None:
-    assert_silent(pytester, MORE, 4)
+def test_timers_sleepers_executors_and_children_act_for_the_main_thread(pytester: pytest.Pytester) -> None:
+    assert_silent(pytester, MORE, 5)
 
 
 def test_a_thread_that_waits_for_work_keeps_no_hang_alive(pytester: pytest.Pytester) -> None:
