@@ -28,6 +28,7 @@ from pytest_nsa.session.items import (
     make_ranked,
     may_be_ranked,
     runner_key,
+    skipped_key,
     timeout_key,
     verdict_key,
 )
@@ -275,6 +276,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.config.stash[runner_key].recorder.expect_failure(item.stash[folder_key], verdict)
     elif verdict is not None and call.when == "call":
         report.nsa_outcome = verdict.outcome
+        if report.skipped and skipped_key in item.stash:  # pytest reports where the host skipped: in its own code
+            report.longrepr = (*item.stash[skipped_key], report.longrepr[-1])
         if verdict.outcome == "HANG" and report.failed:
             report.nsa_hang = hang_line(verdict, item)
         if call.excinfo is not None and getattr(call.excinfo.value, "in_setup", False):

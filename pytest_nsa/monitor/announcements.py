@@ -85,9 +85,10 @@ class Suspicions:
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:
     """Return the line that announces a suspicion. ``who``: its ranks; ``seconds``: how long it has lasted; ``what`` follows."""
     at = f" at {found.where}" if found.where else ""
+    reason = " ".join(found.reason.split())  # a child's command may have several lines
     if at_work and not found.ends_the_test:
-        return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {found.reason} ({what})"
-    return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {found.reason} ({what})"
+        return f"nsa: {test}: {who} at work for {seconds:.0f} s{at}: {reason} ({what})"
+    return f"nsa: {test}: {found.cause} on {who}{at}, for {seconds:.1f} s: {reason} ({what})"
 
 
 def stalled_for(found: Finding, watch: ProgressWatch) -> float:

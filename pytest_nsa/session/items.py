@@ -33,6 +33,7 @@ timeout_key = pytest.StashKey[float]()
 verdict_key = pytest.StashKey[Verdict]()
 values_key = pytest.StashKey[dict[str, Any]]()
 folder_key = pytest.StashKey[Path]()
+skipped_key = pytest.StashKey[tuple[str, int]]()  # file and line of the skip on the ranks
 
 
 class RankFailure(Exception):
@@ -111,6 +112,7 @@ class Ranked(pytest.Function):
         if failing and all(r.xfailed is not None and not r.exceptions for r in failing) and not evidence.stop:
             pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
+            self.stash[skipped_key] = self._place_of_the_skip(evidence)
             pytest.skip(verdict.reason)
         foreseen = marked.value(self, "fails_as")
         if foreseen is not None and verdict.cause == foreseen:
@@ -133,6 +135,14 @@ class Ranked(pytest.Function):
             failure.in_setup = _failed_in_setup(verdict, evidence)
             del evidence, failing  # the traceback keeps this frame
             raise failure
+
+    def _place_of_the_skip(self, evidence: Evidence) -> tuple[str, int]:
+        """Return file and line where the ranks skipped the test; the test's own, where it was no line of the user's."""
+        found = next(
+            (LOCATION.match(str(r.left.get("where", ""))) for r in evidence.ranks if r.skipped is not None), None
+        )
+        path, line, _ = self.reportinfo()
+        return (found[1], int(found[2])) if found else (str(path), (line or 0) + 1)
 
     def _take_over(self, evidence: Evidence) -> None:
         """Properties that the test recorded; what the ranks printed, when it failed."""

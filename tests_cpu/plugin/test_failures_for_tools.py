@@ -196,3 +196,20 @@ def test_parts(group, subtests):
         ("--- ranks 0, 1 ---\n[part] (i=1)\n", first), ("--- rank 1 ---\n[part] (i=2)\n", first + 1)
     ):  # fmt: skip
         assert f"test_example.py:{place}: AssertionError" in text.partition(headline)[2].partition("--- ")[0]
+
+
+def test_a_skip_is_where_the_ranks_skipped(pytester: pytest.Pytester) -> None:
+    source = """
+@world_size(2)
+def test_skips():
+    pytest.skip("not here")  # THERE
+
+@world_size(2)
+def test_lacks(group):
+    pytest.importorskip("nothing_of_the_kind")  # NOR THIS
+"""
+    result = run_example(pytester, source, "-rs")
+    assert result.outcomes == {"skipped": 2}
+    lines = [i for i, line in enumerate((HEADER + source).splitlines(), 1) if "  # " in line]
+    found = sorted(int(line) for line in re.findall(r"SKIPPED \[1\] test_example\.py:(\d+): ", result.stdout))
+    assert found == lines
