@@ -39,18 +39,9 @@ class Suspicions:
                     found = replace(found, certain=False, is_permanent=False)
                 self._consider(found, evidence, watch)
         except Exception as error:  # the test runs: what cannot be read now must not end it
-            append_line(
-                self.folder / "suspicions.jsonl", {"time": time.time(), "error": f"{type(error).__name__}: {error}"}
-            )
+            _note(self.folder, error)
             return None
         return found
-
-    def may_act(self) -> bool:
-        """Return whether a thread of a rank may still do what the ranks wait for; False where that cannot be read."""
-        try:
-            return may_act(with_sources(load(self.folder)))
-        except Exception:  # as above
-            return False
 
     def _consider(self, found: Finding, evidence: Evidence, watch: ProgressWatch) -> None:
         seconds = stalled_for(found, watch)
@@ -80,6 +71,19 @@ class Suspicions:
         if at_work and not found.ends_the_test:
             what = f"the test has {left:.0f} s left"
         return announcement(found, test, who, seconds, what, at_work=at_work)
+
+
+def may_act_in(folder: Path) -> bool:
+    """Return `may_act` of the evidence in a test's folder so far; False where that cannot be read."""
+    try:
+        return may_act(with_sources(load(folder), keep=False))
+    except Exception as error:  # as above
+        _note(folder, error)
+        return False
+
+
+def _note(folder: Path, error: Exception) -> None:
+    append_line(folder / "suspicions.jsonl", {"time": time.time(), "error": f"{type(error).__name__}: {error}"})
 
 
 def announcement(found: Finding, test: str, who: str, seconds: float, what: str, *, at_work: bool) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pytest_nsa.monitor.announcements import may_act_in
 from pytest_nsa.monitor.native import dump_where_useful
 from pytest_nsa.monitor.progress import ProgressWatch
 from pytest_nsa.monitor.second_look import (
@@ -46,7 +47,6 @@ class RanksRun:
     limits: Limits
     monitors: Sequence[Monitor] = ()
     suspect: Callable[[ProgressWatch], Suspicion | None] | None = None  # what is wrong, by the evidence so far
-    may_act: Callable[[], bool] | None = None  # whether a rank has a thread at work that is not its main one
     more: Callable[[Path, Mapping[int, int]], Iterable[dict[str, Any]]] | None = None  # facts of others, before the end
     ranks: Sequence[int] = ()  # those that are watched; all by default
     pids: list[int] = field(default_factory=list)
@@ -123,10 +123,8 @@ class RanksRun:
 
     def _may_act(self, now: float) -> bool:
         """Return whether a thread of a rank may still do what the ranks wait for, as was seen within `LOOK_AGAIN_S`."""
-        if self.may_act is None:
-            return False
         if now - self._looked_at_threads >= LOOK_AGAIN_S:
-            self._looked_at_threads, self._thread_at_work = now, self.may_act()
+            self._looked_at_threads, self._thread_at_work = now, may_act_in(self.folder)
         return self._thread_at_work
 
     def _has_limits_to_come(self) -> bool:

@@ -211,8 +211,7 @@ class RankRunner:
             self.attachment.run(job, launcher, limits, self._monitors(job))
             return
         suspicions = Suspicions(Path(job.folder), job, limits, self._announce)
-        monitors = self._monitors(job)
-        RanksRun(job, launcher, limits, monitors, suspicions, suspicions.may_act, more=self._more_evidence).run()
+        RanksRun(job, launcher, limits, self._monitors(job), suspicions, more=self._more_evidence).run()
 
     def _more_evidence(self, folder: Path, pids: Mapping[int, int]) -> list[dict[str, Any]]:
         """Return what other sources know of ranks that are about to be stopped."""
