@@ -213,3 +213,11 @@ def test_lacks(group):
     lines = [i for i, line in enumerate((HEADER + source).splitlines(), 1) if "  # " in line]
     found = sorted(int(line) for line in re.findall(r"SKIPPED \[1\] test_example\.py:(\d+): ", result.stdout))
     assert found == lines
+
+
+def test_what_all_ranks_expect_to_fail_has_its_reason_and_its_line(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, "@world_size(2)\ndef test_known(group):\n    pytest.xfail('issue 12')\n")
+    assert result.outcomes == {"xfailed": 1}
+    verdict = result.verdicts["test_known"]
+    assert (verdict.reason, verdict.ranks, verdict.expected) == ("expected to fail: issue 12", (0, 1), True)
+    assert verdict.where == f"test_example.py:{len(HEADER.splitlines()) + 3} in test_known"

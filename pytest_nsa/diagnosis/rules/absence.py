@@ -18,16 +18,22 @@ from pytest_nsa.evidence.values import Evidence
 
 
 def left_by_choice(evidence: Evidence) -> Finding | None:
-    """Find that some ranks skipped the test, or expected it to fail, while the others went on."""
+    """Find that ranks expected the test to fail, or that some of them did, or skipped it, while the others went on."""
     left = {r.rank: r.xfailed or r.skipped for r in evidence.ranks if r.xfailed is not None or r.skipped is not None}
     others = [r for r in evidence.ranks if r.rank not in left]
+    expected = next((r for r in evidence.ranks if r.xfailed is not None), None)
+    if expected is not None and not others:
+        return Finding(
+            cause="assertion", ranks=tuple(left), certain=True, confidence=0.95, where=expected.left.get("where", ""),
+            reason=f"expected to fail: {expected.xfailed}", facts=all_facts(evidence.ranks),
+        )  # fmt: skip
     if not left or not others or any(not is_victim(error) for r in others for error in r.exceptions):
         return None
     if any((r.signal and not r.by_us) or r.gone or (r.exit_code and not r.finished) for r in others):
         return None  # it may be the reason why the other rank left
     if any(is_victim_text(evidence.ranks[rank].left.get("after", "")) for rank in left):
         return None
-    how = "expected to fail" if any(evidence.ranks[rank].xfailed is not None for rank in left) else "skipped"
+    how = "skipped" if expected is None else "expected to fail"
     return Finding(
         cause="data_dependent_branch", ranks=tuple(left), certain=True, confidence=0.95,
         where=evidence.ranks[min(left)].left.get("where", ""),
