@@ -112,7 +112,8 @@ class Ranked(pytest.Function):
         if failing and all(r.xfailed is not None and not r.exceptions for r in failing) and not evidence.stop:
             pytest.xfail(failing[0].xfailed or "")
         if verdict.outcome == "SKIP":
-            self.stash[skipped_key] = self._place_of_the_skip(evidence)
+            where = next((str(r.left.get("where", "")) for r in evidence.ranks if r.skipped is not None), "")
+            self.stash[skipped_key] = self._place_of(where)
             pytest.skip(verdict.reason)
         foreseen = marked.value(self, "fails_as")
         if foreseen is not None and verdict.cause == foreseen:
@@ -136,14 +137,6 @@ class Ranked(pytest.Function):
             del evidence, failing  # the traceback keeps this frame
             raise failure
 
-    def _place_of_the_skip(self, evidence: Evidence) -> tuple[str, int]:
-        """Return file and line where the ranks skipped the test; the test's own, where it was no line of the user's."""
-        found = next(
-            (LOCATION.match(str(r.left.get("where", ""))) for r in evidence.ranks if r.skipped is not None), None
-        )
-        path, line, _ = self.reportinfo()
-        return (found[1], int(found[2])) if found else (str(path), (line or 0) + 1)
-
     def _take_over(self, evidence: Evidence) -> None:
         """Properties that the test recorded; what the ranks printed, when it failed."""
         self.user_properties.extend(recorded_properties.of_the_test(evidence.ranks))
@@ -165,14 +158,14 @@ class Ranked(pytest.Function):
 
     def _failure_repr(self, error: RankFailure) -> ExceptionChainRepr:
         """Return the report's text, in a form that keeps its first line separate for the short summary, also through xdist."""
-        path, line = self._place_of(error.verdict)
+        path, line = self._place_of(error.verdict.where)
         place = ReprFileLocation(path, line, terminal.brief(error.verdict, self.path))
         entry = ReprEntryNative([error.report + "\n"])
         return ExceptionChainRepr([(ReprTraceback([entry], None, style="native"), place, None)])
 
-    def _place_of(self, verdict: Verdict) -> tuple[str, int]:
-        """Return file and line for tools (annotations, editors): the verdict's where it is in the repository, else the test's."""
-        match = LOCATION.match(verdict.where)
+    def _place_of(self, where: str) -> tuple[str, int]:
+        """Return file and line for tools (annotations, editors): those of ``where`` in the repository, else the test's."""
+        match = LOCATION.match(where)
         if match is not None:
             path = self.config.rootpath / match["file"]
             if path.is_file() and path.is_relative_to(self.config.rootpath) and "site-packages" not in path.parts:

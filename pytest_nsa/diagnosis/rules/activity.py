@@ -166,11 +166,9 @@ def _busy(rank: RankEvidence) -> Activity | None:
     """Find that the rank computes, on a busy machine too: a rank that waits uses almost no CPU."""
     whole = rank.process.get("cpu_share", 0.0)
     of_main = rank.process.get("main_cpu_share", whole)
-    if (
-        rank.stack is not None and not rank.stack.is_main and whole - of_main >= BUSY
-    ):  # it is not the main one that is shown
-        return _what_computes(rank)
-    return _what_computes(rank) if of_main >= STARVED else None
+    shows_other = rank.stack is not None and not rank.stack.is_main
+    computes_there = of_main >= STARVED or (shows_other and whole - of_main >= BUSY)
+    return _what_computes(rank) if computes_there else None
 
 
 def _what_computes(rank: RankEvidence) -> Activity:
@@ -265,8 +263,7 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
 def _executor_s_place(rank: RankEvidence) -> str:
     """Return the location of an executor's thread that runs a call; '' where all its threads are idle."""
     for thread in rank.threads:
-        runs_call = any(f.file.endswith("/concurrent/futures/thread.py") and f.function == "run" for f in thread.frames)
-        if runs_call and thread is not rank.stack:
+        if thread.runs_a_call and thread is not rank.stack:
             return (thread.user_frame or thread.frames[0]).describe()
     return ""
 
