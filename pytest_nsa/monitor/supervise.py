@@ -110,16 +110,21 @@ class RanksRun:
                 failed_at = now
             if failed_at and self._nothing_to_wait_for(now - failed_at):
                 return "failed"
-            if not self._has_limits_to_come():
-                reason = (
-                    "departed" if self.watch.has_departed() else "left_alone" if self._waits_for_the_finished() else ""
-                )
-                if reason and not self._may_act(now):
-                    return reason
+            reason = self._never_ends()
+            if reason and not self._may_act(now):
+                return reason
             reason = self._past_limits(started, now)
             if reason:
                 return reason
         return ""
+
+    def _never_ends(self) -> str:
+        """Return why the ranks' main threads wait for ever; '' where that is not known."""
+        if self._has_limits_to_come():
+            return ""
+        if self.watch.has_departed():
+            return "departed"
+        return "left_alone" if self._waits_for_the_finished() else ""
 
     def _may_act(self, now: float) -> bool:
         """Return whether a thread of a rank may still do what the ranks wait for, as was seen within `LOOK_AGAIN_S`."""

@@ -46,17 +46,18 @@ def look_at(pid: int) -> ProcessState | None:
     switches = next(
         (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
     )
+    children = children_of(pid)
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
         main_cpu_s=sum(_cpu_seconds(stat_of(proc / "task" / str(pid)))),
         kernel_s=kernel,
-        below_cpu_s=_cpu_seconds_below(pid),
+        below_cpu_s=_cpu_seconds_of(children),
         faults=int(fields[7]),
         voluntary_switches=int(switches),
         written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
         wchan=_read(proc / "wchan").strip(),
-        children=tuple(_child(command_line(child), command_line(pid)) for child in children_of(pid)),
+        children=tuple(_child(command_line(child), command_line(pid)) for child in children),
         threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
     )
@@ -92,12 +93,10 @@ def _cpu_seconds(fields: list[str]) -> tuple[float, float]:
     return (ticks[0], ticks[1]) if len(ticks) == 2 else (0.0, 0.0)
 
 
-def _cpu_seconds_below(pid: int, levels: int = LEVELS) -> float:
-    """Return the CPU seconds of a process's children, and of theirs."""
-    found = 0.0
-    for child in children_of(pid) if levels else ():
-        found += sum(_cpu_seconds(stat_of(Path("/proc") / str(child)))) + _cpu_seconds_below(child, levels - 1)
-    return found
+def _cpu_seconds_of(pids: list[int], levels: int = LEVELS) -> float:
+    """Return the CPU seconds of processes, and of those below them."""
+    found = sum(sum(_cpu_seconds(stat_of(Path("/proc") / str(pid)))) for pid in pids)
+    return found + sum(_cpu_seconds_of(children_of(pid), levels - 1) for pid in pids) if levels > 1 else found
 
 
 def children_of(pid: int) -> list[int]:
