@@ -18,7 +18,7 @@ def work(seconds):
 """
 ROUNDS = """
 @world_size(2)
-def test_a_thread_reduces_over_a_group_of_its_own(group):
+def test_a_thread_reduces_over_another_group(group):
     import queue
 
     side, steps = dist.new_group(), queue.Queue()
@@ -44,23 +44,18 @@ def test_a_thread_reduces_over_a_group_of_its_own(group):
 """
 MORE = """
 @world_size(2)
-def test_a_timer_sends(group):
-    if group.rank == 1:
-        threading.Timer(3, lambda: dist.send(torch.ones(1), 0)).start()
-        dist.recv(torch.empty(1), 0)
-    else:
-        dist.recv(torch.empty(1), 1)
-        dist.send(torch.ones(1), 1)
-
-
-@world_size(2)
-def test_a_thread_sends_when_it_has_slept(group):
+@pytest.mark.parametrize("waits", ["in a timer", "in a sleep"])
+def test_a_thread_sends_later(group, waits):
     def send():
-        time.sleep(3)
         dist.send(torch.ones(1), 0)
 
+    def sleep_and_send():
+        time.sleep(3)
+        send()
+
     if group.rank == 1:
-        threading.Thread(target=send).start()
+        later = threading.Timer(3, send) if waits == "in a timer" else threading.Thread(target=sleep_and_send)
+        later.start()
         dist.recv(torch.empty(1), 0)
     else:
         dist.recv(torch.empty(1), 1)
@@ -129,7 +124,7 @@ def test_timers_sleepers_executors_and_children_act_for_the_main_thread(pytester
 
 
 def test_a_thread_that_waits_for_work_keeps_no_hang_alive(pytester: pytest.Pytester) -> None:
-    """The rank's thread waits for an item of its queue: nobody will give it one."""
+    """The rank's threads wait for items of a queue, into which nothing is put."""
     result = run_example(
         pytester,
         AT_WORK
