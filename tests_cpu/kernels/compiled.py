@@ -5,6 +5,7 @@ python -m tests_cpu.kernels.compiled     # writes the table that the tests compa
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -66,10 +67,8 @@ class Problem:
         return torch.empty(*shape, dtype=self.dtype, device="meta")
 
 
-def record_launches(
-    monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = ""
-) -> tuple[list[Launch], list[Launch], list[Launch], list[Launch]]:
-    """Return what a whole forward, its backward, a token that follows, and a rotation of q would launch on a GPU.
+def record_launches(monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = "") -> list[list[Launch]]:
+    """Return what a whole forward, its backward, a token that follows, one of many, and a rotation of q would launch on a GPU.
 
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
@@ -103,12 +102,25 @@ def record_launches(
     of_training = len(found)
     decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes[:5], 0.1)
     of_token = len(found)
+    monkeypatch.setattr(decoding, "AT_ONCE", 0)
+    decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes[:5], 0.1)
+    of_batch = len(found)
     rotary.rotated(q, q[:1, :, :1], q[:1, :, :1], backward=False)
-    return found[:of_forward], found[of_forward:of_training], found[of_training:of_token], found[of_token:]
+    ends = (0, of_forward, of_training, of_token, of_batch, len(found))
+    return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:
     """Compile for sm_``capability``; Triton's own assembler reports what the code needs."""
+    code = code_of(launch, capability)
+    ptx = code.asm["ptx"]
+    return Compiled(
+        launch.name, code.metadata.shared, *ptxas(ptx, capability), ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
+    )
+
+
+def code_of(launch: Launch, capability: int) -> Any:
+    """Return Triton's CompiledKernel for sm_``capability``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -130,11 +142,7 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
             signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
     options = {"enable_fp_fusion": True, **launch.options}
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = code.asm["ptx"]
-    return Compiled(
-        launch.name, code.metadata.shared, *ptxas(ptx, capability), ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
-    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def ptxas(ptx: str, capability: int) -> tuple[int, int]:

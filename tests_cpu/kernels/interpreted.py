@@ -391,13 +391,16 @@ def decoding() -> None:
     """Check one new token and several, in the layer: several tiles per program, a cache shorter than a compressed block, heads
     whose scores are added in turn, more parts than are merged at once.
     """
-    for programs, scores, start, T, H, G, d_k, d_v, n_sel in (
-        (512, 8192, 130, 1, 6, 2, 16, 48, 4),
-        (1, 8192, 300, 4, 4, 2, 48, 16, 4),
-        (512, 8192, 5, 3, 2, 1, 16, 16, 4),
-        (512, 32, 130, 2, 5, 1, 16, 16, 70),
+    for programs, scores, at_once, start, T, H, G, d_k, d_v, n_sel in (
+        (512, 8192, 0, 130, 1, 6, 2, 16, 48, 4),
+        (512, 8192, 16, 130, 1, 12, 2, 16, 48, 4),
+        (1, 8192, 0, 300, 4, 4, 2, 48, 16, 4),
+        (1, 8192, 64, 300, 4, 4, 2, 48, 16, 4),
+        (512, 8192, 256, 5, 3, 2, 1, 16, 16, 4),
+        (512, 32, 0, 130, 2, 5, 1, 16, 16, 70),
+        (512, 32, 280, 130, 2, 5, 1, 16, 16, 70),
     ):
-        on_gpu.PROGRAMS, on_gpu.MOST_SCORES = programs, scores
+        on_gpu.PROGRAMS, on_gpu.MOST_SCORES, on_gpu.AT_ONCE = programs, scores, at_once
         sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": n_sel, "w": 70}
         layer = NSAAttention(32, H, G, d_k, d_v, **sizes)
         x = torch.randn(2, start + T, 32)

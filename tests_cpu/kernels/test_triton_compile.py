@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests_cpu.kernels.compiled import (
     TABLE,
     Compiled,
     Problem,
+    code_of,
     compile_all,
     compile_for,
     record_launches,
@@ -29,7 +31,7 @@ KERNELS = {
     "scan_counts", "place_entries", "selected_forward", "merge_parts", "gates_backward", "strided_dq of the blocks",
     "strided_dkv of the blocks", "sum_segments", "strided_dq of the window", "strided_dkv of the window", "cut_lists",
     "selected_backward", "sum_items", "merge_dq",
-    "unite", "choose", "union_forward", "rotate", "scan_keys", "pick_blocks", "read_blocks", "sum_parts",
+    "unite", "choose", "union_forward", "rotate", "scan_keys", "pick_and_read", "pick_blocks", "read_blocks", "sum_parts",
 }  # fmt: skip
 WGMMA = {
     "strided_forward", "block_importance", "selected_forward", "union_forward", "strided_dq", "strided_dkv", "selected_backward",
@@ -67,12 +69,10 @@ def assert_unchanged(code: Compiled, known: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("S", "G", "launches"), [(2048, 2, (9, 10, 4, 1)), (65536, 2, (9, 10, 4, 1)), (65536, 4, (12, 10, 4, 1))]
+    ("S", "G", "launches"), [(2048, 2, (9, 10, 2, 4, 1)), (65536, 2, (9, 10, 2, 4, 1)), (65536, 4, (12, 10, 2, 4, 1))]
 )
-def test_a_step_has_few_launches(
-    monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, int, int, int]
-) -> None:
-    """The launches of a forward, its backward, a token decoded and a tensor rotated, with the 125M model's heads.
+def test_a_step_has_few_launches(monkeypatch: pytest.MonkeyPatch, S: int, G: int, launches: tuple[int, ...]) -> None:
+    """The launches of a forward, its backward, a token decoded, alone and of many, and a tensor rotated: the 125M model's heads.
 
     Queries are one range at any of these lengths. With 4 groups, keys and values exceed an L2 cache: unions are made, too.
     """
@@ -86,6 +86,21 @@ def test_the_selected_branch_compiles_for_one_token(monkeypatch: pytest.MonkeyPa
     for launch in (*forward, *backward):
         if launch.name.startswith("selected"):
             compile_for(launch, 80)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_last_program_of_a_token_reads_what_all_others_stored(
+    monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
+    """All threads of a program store, then one counts it, with release and acquire on the whole GPU, then all of them read."""
+    token = record_launches(monkeypatch, PROBLEMS["125m"], f"sm_{capability}")[2]
+    (launch,) = (launch for launch in token if launch.name == "pick_and_read")
+    ptx = code_of(launch, capability).asm["ptx"]
+    steps = re.findall(r"\b(bar\.sync|atom\.[\w.]+|st\.global|ld\.global)", ptx)
+    counted = steps.index("atom.global.gpu.acq_rel.add.u32")
+    assert sum(step.startswith("atom") for step in steps) == 1
+    assert steps[counted - 1] == steps[counted + 1] == "bar.sync"
+    assert {"st.global", "ld.global"} <= set(steps[counted + 2 :])
 
 
 def test_a_change_of_what_a_kernel_needs_is_seen() -> None:

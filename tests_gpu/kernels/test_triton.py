@@ -7,7 +7,7 @@ import torch
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
-from nsa.kernels.triton import selection_schedule, sequences, single
+from nsa.kernels.triton import decoding, selection_schedule, sequences, single
 
 pytestmark = pytest.mark.gpu
 
@@ -272,19 +272,30 @@ def test_the_module_on_a_gpu_is_that_on_a_cpu(packed: bool) -> None:
     torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("programs", [0, 1 << 20])
 @pytest.mark.parametrize("T", [1, 4, 16])
 @pytest.mark.parametrize(("start", "n_sel"), [(2000, 40), (20, 16), (5000, 100)])
-def test_tokens_against_a_cache(start: int, n_sel: int, T: int) -> None:
-    """Decoding's kernels give what the equations give, in float32; so many blocks are picked that rounding cannot change which."""
+def test_tokens_against_a_cache(monkeypatch: pytest.MonkeyPatch, start: int, n_sel: int, T: int, programs: int) -> None:
+    """Decoding's kernels give what the equations give, in float32; so many blocks are picked that rounding cannot change which.
+
+    Four kernels, or two (``programs``, below which two are taken): the same bits each time, whichever program ends last.
+    """
+    monkeypatch.setattr(decoding, "AT_ONCE", programs)
     module = NSAAttention(128, 12, 2, 64, 64, **{**SIZES, "n_sel": n_sel}).cuda()
     x = torch.randn(2, start + T, 128, device="cuda")
     found = []
     for backend in ("reference", "triton"):
-        module.backend, cache = "triton", KVCache()
+        module.backend, cache = "triton", KVCache(spare=T)
         with torch.no_grad():
             module(x[:, :start], cache)
             module.backend = backend
             found.append(module(x[:, start:], cache))
+        again = []
+        for _ in range(10 if backend == "triton" else 0):
+            cache.crop(start)
+            with torch.no_grad():
+                again.append(module(x[:, start:], cache))
+        assert all(torch.equal(y, found[-1]) for y in again)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-5)
 
 

@@ -1,10 +1,14 @@
-"""A few new tokens against a cache: four kernels, so that a token costs little more than reading what it attends to.
+"""A few new tokens against a cache: two kernels, four where there are many programs.
 
 1. `scan_keys`: a program reads some tiles of compressed keys, or of the window's, once for all new tokens and heads of a
 group, and leaves a part: their attention to these keys alone, with its log-sum-exp. Of compressed tiles also the block scores
 (Eq. 9), relative to the largest score of each row in the tile. 2. `pick_blocks`: a program per token and group makes
 importance (Eq. 8 to 10) of the block scores, and picks (Eq. 11). 3. `read_blocks`: a program per token, group and pick; a
 part each. 4. `sum_parts`: a program per token and head merges the parts of each branch, and gates them (Eq. 5).
+
+`pick_and_read` is 2 to 4 in one, for so few programs that a GPU runs all at once: each picks for itself, merges what
+`scan_keys` left for some of the heads, and reads its block; the last of a token and group merges the rest. The order of
+sums does not depend on which program is last.
 
 Layouts: q, out [B, T, H, D], gates [B, T, H, 3], contiguous. Keys and values [B, N, G, D] as `nsa.model.decoding.KVCache` keeps
 them: views of a longer buffer, so that a sequence's stride is given. Parts [B * G, parts, T * h, Dv] float32, log-sum-exps
@@ -18,6 +22,8 @@ import triton.language as tl
 
 from nsa.kernels.triton.pick_blocks import pick_best, write_picks
 from nsa.kernels.triton.rows import add_product, load_two, product, store_two, zeros_two
+
+MOST_TOKENS = tl.constexpr(16)  # new at once: beyond, tokens have more in common than one program's rows hold
 
 
 @triton.jit
@@ -91,7 +97,7 @@ def _scan(
     ]
 )
 def scan_keys(
-    Q, K_CMP, V_CMP, K_WIN, V_WIN, PART, PART_LSE, SCORES, TOPS, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles,
+    Q, K_CMP, V_CMP, K_WIN, V_WIN, PART, PART_LSE, SCORES, TOPS, ARRIVED, T, H, G, start, n_cmp, n_win, cmp_tiles, win_tiles,
     cmp_programs, win_programs, each, parts, k_cmp_stride, v_cmp_stride, k_win_stride, v_win_stride, window, qk,
     STRIDE: tl.constexpr, OFFSET: tl.constexpr, A: tl.constexpr, R: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
     BJ: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
@@ -107,6 +113,9 @@ def scan_keys(
     at_q = ((b * T + row // h) * H + g * h + row % h).to(tl.int64)
     q0, q1 = load_two(Q, at_q * DK, there, DK, D0, D1, True)
     out = bg * parts + pid
+    if (pid == 0) & (tl.program_id(1) == 0):
+        i = tl.arange(0, MOST_TOKENS)
+        tl.store(ARRIVED + bg * T + i, 0, mask=i < T)
     if pid < cmp_programs:
         first = pid * each
         at_k, at_v = K_CMP + b.to(tl.int64) * k_cmp_stride + g * DK, V_CMP + b.to(tl.int64) * v_cmp_stride + g * DV
@@ -125,15 +134,13 @@ def scan_keys(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "parts"])
-def pick_blocks(
-    PART_LSE, SCORES, TOPS, PICKS, T, G, start, cmp_tiles, cmp_programs, parts, n_blocks,
+@triton.jit
+def _pick(
+    PART_LSE, SCORES, TOPS, i, bg, T, start, cmp_tiles, cmp_programs, parts, n_blocks,
     n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
     PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr,
 ):  # fmt: skip
-    """Write the picks of a new token and group, PICKS int32 [B * T, G, n]; scores are added HB heads at a time. Grid (T, B * G)."""
-    i, bg = tl.program_id(0), tl.program_id(1)
-    own = (start + i) // L_SEL
+    """Return 1 for the blocks that new token i picks with its group, else 0: [PAD]; scores are added HB heads at a time."""
     j, c = tl.arange(0, PAD), tl.arange(0, PP)
     tile, rows = j // STEP, T * h
     there = (j < n_blocks) & (tile < cmp_tiles)
@@ -152,22 +159,19 @@ def pick_blocks(
         scores = tl.load(SCORES + at.to(tl.int64) * BJ + (j % STEP)[None, :], mask=mask, other=0.0)
         tops = tl.load(TOPS + at, mask=mask, other=float("-inf"))
         importance += tl.sum(scores * tl.exp2(tops - lse_of_row[:, None]), 0)
-    chosen = pick_best(importance, own, n_sel, LOCAL, PAD)
-    write_picks(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel, chosen, n_sel, PAD)
+    return pick_best(importance, (start + i) // L_SEL, n_sel, LOCAL, PAD)
 
 
-@triton.jit(do_not_specialize=["start", "first_part", "parts"])
-def read_blocks(
-    Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
-    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
-    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _read(
+    Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
+    L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the heads of a group, for a new token, to a sub-block that it picked. Grid (n * SUB, T, B * G)."""
-    part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Attend with the heads of a group, for new token i, to sub-block ``part`` % SUB of block j; to nothing where j is -1."""
     b, g = bg // G, bg % G
     t = start + i
-    j = tl.load(PICKS + ((b * T + i).to(tl.int64) * G + g) * n_sel + part // SUB)
     head = tl.arange(0, BM)
     there = head < h
     n = j * L_SEL + part % SUB * BN + tl.arange(0, BN)
@@ -205,19 +209,14 @@ def _gated_share(lse, mine, gate):
     return finite, gate / tl.where(total > 0, total, 1.0)
 
 
-@triton.jit(do_not_specialize=["cmp_parts", "win_parts", "parts"])
-def sum_parts(
-    PART, PART_LSE, GATES, OUT, T, H, G, cmp_parts, win_parts, parts,
-    h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
+@triton.jit
+def _merge(
+    PART, PART_LSE, GATES, at, base, row, rows, cmp_parts, win_parts, end,
+    DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a head of a new token, at most NP, BP at a time: compression, window, selection. Grid (B * T, H)."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    b, i, g = token // T, token % T, head // h
-    rows, row = T * h, i * h + head % h
-    base = (b * G + g) * parts
-    at = (token * H + head).to(tl.int64)
+    """Return the gated sum [PV] of parts 0 ... end of a row, at most NP, BP at a time: compression, window, selection."""
     part = tl.arange(0, NP)
-    lse = tl.load(PART_LSE + (base + part) * rows + row, mask=part < parts, other=float("-inf"))
+    lse = tl.load(PART_LSE + (base + part) * rows + row, mask=part < end, other=float("-inf"))
     is_cmp, is_sel = part < cmp_parts, part >= win_parts
     top_cmp, of_cmp = _gated_share(lse, is_cmp, tl.load(GATES + at * 3).to(tl.float32))
     top_sel, of_sel = _gated_share(lse, is_sel, tl.load(GATES + at * 3 + 1).to(tl.float32))
@@ -226,15 +225,144 @@ def sum_parts(
     )
     column = tl.arange(0, PV)
     total = tl.zeros([PV], tl.float32)
-    for first in range(0, parts, BP):
+    for first in range(0, end, BP):
         p = first + tl.arange(0, BP)
         place = (base + p) * rows + row
         x = tl.load(
-            PART + place.to(tl.int64)[:, None] * DV + column[None, :], mask=(p < parts)[:, None] & (column < DV)[None, :], other=0.0
+            PART + place.to(tl.int64)[:, None] * DV + column[None, :], mask=(p < end)[:, None] & (column < DV)[None, :], other=0.0
         )  # fmt: skip
-        some = tl.load(PART_LSE + place, mask=p < parts, other=float("-inf"))
+        some = tl.load(PART_LSE + place, mask=p < end, other=float("-inf"))
         top = tl.where(p < cmp_parts, top_cmp, tl.where(p < win_parts, top_win, top_sel))
         share = tl.where(p < cmp_parts, of_cmp, tl.where(p < win_parts, of_win, of_sel))
         weight = tl.exp2(some - top)
         total += tl.sum(x * tl.where(weight > 0, weight * share, 0.0)[:, None], 0)  # a gate may be infinite
+    return total
+
+
+@triton.jit
+def _finish(
+    PART, PART_LSE, GATES, SCANNED, OUT, at, base, row, rows, PARTS: tl.constexpr, h: tl.constexpr, DV: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, NS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Add the gated selected branch, PARTS parts from ``base`` on, to SCANNED, for all heads of a token and group."""
+    head, part = tl.arange(0, BM), tl.arange(0, NS)
+    there = head < h
+    lse = tl.load(
+        PART_LSE + (base + part)[:, None] * rows + (row + head)[None, :], mask=(part < PARTS)[:, None] & there[None, :],
+        other=float("-inf"),
+    )  # fmt: skip
+    gate = tl.load(GATES + (at + head) * 3 + 1, mask=there, other=0.0).to(tl.float32)
+    top, share = _gated_share(lse, part[:, None] < PARTS, gate)
+    acc0, acc1 = load_two(SCANNED, (at + head) * DV, there, DV, E0, E1, True)
+    for p in tl.range(0, PARTS, loop_unroll_factor=4):
+        place = (base + p).to(tl.int64) * rows + row + head
+        x0, x1 = load_two(PART, place * DV, there, DV, E0, E1, True)
+        weight = tl.exp2(tl.load(PART_LSE + place, mask=there, other=float("-inf")) - top)
+        weight = tl.where(weight > 0, weight * share, 0.0)[:, None]  # a gate may be infinite
+        acc0 += x0 * weight
+        if E1 > 0:
+            acc1 += x1 * weight
+    store_two(OUT, (at + head) * DV, there, acc0, acc1, DV, E0, E1)
+
+
+@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "parts"])
+def pick_blocks(
+    PART_LSE, SCORES, TOPS, PICKS, T, G, start, cmp_tiles, cmp_programs, parts, n_blocks,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr, BJ: tl.constexpr,
+    PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr,
+):  # fmt: skip
+    """Write the picks of a new token and group, PICKS int32 [B * T, G, n]. Grid (T, B * G)."""
+    i, bg = tl.program_id(0), tl.program_id(1)
+    chosen = _pick(
+        PART_LSE, SCORES, TOPS, i, bg, T, start, cmp_tiles, cmp_programs, parts, n_blocks, n_sel, L_SEL, LOCAL, h, STEP, BJ, PAD,
+        PP, HB,
+    )  # fmt: skip
+    write_picks(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel, chosen, n_sel, PAD)
+
+
+@triton.jit(do_not_specialize=["start", "first_part", "parts"])
+def read_blocks(
+    Q, K, V, PICKS, PART, PART_LSE, T, H, G, start, first_part, parts, k_stride, v_stride, qk,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, h: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with the heads of a group, for a new token, to a sub-block that it picked. Grid (n * SUB, T, B * G)."""
+    part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    j = tl.load(PICKS + ((bg // G * T + i).to(tl.int64) * G + bg % G) * n_sel + part // SUB)
+    _read(
+        Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, D0,
+        D1, DV, E0, E1, GROUPS, BM, BN, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["cmp_parts", "win_parts", "parts"])
+def sum_parts(
+    PART, PART_LSE, GATES, OUT, T, H, G, cmp_parts, win_parts, parts,
+    h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Merge and gate all parts of a head of a new token. Grid (B * T, H)."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    base = (token // T * G + head // h) * parts
+    at = (token * H + head).to(tl.int64)
+    total = _merge(
+        PART, PART_LSE, GATES, at, base, token % T * h + head % h, T * h, cmp_parts, win_parts, parts, DV, PV, NP, BP
+    )
+    column = tl.arange(0, PV)
     tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)
+
+
+@triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "first_part", "parts"])
+def pick_and_read(
+    Q, K, V, GATES, PART, PART_LSE, SCORES, TOPS, PICKS, SCANNED, ARRIVED, OUT, T, H, G, start, cmp_tiles, cmp_programs, n_blocks,
+    first_part, parts, k_stride, v_stride, qk,
+    n_sel: tl.constexpr, L_SEL: tl.constexpr, SUB: tl.constexpr, LOCAL: tl.constexpr, h: tl.constexpr, STEP: tl.constexpr,
+    BJ: tl.constexpr, PAD: tl.constexpr, PP: tl.constexpr, HB: tl.constexpr, DK: tl.constexpr, D0: tl.constexpr,
+    D1: tl.constexpr, DV: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr,
+    NS: tl.constexpr, BP: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do what `pick_blocks`, `read_blocks` and `sum_parts` do, a program per sub-block. Grid (n * SUB, T, B * G).
+
+    SCANNED float32 [B * T, H, DV] takes the gated sum of what `scan_keys` left, and ARRIVED int32 [B * G, T], which that kernel
+    sets to 0, counts programs.
+    """
+    part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token, g, rows = bg // G * T + i, bg % G, T * h
+    column = tl.arange(0, PV)
+    for head in range(part, h, n_sel * SUB):
+        at = (token * H + g * h + head).to(tl.int64)
+        total = _merge(
+            PART,
+            PART_LSE,
+            GATES,
+            at,
+            bg * parts,
+            i * h + head,
+            rows,
+            cmp_programs,
+            first_part,
+            first_part,
+            DV,
+            PV,
+            NP,
+            BP,
+        )
+        tl.store(SCANNED + at * DV + column, total, mask=column < DV)
+    chosen = _pick(
+        PART_LSE, SCORES, TOPS, i, bg, T, start, cmp_tiles, cmp_programs, parts, n_blocks, n_sel, L_SEL, LOCAL, h, STEP, BJ, PAD,
+        PP, HB,
+    )  # fmt: skip
+    if part == 0:
+        write_picks(PICKS + (token.to(tl.int64) * G + g) * n_sel, chosen, n_sel, PAD)
+    mine = (tl.cumsum(chosen, 0) == part // SUB + 1) & (chosen > 0)
+    j = tl.max(tl.where(mine, tl.arange(0, PAD), -1), 0)
+    _read(
+        Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, D0,
+        D1, DV, E0, E1, GROUPS, BM, BN, PRECISION,
+    )  # fmt: skip
+    tl.debug_barrier()  # all threads have stored before one counts the program
+    if tl.atomic_add(ARRIVED + bg * T + i, 1, sem="acq_rel", scope="gpu") == n_sel * SUB - 1:
+        _finish(
+            PART, PART_LSE, GATES, SCANNED, OUT, (token * H + g * h).to(tl.int64), bg * parts + first_part, i * h, rows,
+            n_sel * SUB, h, DV, E0, E1, NS, BM,
+        )  # fmt: skip
