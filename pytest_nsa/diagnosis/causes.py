@@ -104,7 +104,7 @@ _REGISTRY = (
              advice="the file, pipe or socket does not answer: check the mount, the writer at the other end, add a timeout"),
     _blocked(name="child_process", retry="once",
              summary="a rank waits for a process that it has started.",
-             advice="the rank waits for a process it started: see why that one does not end, or wait with a timeout"),
+             advice="the rank waits for a process it started: see why that one does not end or has failed; wait with a timeout"),
     _blocked(name="dataloader_stuck", retry="once",
              summary="the data loader's worker does not deliver.",
              advice="look at the data loader's worker: its dataset blocks; try num_workers=0 and a loader timeout"),

@@ -11,19 +11,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import stat_of
+from pytest_nsa.system.procfs import children_of, stat_of
 
 _MAX_ROUNDS = 100
 _LAST_BREATH_S = 2.0
 
 
 def children() -> list[int]:
-    """Process ids of this process's children; [] where the kernel does not list them."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
+    """Return the process ids of this process's children; [] where the kernel does not list them."""
+    return children_of(os.getpid())
 
 
 def end_orphans(known: Collection[int]) -> None:

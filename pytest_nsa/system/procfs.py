@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -13,13 +14,15 @@ from pytest_nsa.system.commands import command_line
 
 REST_S = 0.02
 REST_LOOKS = 10
+_STATUS = 49  # how a process ended: among the fields of stat_of
 LEVELS = 3  # of processes below one, that are looked at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
     """A look at a process: state letter, wait channel, CPU seconds (those of its main thread, those in the kernel, and those of
-    the processes below it), page faults, switches, bytes written to whatever files and pipes, children.
+    the processes below it), page faults, switches, bytes written to whatever files and pipes, what its children run, and how
+    those ended that it has not waited for.
     """
 
     state: str
@@ -32,6 +35,7 @@ class ProcessState:
     written: int
     wchan: str
     children: tuple[str, ...]
+    ended: tuple[str, ...]
     threads: int
     rss_mib: float
 
@@ -47,6 +51,7 @@ def look_at(pid: int) -> ProcessState | None:
         (line.split()[1] for line in _read(proc / "status").splitlines() if line.startswith("voluntary_ctxt")), "0"
     )
     children = children_of(pid)
+    ended = {child: end for child in children if (end := _end_of(child))}
     return ProcessState(
         state=fields[0],
         cpu_s=user + kernel,
@@ -57,7 +62,8 @@ def look_at(pid: int) -> ProcessState | None:
         voluntary_switches=int(switches),
         written=next((int(x.split()[1]) for x in _read(proc / "io").splitlines() if x.startswith("wchar")), 0),
         wchan=_read(proc / "wchan").strip(),
-        children=tuple(_child(command_line(child), command_line(pid)) for child in children),
+        children=tuple(_child(command_line(child), command_line(pid)) for child in children if child not in ended),
+        ended=tuple(ended.values()),
         threads=int(fields[17]),
         rss_mib=round(int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1),
     )
@@ -100,8 +106,21 @@ def _cpu_seconds_of(pids: list[int], levels: int = LEVELS) -> float:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of a process's children; [] where the kernel does not list them."""
-    return [int(child) for child in _read(Path(f"/proc/{pid}/task/{pid}/children")).split()]
+    """Return the process ids of a process's children, whichever thread started them; [] where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process ends
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, _read(task / "children").split())
+    return found
+
+
+def _end_of(pid: int) -> str:
+    """Return how a process ended that its parent has not waited for; '' of one that runs."""
+    fields = stat_of(Path(f"/proc/{pid}"))
+    if fields[:1] != ["Z"]:
+        return ""
+    code = os.waitstatus_to_exitcode(int(fields[_STATUS]))  # 0 where the kernel hides it
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _child(command: str, parents: str) -> str:

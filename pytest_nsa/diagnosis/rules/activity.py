@@ -19,6 +19,7 @@ from pytest_nsa.evidence.waiting import BUSY, STARVED, computes, is_at_a_lock, m
 FAULTS = 1000  # page faults per second: a process that allocates memory is in the kernel, too
 IN_KERNEL = 0.15  # share of CPU time: a loop that polls a file or a socket is often in the kernel
 MOVES = 0.2  # share of the heartbeat's samples in which the main thread had moved
+IDLE = 0.01  # of a core
 GIL_WAIT_STARVED_MS = 4.5
 GIL_WAIT_MS = 2.5  # per beat; Python code releases the GIL every 5 ms
 _LOCK_FILES = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/synchronize.py")
@@ -61,7 +62,7 @@ def activity_of(rank: RankEvidence) -> Activity | None:
     """Return what a rank is blocked in; None where no evidence shows it."""
     rules: tuple[Callable[[RankEvidence], Activity | None], ...] = (
         _stopped, _compiling, _importing,
-        _loader, _child, _pool, _device, _gil_held, _meets, _file_lock, _polled_file,
+        _loader, _failed_child, _child, _pool, _device, _gil_held, _meets, _file_lock, _polled_file,
         _asyncio, _sleeping, _busy, _io, _lock, _io_by_source, _backward,
     )  # fmt: skip
     return next((activity for rule in rules if (activity := rule(rank)) is not None), None)
@@ -131,6 +132,16 @@ def _loader(rank: RankEvidence) -> Activity | None:
     return Activity("dataloader_stuck", "waits for its data loader", 0.85)
 
 
+def _failed_child(rank: RankEvidence) -> Activity | None:
+    """Find that the rank waits in multiprocessing for another process, and one that it started has ended by a failure."""
+    failed = [end for end in rank.process.get("ended", ()) if end != "exit code 0"]
+    if not failed or not any("/multiprocessing/" in file for file in _library_files(rank)):
+        return None
+    ends = ", ".join(dict.fromkeys(failed))
+    which = "one that it started has" if len(failed) == 1 else f"{len(failed)} that it started have"
+    return Activity("child_process", f"waits for another process, and {which} failed ({ends})", 0.85)
+
+
 def _child(rank: RankEvidence) -> Activity | None:
     if not any(file.endswith(_CHILD_FILES) for file in _library_files(rank)) and _wchan(rank) != "do_wait":
         return None
@@ -147,7 +158,8 @@ def _pool(rank: RankEvidence) -> Activity | None:
         files = [frame.file for thread in rank.threads for frame in thread.frames]
     if not number or not any(file.endswith(_POOL_FILES) for file in files):
         return None
-    return Activity("child_process", f"waits for a result of its pool, of {number} processes", 0.8)
+    idle = ", which use no CPU" if rank.process.get("below_cpu_share", 1.0) < IDLE else ""
+    return Activity("child_process", f"waits for a result of its pool, of {number} processes{idle}", 0.8)
 
 
 def _device(rank: RankEvidence) -> Activity | None:

@@ -1,0 +1,112 @@
+"""A rank that waits for a process that it started, after that one has failed: the report says so."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import threading
+
+import pytest
+
+from pytest_nsa.system.procfs import children_of, look_at
+from pytest_nsa.testing import run_example
+
+WAITS = """
+import multiprocessing
+
+context = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.timeout(5)
+
+
+def refuse(answers):
+    raise ValueError("no such file")
+
+
+def is_killed(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@world_size(2)
+def test_an_answer(group):
+    if group.rank == 1:
+        answers = context.Queue()
+        context.Process(target=refuse, args=(answers,)).start()
+        answers.get()
+    dist.barrier()
+
+
+@world_size(2)
+def test_an_event(group):
+    if group.rank == 1:
+        is_ready = context.Event()
+        for _ in range(2):
+            context.Process(target=is_killed, args=(is_ready,)).start()
+        is_ready.wait()
+    dist.barrier()
+
+
+@world_size(2)
+def test_a_pool(group):
+    if group.rank == 1:
+        with context.Pool(2) as pool:
+            pool.map(is_killed, range(2))
+    dist.barrier()
+"""
+
+
+def test_a_child_that_failed_is_in_the_reason(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, WAITS, "-k", "test_an_answer")
+    verdict = result.verdicts["test_an_answer"]
+    assert (verdict.cause, verdict.ranks) == ("child_process", (1,))
+    assert "waits for another process, and one that it started has failed (exit code 1)" in verdict.reason
+    assert "in test_an_answer" in verdict.where
+
+
+@pytest.mark.slow
+def test_children_that_were_killed_and_a_pool_s(pytester: pytest.Pytester) -> None:
+    """A pool starts others in the place of processes that are killed, in a thread, and what these computed is lost."""
+    verdicts = run_example(pytester, WAITS, "-k", "not test_an_answer").verdicts
+    assert {(v.cause, v.ranks) for v in verdicts.values()} == {("child_process", (1,))}
+    assert "2 that it started have failed (signal 9)" in verdicts["test_an_event"].reason
+    assert "a result of its pool, of 2 processes, which use no CPU" in verdicts["test_a_pool"].reason
+
+
+def test_children_of_all_threads_are_listed() -> None:
+    process = subprocess.Popen(["sleep", "100"])
+    started: list[subprocess.Popen[bytes]] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def start() -> None:
+        started.append(subprocess.Popen(["sleep", "100"]))
+        begun.set()
+        ended.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    begun.wait()
+    try:
+        assert {process.pid, started[0].pid} <= set(children_of(os.getpid()))
+    finally:
+        ended.set()
+        thread.join()
+        for child in (process, *started):
+            child.kill()
+            child.wait()
+
+
+@pytest.mark.parametrize(("end", "shown"), [("os._exit(3)", "exit code 3"), ("os.abort()", "signal 6")])
+def test_how_a_child_ended_that_was_not_waited_for(end: str, shown: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=eval, args=(end, {"os": os}))
+    child.start()
+    with contextlib.closing(child):
+        os.waitid(os.P_PID, child.pid or 0, os.WEXITED | os.WNOWAIT)
+        state = look_at(os.getpid())
+        child.join()
+    assert state is not None
+    assert shown in state.ended
+    assert shown not in state.children
+    after = look_at(os.getpid())
+    assert after is not None
+    assert shown not in after.ended
