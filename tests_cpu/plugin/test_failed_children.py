@@ -1,4 +1,4 @@
-"""A rank that waits for a process that it started, after that one has failed: the report says so."""
+"""A rank that waits for processes that it started: the report says whether they have failed, compute or rest."""
 
 from __future__ import annotations
 
@@ -48,6 +48,15 @@ def test_an_event(group):
 
 
 @world_size(2)
+def test_a_command(group):
+    import subprocess
+
+    if group.rank == 1:
+        subprocess.run([sys.executable, "-c", "while True: pass"])
+    dist.barrier()
+
+
+@world_size(2)
 def test_a_pool(group):
     if group.rank == 1:
         with context.Pool(2) as pool:
@@ -65,11 +74,12 @@ def test_a_child_that_failed_is_in_the_reason(pytester: pytest.Pytester) -> None
 
 
 @pytest.mark.slow
-def test_children_that_were_killed_and_a_pool_s(pytester: pytest.Pytester) -> None:
+def test_children_that_were_killed_a_pool_s_and_one_at_work(pytester: pytest.Pytester) -> None:
     """A pool starts others in the place of processes that are killed, in a thread, and what these computed is lost."""
     verdicts = run_example(pytester, WAITS, "-k", "not test_an_answer").verdicts
     assert {(v.cause, v.ranks) for v in verdicts.values()} == {("child_process", (1,))}
     assert "2 that it started have failed (signal 9)" in verdicts["test_an_event"].reason
+    assert "waits for a child process that computes: " in verdicts["test_a_command"].reason
     assert "a result of its pool, of 2 processes, which use no CPU" in verdicts["test_a_pool"].reason
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from pytest_nsa.testing import run_example
+from pytest_nsa.testing import HEADER, run_example
+from tests_cpu.sockets import free_port
+from tests_cpu.warm import WarmPython
 
 AT_WORK = """
 pytestmark = pytest.mark.timeout(40)
@@ -121,6 +125,17 @@ def test_a_thread_makes_the_call_that_the_main_one_left(pytester: pytest.Pyteste
 @pytest.mark.slow
 def test_timers_sleepers_executors_and_children_act_for_the_main_thread(pytester: pytest.Pytester) -> None:
     assert_silent(pytester, MORE, 5)
+
+
+@pytest.mark.slow
+def test_they_act_under_torchrun_too(warm: WarmPython, pytester: pytest.Pytester) -> None:
+    (pytester.path / "test_example.py").write_text(HEADER + AT_WORK + ROUNDS + MORE)
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port()))
+    session = ("-m", "pytest", "-p", "no:cacheprovider", "-rs")
+    done = warm.call(*launcher, *session, cwd=pytester.path, stderr=subprocess.STDOUT, timeout=150, nursery=True)
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout
+    assert "waited for" not in done.stdout
 
 
 def test_a_thread_that_waits_for_work_keeps_no_hang_alive(pytester: pytest.Pytester) -> None:
