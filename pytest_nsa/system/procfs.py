@@ -117,9 +117,12 @@ def children_of(pid: int) -> list[int]:
 def _end_of(pid: int) -> str:
     """Return how a process ended that its parent has not waited for; '' of one that runs."""
     fields = stat_of(Path(f"/proc/{pid}"))
-    if fields[:1] != ["Z"]:
-        return ""
-    code = os.waitstatus_to_exitcode(int(fields[_STATUS]))  # 0 where the kernel hides it
+    return how_it_ended(int(fields[_STATUS])) if fields[:1] == ["Z"] else ""
+
+
+def how_it_ended(status: int) -> str:
+    """Return 'exit code N' or 'signal N' for the wait status of a process, which is 0 where the kernel hides it."""
+    code = os.waitstatus_to_exitcode(status)
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

@@ -120,3 +120,23 @@ def test_how_a_child_ended_that_was_not_waited_for(end: str, shown: str) -> None
     after = look_at(os.getpid())
     assert after is not None
     assert shown not in after.ended
+
+
+def test_an_unmarked_test_s_child_that_failed_is_named(pytester: pytest.Pytester) -> None:
+    source = """
+    import multiprocessing
+
+    def fail(answers):
+        raise ValueError("no such file")
+
+    @pytest.mark.timeout(2)
+    def test_an_answer():
+        context = multiprocessing.get_context("fork")
+        answers = context.Queue()
+        context.Process(target=fail, args=(answers,)).start()
+        answers.get()
+    """
+    result = run_example(pytester, source, "--ranks-descendants=report")
+    assert result.outcomes == {"failed": 1}
+    assert "has failed (exit code 1), and was not waited for" in result.stdout
+    assert "waits    the test, at test_example.py:" in result.stdout

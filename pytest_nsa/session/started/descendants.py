@@ -39,6 +39,7 @@ from pytest_nsa.session.started.process_starts import on_start
 from pytest_nsa.session.started.started_jobs import NO_JOB, Concluded, Occasion, conclude_jobs, describe
 from pytest_nsa.settings import Settings
 from pytest_nsa.system.descendants import TICKS, Process, Started, end, now_in_ticks
+from pytest_nsa.system.procfs import how_it_ended
 
 FOLDER, HOST = "NSA_TRACE_JOBS", "NSA_TRACE_HOST"  # as nsa.trace.job_folders reads them
 LEFT_S = 0.3  # for a test's last processes to end
@@ -255,7 +256,8 @@ class StartedRanks:
             occasion = Occasion(reason, nodeid, str(self.config.rootpath), timeout, self.began[0])
             jobs = conclude_jobs(self.base, self.runner.folder, found, self._fixture_of, occasion)
             of_jobs = {pid for job in jobs for pid in job.pids}
-            others = [p for p in found if p.pid not in of_jobs and not p.has_ended and not p.is_helper]
+            shown = [p for p in found if not p.has_ended or p.status]  # a failure that the test has not waited for
+            others = [p for p in shown if p.pid not in of_jobs and not p.is_helper]
             named = [_named(p) for p in others[:NAMED]]
             text = describe(jobs, named, _place(frame, self.config.rootpath)) if jobs or others else []
             if reason:
@@ -363,6 +365,8 @@ def _put_first(report: Any, text: list[str]) -> None:
 
 
 def _named(process: Process) -> str:
+    if process.has_ended:
+        return f"pid {process.pid} has failed ({how_it_ended(process.status)}), and was not waited for"
     return f"pid {process.pid} ({process.state}) {visible(process.command[:COMMAND])}"
 
 
