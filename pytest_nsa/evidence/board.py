@@ -25,6 +25,7 @@ Shape = tuple[str, str, str, int, int, str]  # group, operation, dtype, element 
 ANY = -2  # the peer of a receive that takes from anybody
 CUT = "…"  # ends a note that was longer than its place on the board
 NEW_GROUP = "new_group"  # the operation of making a group
+OTHER_WORLD = "@"  # in the label of a group that not all ranks of the job number alike
 DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", NEW_GROUP)
 # One rank gives or gets all, or each as much as it likes.
 UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
@@ -170,6 +171,12 @@ class BoardSnapshot:
     def inside(self) -> tuple[Collective, ...]:
         """Collectives entered and not left, oldest first."""
         return tuple(c for c in self.collectives if c.is_inside)
+
+
+def world_of(group: str) -> str:
+    """Return the part of a group's label that names another world than the job's; '' where it is the job's."""
+    _, mark, place = group.partition(OTHER_WORLD)
+    return mark + place
 
 
 class BoardReader:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from pytest_nsa.evidence.board import Collective
+from pytest_nsa.evidence.board import Collective, world_of
 
 _RUN = re.compile(r"(?P<first>\d{1,9})(-(?P<last>\d{1,9})(:(?P<step>\d{1,9}))?)?")
 Rings = Mapping[int, tuple[Collective, ...]]
@@ -53,9 +53,17 @@ def by_place(rings: Mapping[int, Iterable[Collective]]) -> dict[tuple[str, int],
 
 
 def any_can_complete(calls: Iterable[Collective], rings: Rings) -> bool:
-    """Return whether every rank of its group has entered one of the calls: then it ends by itself, however long it takes."""
+    """Return whether every rank of its group has entered one of the calls: then it ends by itself, however long it takes. So may
+    one in a group of which not all ranks are known, as of another job's.
+    """
     entered = Counter(itertools.chain.from_iterable({c.place for c in ring} for ring in rings.values()))
-    return any(entered[c.place] >= c.size for c in calls)
+    return any(entered[c.place] >= c.size or has_unknown_ranks(c, rings) for c in calls)
+
+
+def has_unknown_ranks(call: Collective, rings: Rings) -> bool:
+    """Return whether the group of a call is of another world, of which fewer ranks have made calls than it has."""
+    came = (any(c.group == call.group for c in ring) for ring in rings.values())
+    return bool(world_of(call.group)) and sum(came) < call.size
 
 
 def deadlocked(waits: Mapping[int, Collective], rings: Rings, members: Members) -> dict[int, Collective]:

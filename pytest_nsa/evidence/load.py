@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.board import BoardReader, BoardSnapshot
+from pytest_nsa.evidence.board import BoardReader, BoardSnapshot, world_of
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.native import innermost_symbol
 from pytest_nsa.evidence.shapes import OWN_WORDS, has, is_counted, is_looked_for, read_beats, read_events, read_reports
@@ -70,7 +70,7 @@ def load(folder: Path, *others: Path) -> Evidence:
         )
     return Evidence(
         job=job,
-        ranks=ranks,
+        ranks=with_the_job_s_numbers(ranks),
         stop=stop.get("reason", "host_died" if refused or not ended else ""),
         stopped_by=stop.get("by", ""),
         stalled_s=stop.get("stalled_s", 0.0),
@@ -192,6 +192,7 @@ def _read_rank(
         parallel=next((e["kind"] for e in reversed(events) if e["event"] == "parallel"), None),
         ddp=next((e for e in reversed(events) if e["event"] == "ddp"), {}),
         groups={e["name"]: members_of(e["ranks"], job.world_size) for e in events if e["event"] == "group"},
+        numbers={world_of(e["name"]): e["number"] for e in events if e["event"] == "group" and "number" in e},
         folder=folder,
         sources=sources,
         backend=job.backend,
@@ -267,6 +268,23 @@ def _thread_errors(events: Sequence[Mapping[str, Any]]) -> tuple[ThreadError, ..
         for e in events
         if e["event"] == "thread_exception" and e["future"] not in retrieved
     )
+
+
+def with_the_job_s_numbers(ranks: tuple[RankEvidence, ...]) -> tuple[RankEvidence, ...]:
+    """Return the ranks with peers and roots of their calls in other worlds as the job numbers them, where that is known."""
+    of_world: dict[str, dict[int, int]] = {}
+    for rank in ranks:
+        for world, number in rank.numbers.items():
+            of_world.setdefault(world, {})[number] = rank.rank
+    return tuple(replace(rank, board=_renumbered(rank.board, of_world)) for rank in ranks) if of_world else ranks
+
+
+def _renumbered(board: BoardSnapshot | None, of_world: Mapping[str, Mapping[int, int]]) -> BoardSnapshot | None:
+    if board is None:
+        return None
+    calls = [(c, of_world.get(world_of(c.group), {})) for c in board.collectives]
+    renumbered = tuple(replace(c, peer=of.get(c.peer, c.peer), root=of.get(c.root, c.root)) for c, of in calls)
+    return replace(board, decode_ring=lambda: renumbered)
 
 
 def members_of(ranks: str | list[int], world_size: int) -> tuple[int, ...]:

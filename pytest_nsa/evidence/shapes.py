@@ -155,7 +155,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     "ddp": {"step": _int, "bucket_sizes?": _list_of(is_number)},
     "key_set": {"key": is_text, "where": is_text, "number?": _int},
     "key_awaited": {"key": is_text, "where": is_text, "number": _int},
-    "group": {"name": is_text, "ranks": _ranks},
+    "group": {"name": is_text, "ranks": _ranks, "number?": _int},
 }  # fmt: skip
 # What a stalled rank wrote of itself; the two that are empty where there is nothing to report.
 OWN_WORDS: dict[str, Check] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.board import BoardSnapshot, Collective
+from pytest_nsa.evidence.board import OTHER_WORLD, BoardSnapshot, Collective
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
@@ -146,9 +147,9 @@ class MissingGradients:
 class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
     that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
-    own numbers, the last that were read; ``groups`` the ranks of those it is in; ``left`` is where it skipped, or expected to
-    fail, and after what; ``gone``: its process is no more, and how it ended was not observed; ``beat_age_s`` is how
-    long the heartbeat had been silent when the host looked at the stall.
+    own numbers, the last that were read; ``groups`` the ranks of those it is in; ``numbers`` its number by other world;
+    ``left`` is where it skipped, or expected to fail, and after what; ``gone``: its process is no more, and how it ended was
+    not observed; ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stall.
     """
 
     rank: int
@@ -187,6 +188,7 @@ class RankEvidence:
     parallel: str | None
     ddp: dict[str, Any]
     groups: dict[str, tuple[int, ...]]
+    numbers: dict[str, int]
     folder: Path
     sources: Sources
     peaks: Mapping[str, float] = field(default_factory=dict)  # the most memory that it had, in MiB
@@ -370,9 +372,11 @@ class Evidence:
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of a group; all of them where it was not recorded."""
-        known = next((r.groups[group] for r in self.ranks if group in r.groups), ())
-        return known or tuple(range(self.job.world_size))
+        """Return the ranks of a group; all of them where it was not recorded, and of a group of another world those that came."""
+        known = [r.groups[group] for r in self.ranks if group in r.groups]
+        if OTHER_WORLD in group:
+            return tuple(sorted(set(itertools.chain.from_iterable(known))))
+        return next(iter(known), ()) or tuple(range(self.job.world_size))
 
     @property
     def parallel(self) -> str:

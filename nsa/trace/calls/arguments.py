@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,38 @@ def group_of(value: Any) -> Any:
         return None
 
 
-def new_group_note(args: tuple[Any, ...]) -> str:
-    """'2: 0,1': the name of the group that torch is to make, and its ranks (`in_runs`). Of a default group, which names no ranks,
-    what this one calls itself, and the store: '0: rank 1 of 4, by port 29500 of localhost'.
+class NewGroup(NamedTuple):
+    """A process group that torch is to make: its size, this rank's number in it, its ranks by the world's numbers, its store and
+    name. ``ranks`` is empty for a default group, and for another one that numbers its ranks by itself.
     """
-    if len(args) <= 5 or not isinstance(args[2], list):
-        return ""
-    if args[2]:
-        return f"{args[5]}: {in_runs(args[2])}"
-    place = store_place(args[4])
-    return f"{args[5]}: {numbered(args[1], args[0])}{f', by {place}' if place else ''}"
+
+    size: int
+    rank: int | None  # None, or negative, where this rank is no member
+    ranks: list[int]
+    store: Any
+    name: str
+
+    @property
+    def note(self) -> str:
+        """'2: 0,1': the name of the group, and its ranks (`in_runs`). Where it has none, what this rank calls itself, and the
+        store: '0: rank 1 of 4, by port 29500 of localhost'.
+        """
+        if self.ranks:
+            return f"{self.name}: {in_runs(self.ranks)}"
+        place = store_place(self.store)
+        return f"{self.name}: {numbered(self.rank, self.size)}{f', by {place}' if place else ''}"
+
+
+_OF_HELPER = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
+
+
+def new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NewGroup | None:
+    """Return what torch's ``_new_process_group_helper`` is called with; None for arguments of another version of torch."""
+    given = dict(zip(_OF_HELPER, args, strict=False)) | kwargs
+    if not given.keys() >= set(_OF_HELPER) or not isinstance(given["global_ranks_in_group"], list):
+        return None
+    size, rank, ranks, _, store, name = (given[of] for of in _OF_HELPER)
+    return NewGroup(size, rank, ranks, store, str(name))
 
 
 def in_runs(ranks: list[int]) -> str:
@@ -51,18 +73,24 @@ def in_runs(ranks: list[int]) -> str:
     return ",".join(found)
 
 
-def numbered(rank: int, world_size: int) -> str:
+def numbered(rank: int | None, world_size: int) -> str:
     """'rank 1 of 4': how a rank calls itself where a default group is made."""
     return f"rank {rank} of {world_size}"
 
 
 def store_place(store: Any) -> str:
     """Return where ranks meet: a file's name, or host and port; '' where it is not known."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = underlying(store)
     if isinstance(store, dist.FileStore):
         return f"file ...{store.path[-48:]}"
     return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
+
+
+def underlying(store: Any) -> Any:
+    """Return the store below those that prefix its keys."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def keys_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

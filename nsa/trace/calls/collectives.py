@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ from nsa.trace.calls.arguments import (
     global_rank,
     group_of,
     is_done_after_wait,
-    label_of,
-    new_group_note,
+    new_group,
     numbered,
     payload_of,
     root_and_reduction,
@@ -34,6 +33,7 @@ from nsa.trace.calls.arguments import (
     was_refused,
 )
 from nsa.trace.calls.compiled import outside_graphs
+from nsa.trace.calls.labels import GroupLabels, Made
 from nsa.trace.calls.limits import limit_of_call, limit_of_group
 from nsa.trace.calls.pending import Pending
 from nsa.trace.calls.stores import Limit, StoreRecorder
@@ -61,6 +61,7 @@ class CollectiveRecorder:
     def __init__(self, board: Board) -> None:
         self.board = board
         self._sequence: defaultdict[str, int] = defaultdict(int)
+        self._labels = GroupLabels()
         self._inside = threading.local()
         self._pending: dict[int, Pending] = {}  # by id of the Work
         self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
@@ -72,12 +73,13 @@ class CollectiveRecorder:
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
-        self.on_group: Callable[[str, list[int]], None] = _ignore  # a new group's name and ranks
+        self.on_group: Callable[[str, Sequence[int], int | None], None] = _ignore  # label, ranks and number of `Made`
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
 
-    def forget(self) -> None:
+    def forget(self, rank: int, world_size: int) -> None:
         """Another test begins in this process, on a new board: numbers start again on all its ranks."""
         self._sequence.clear()
+        self._labels.begin(rank, world_size)
         self._blocked_in, self._limit.until = 0, 0.0
         self.stores.forget()
         self._functional.clear()
@@ -158,22 +160,24 @@ class CollectiveRecorder:
             __tracebackhide__ = True
             first = args[0] if args else None
             group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not name its group
-            label = op if op == NEW_GROUP else f"ddp:{label_of(group)}" if group is not None else "ddp"
+            new = new_group(args, kwargs) if op == NEW_GROUP else None
+            made = self._labels.made(op, new) if new is not None else Made(op, "", ())
+            label = made.making if op == NEW_GROUP else f"ddp:{self._labels.of(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
+            if made.making != op and made.ranks:  # others may wait for this rank in it
+                self.on_group(made.making, made.ranks, made.number)
             self._sequence[label] += 1
-            note = new_group_note(args) if op == NEW_GROUP else ""
-            index = self._enter(op, label, size=size, note=note)
+            index = self._enter(op, label, size=size, note=new.note if new is not None else "")
             with self._blocked(index):
                 result = original(*args, **kwargs)
             self.board.leave(index)
-            if op == NEW_GROUP and isinstance(
-                made := result[0] if isinstance(result, tuple) else result, dist.ProcessGroup
-            ):
-                self._wrap_python_group(made)
-            if op == NEW_GROUP and len(args) > 5:
-                self._limits[str(args[5])] = limit_of_group(kwargs.get("timeout"))
-            if op == NEW_GROUP and len(args) > 5 and args[2]:
-                self.on_group(str(args[5]), list(args[2]))
+            if new is not None:
+                group = result[0] if isinstance(result, tuple) else result
+                if isinstance(group, dist.ProcessGroup):
+                    self._wrap_python_group(group)
+                self._limits[made.label] = limit_of_group(kwargs.get("timeout"))
+                if made.ranks:
+                    self.on_group(made.label, made.ranks, made.number)
             return result
 
         setattr(owner, name, outside_graphs(recorded))
@@ -187,9 +191,10 @@ class CollectiveRecorder:
 
         def recorded(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
-            self._sequence[NEW_GROUP] += 1
+            label = self._labels.of_meeting(NEW_GROUP, port, world_size)
+            self._sequence[label] += 1
             note = f"default: {numbered(rank, world_size)}, by port {port} of {hostname}"
-            index = self._enter(NEW_GROUP, NEW_GROUP, size=world_size, note=note)
+            index = self._enter(NEW_GROUP, label, size=world_size, note=note)
             with self._blocked(index):
                 store = original(hostname, port, rank, world_size, *args, **kwargs)
             self.board.leave(index)
@@ -210,7 +215,7 @@ class CollectiveRecorder:
             if group is None:
                 return original(tensor, *args, **kwargs)
             dtype, count, _ = payload_of((tensor,))
-            label = label_of(group)
+            label = self._labels.of(group)
             self._sequence[label] += 1
             index = self._enter(name, label, dtype, count, size=group.size())
             self._inside.depth = 1
@@ -297,7 +302,7 @@ class CollectiveRecorder:
             dtype, count, device = payload_of(
                 (*args, *kwargs.values())[1 if name.startswith(("alltoall", "all_to_all")) else 0 :]
             )
-            label = label_of(group)
+            label = self._labels.of(group)
             self._sequence[label] += 0 if point_to_point else 1
             size = group.size()
             peer, note = -1, split_sizes(args, size) if name in _SPLIT else ""
@@ -378,5 +383,5 @@ class _Blocked:
                 )  # of a call around it: a new group may be made inside one
 
 
-def _ignore(name: str, ranks: list[int]) -> None:
+def _ignore(label: str, ranks: Sequence[int], number: int | None) -> None:
     """No-op."""

@@ -8,12 +8,12 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pytest_nsa.diagnosis.facts import STOPS, all_facts, awaited, doing
 from pytest_nsa.diagnosis.rules.exits import is_victim
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks, stated
-from pytest_nsa.evidence.board import CUT, NEW_GROUP, Collective
+from pytest_nsa.evidence.board import CUT, NEW_GROUP, Collective, world_of
 from pytest_nsa.evidence.collectives import ranks_of
 from pytest_nsa.evidence.values import Evidence, RankEvidence
 
@@ -36,6 +36,9 @@ def groups_differ(evidence: Evidence) -> Finding | None:
         return None
     if any(c.note.endswith(CUT) for c in making.values()):
         return None  # its members are unknown
+    elsewhere = {rank: c for rank, c in making.items() if world_of(c.group)}
+    if elsewhere:
+        return _of_another_world(evidence, elsewhere)
     differing = _first_difference(evidence, making)
     if differing is not None:
         return _finding(evidence, *differing)
@@ -66,6 +69,25 @@ def _finding(
         advice="let every rank create every group, its members or not, in the same order: torch numbers groups in that order",
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
+
+
+def _of_another_world(evidence: Evidence, making: Mapping[int, Collective]) -> Finding | None:
+    """Find that a rank waits in the creation of a group that numbers its ranks by itself, to which not all have come.
+
+    Who else should come is not known, and may be a process of no rank.
+    """
+    came = Counter(c.place for r in evidence.ranks for c in r.collectives if c.op == NEW_GROUP)
+    short = {rank: c for rank, c in making.items() if came[c.place] < c.size}
+    if not short:
+        return None
+    call = short[min(short)]
+    ranks = tuple(sorted(r for r, c in short.items() if c.place == call.place))
+    text = f"waits in the creation of group {call.note}, to which {len(ranks)} of {call.size} have come"
+    finding = _finding(
+        evidence, "init_timeout", ranks, call.site, stated(ranks, text, evidence.job.world_size), certain=False
+    )
+    advice = "let every process of the group create it, with the same store, name and size"
+    return replace(finding, confidence=0.7, advice=advice)
 
 
 def _first_difference(evidence: Evidence, making: Mapping[int, Collective]) -> Difference | None:
