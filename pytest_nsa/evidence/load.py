@@ -184,6 +184,7 @@ def _read_rank(
         left_threads=tuple((e["name"], e["where"]) for e in events if e["event"] == "left_thread"),
         left_handlers=tuple((e["what"], e["where"], e["call"]) for e in events if e["event"] == "left_handler"),
         left_running=tuple(e["command"] for e in events if e["event"] == "left_running"),
+        pytest_exit=next((e for e in events if e["event"] == "pytest_exit"), {}),
         quit_debugger=any(e["event"] == "quit_debugger" for e in events),
         gone=next((e["time"] for e in host if e["event"] == "gone" and e["rank"] == rank), 0.0),
         anomalies=tuple(e for e in events if e["event"] == "anomaly"),

@@ -131,6 +131,7 @@ EVENTS: dict[str, dict[str, Check]] = {
     },
     "start": {"notes?": _list_of(is_text), "machine?": is_text, "memory_mib?": is_number},
     "done": {"passed": is_flag, "peak_mib?": is_number, "added_mib?": is_number, "peak_gpu_mib?": is_number},
+    "pytest_exit": {"reason": is_text, "returncode?": _int},
     "skipped": {"reason": is_text, "where?": is_text, "after?": is_text},
     "xfailed": {"reason": is_text, "where?": is_text, "after?": is_text},
     "exception": {

@@ -148,8 +148,9 @@ class RankEvidence:
     """What is known of one rank. ``signal`` is 0 unless one ended it; ``by_us``: the host sent it. ``anomalies`` are steps
     that did not go their usual way, ``modules`` those that the current forward had called, in their order; ``ddp`` are DDP's
     own numbers, the last that were read; ``groups`` the ranks of those it is in; ``numbers`` its number by other world;
-    ``left`` is where it skipped, or expected to fail, and after what; ``gone``: its process is no more, and how it ended was
-    not observed; ``beat_age_s`` is how long the heartbeat had been silent when the host looked at the stall.
+    ``left`` is where it skipped, or expected to fail, and after what; ``pytest_exit`` the reason and return code that it called
+    ``pytest.exit`` with; ``gone``: its process is no more, and how it ended was not observed; ``beat_age_s`` is how long the
+    heartbeat had been silent when the host looked at the stall.
     """
 
     rank: int
@@ -181,6 +182,7 @@ class RankEvidence:
     left_threads: tuple[tuple[str, str], ...]
     left_handlers: tuple[tuple[str, str, str], ...]
     quit_debugger: bool
+    pytest_exit: dict[str, Any]
     gone: float
     anomalies: tuple[dict[str, Any], ...]
     modules: tuple[str, ...]

@@ -185,6 +185,9 @@ class RankProcess:
             passed = run.body(ctx)
         except (Exception, KeyboardInterrupt, pytest.exit.Exception) as error:
             record_exception(folder, error, "setup" if session.board.phase_name == "start" else "call")
+            if isinstance(error, pytest.exit.Exception):
+                code = {} if error.returncode is None else {"returncode": int(error.returncode)}
+                record(folder, event="pytest_exit", reason=str(error.msg), **code)
             traceback.print_exc()
             passed = False
         coverage.save(measuring)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import functools
 import sys
 import warnings
@@ -47,6 +48,19 @@ class RankFailure(Exception):
         self.verdict, self.report = verdict, report
         self.in_setup = False  # whether a fixture failed on the ranks to blame, and no body
 
+    # What the culprit's type has of these reads attributes that this instance lacks.
+    __hash__ = Exception.__hash__
+    __repr__ = Exception.__repr__
+
+    def __str__(self) -> str:
+        return self.verdict.reason
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a failure of ranks has no attribute {name!r}")
+
 
 def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -> RankFailure:
     """Return the failure, also an instance of what the culprit raised where this process knows that type: for xfail(raises=...).
@@ -58,10 +72,9 @@ def rank_failure(verdict: Verdict, evidence: Evidence, *, shown: bool = False) -
     raised = next((e for r in evidence.ranks if r.rank in verdict.ranks for e in r.exceptions), None)
     kind = getattr(sys.modules.get(raised.module), raised.type, None) if raised is not None else None
     if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
+        # Two layouts may conflict, and a type may refuse to be inherited, made or changed.
+        with contextlib.suppress(Exception):
             return type("RankFailure", (*bases, kind), {})(verdict, report)
-        except TypeError:  # two bases with layouts that conflict
-            pass
     return type("RankFailure", bases, {})(verdict, report)
 
 
@@ -108,6 +121,9 @@ class Ranked(pytest.Function):
         warn_again(self, evidence)
         if any(rank.quit_debugger for rank in evidence.ranks):
             pytest.exit("Quitting debugger")
+        called = next((rank.pytest_exit for rank in evidence.ranks if rank.pytest_exit), None)
+        if called is not None:
+            pytest.exit(called["reason"], called.get("returncode"))
         failing = [r for r in evidence.ranks if not r.passed]
         if failing and all(r.xfailed is not None and not r.exceptions for r in failing) and not evidence.stop:
             pytest.xfail(failing[0].xfailed or "")

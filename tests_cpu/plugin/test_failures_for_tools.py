@@ -221,3 +221,62 @@ def test_what_all_ranks_expect_to_fail_has_its_reason_and_its_line(pytester: pyt
     verdict = result.verdicts["test_known"]
     assert (verdict.reason, verdict.ranks, verdict.expected) == ("expected to fail: issue 12", (0, 1), True)
     assert verdict.where == f"test_example.py:{len(HEADER.splitlines()) + 3} in test_known"
+
+
+def test_pytest_exit_in_a_rank_ends_the_session(pytester: pytest.Pytester) -> None:
+    source = """
+    @world_size(2)
+    def test_exits(group):
+        if group.rank == 1:
+            pytest.exit("no data", returncode=7)
+        dist.barrier()
+
+    def test_after(): pass
+    """
+    result = run_example(pytester, source)
+    assert result.returncode == 7
+    assert "_pytest.outcomes.Exit: no data" in result.stdout
+    assert "passed" not in result.outcomes
+    assert result.verdicts["test_exits"].ranks == (1,)
+
+
+def test_exceptions_that_cannot_be_inherited_or_shown_have_their_verdict(pytester: pytest.Pytester) -> None:
+    source = """
+    import dataclasses, subprocess
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    class Final(Exception):
+        def __init_subclass__(cls): raise RuntimeError("final")
+
+    class WithReport(Exception):
+        report = property(lambda self: 3)
+
+    class Asks(Exception):
+        def __getattr__(self, name): return self.__dict__["data"][name]
+
+    def asks():
+        error = Asks("x")
+        error.data = {}
+        return error
+
+    MAKERS = [
+        lambda: subprocess.CalledProcessError(1, "make"), lambda: Frozen(3), lambda: Final("x"), lambda: WithReport("x"), asks
+    ]
+
+    @world_size(2)
+    @pytest.mark.parametrize("number", range(5))
+    def test_raises(group, number):
+        raise MAKERS[number]()
+
+    @world_size(2)
+    @pytest.mark.xfail(raises=subprocess.CalledProcessError)
+    def test_of_a_type(group):
+        raise subprocess.CalledProcessError(1, "make")
+    """
+    result = run_example(pytester, source, "-p", "rerunfailures", "--reruns", "1", "--only-rerun", "AssertionError")
+    assert result.outcomes == {"failed": 5, "xfailed": 1}
+    assert {v.cause for name, v in result.verdicts.items() if "raises" in name} == {"assertion"}
+    assert all(text in result.stdout for text in ("CalledProcessError: ", "Frozen", "Final: x", "WithReport: x"))
