@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pytest_nsa.diagnosis.explain.choose import Explanation, explain
@@ -95,6 +96,9 @@ def finding_from(evidence: Evidence, entered: Calls, found: Explanation) -> Find
         # For a skipped call, the line to look at is the others' call.
         left = origin_of(evidence, ranks, other)
         reason += left.since
+    elif edit is Edit.EXTRA and cause == edit.cause and culprits == ranks:
+        left = origin_of_extra(evidence, ranks, mine) or left
+        reason += left.since
     reason += ran_out(evidence, culprits, cause)
     where = left.where or next(
         filter(None, (last_seen(evidence.ranks[r]) for r in entered)), ""
@@ -136,7 +140,9 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
     """Return where the culprits left the others' path: at ``missed``, in which the others wait; or earlier, at a call
     that was paired with a similar next one, or at a call of another group in the same round.
     """
-    differing = first_at_different_lines(evidence, culprits, missed)
+    differing = alone_in(evidence, culprits, missed, of_culprits=False) or first_at_different_lines(
+        evidence, culprits, missed
+    )
     if differing is not None:
         theirs, mine = differing
         there, here = where_ways_part(theirs.way, mine.way)
@@ -144,6 +150,60 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
         since = f"; off by one call since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
         return Origin(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
     return Origin(missed.site)
+
+
+def origin_of_extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective) -> Origin | None:
+    """Return where the culprits made a call more, earlier than ``call``, in which they are: the others paired their next one
+    with it.
+    """
+    differing = alone_in(evidence, culprits, call, of_culprits=True)
+    if differing is None:
+        return None
+    mine, theirs = differing
+    here, there = where_ways_part(mine.way, theirs.way)
+    who = describe_ranks(culprits, evidence.job.world_size)
+    since = f"; off by one call since {mine.op} #{mine.sequence}, which {who} entered at {here}, the others at {there}"
+    return Origin(mine.site, here if len(mine.way) > 1 and here != mine.site else "", since)
+
+
+def alone_in(
+    evidence: Evidence, culprits: tuple[int, ...], until: Collective, *, of_culprits: bool
+) -> tuple[Collective, Collective] | None:
+    """Return the first call, ahead of ``until``, from a line that only one side has come by, and the other side's with its number.
+
+    ``of_culprits``: the side is the culprits. None where the sides differ in more than the calls from such lines, as those of
+    ranks with different tasks do.
+    """
+    rings = _before(evidence, until)
+    odd = [ring for rank, ring in rings.items() if rank in culprits]
+    rest = [ring for rank, ring in rings.items() if rank not in culprits]
+    if not all((*odd, *rest)):
+        return None
+    one, other = (odd, rest) if of_culprits else (rest, odd)
+    known = {c.way for ring in other for c in ring}
+    if not _agree(one) or not _agree([*other, *([c for c in ring if c.way in known] for ring in one)]):
+        return None
+    alone = next((i for i, c in enumerate(one[0]) if c.way not in known), len(one[0]))
+    paired = other[0][alone] if alone < min(len(one[0]), len(other[0])) else None
+    if paired is None or paired.way not in {c.way for c in one[0][alone:]}:
+        return None
+    return one[0][alone], paired
+
+
+def _agree(rings: Sequence[Sequence[Collective]]) -> bool:
+    """Return whether ranks have come by the same lines, as far as each has come."""
+    longest = max(rings, key=len)
+    return all(c.way == its.way for ring in rings for c, its in zip(ring, longest, strict=False))
+
+
+def _before(evidence: Evidence, call: Collective) -> dict[int, list[Collective]]:
+    """Return the calls of a call's group that each of its ranks entered before it, from the first number that all have."""
+    rings = {
+        r: [c for c in evidence.ranks[r].collectives if c.peer == -1 and c.op != NEW_GROUP and c.group == call.group]
+        for r in evidence.members(call.group)
+    }
+    first = max((ring[0].sequence for ring in rings.values() if ring), default=0)
+    return {r: [c for c in ring if first <= c.sequence < call.sequence] for r, ring in rings.items()}
 
 
 def first_at_different_lines(
@@ -155,13 +215,8 @@ def first_at_different_lines(
     The skipped call resembles the next one, so that neither side waited. None where lines differ by the program's
     design: they became equal again, and not because one sequence lags behind the other.
     """
-    rings = {
-        r: [c for c in evidence.ranks[r].collectives if c.peer == -1 and c.op != NEW_GROUP and c.group == missed.group]
-        for r in evidence.members(missed.group)
-    }
-    whole = [
-        found for place, found in sorted(by_place(rings).items()) if place < missed.place and len(found) == len(rings)
-    ]
+    rings = _before(evidence, missed)
+    whole = [found for _, found in sorted(by_place(rings).items()) if len(found) == len(rings)]
     odd = frozenset(culprits)
     sides = [
         ({c.way for r, c in found.items() if r in odd}, {c.way for r, c in found.items() if r not in odd})
