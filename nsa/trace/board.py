@@ -13,9 +13,10 @@ import mmap
 import os
 import resource
 import struct
-import time
 from collections.abc import Callable
 from typing import Any
+
+from nsa.trace.files import close, open_fd, wall_clock
 
 SCHEMA = 4
 HEADER = 4096
@@ -106,14 +107,14 @@ def header() -> bytes:
 
 def _mapped(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Map a file of zeros. The monitor may have made it, with its space on the disk: that is kept."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if os.pread(fd, 1, 0) not in (b"", b"\0"):  # an earlier rank's
             os.ftruncate(fd, 0)
         os.posix_fallocate(fd, 0, size)  # a store into a page that the disk cannot hold is a SIGBUS
         return mmap.mmap(fd, size)
     finally:
-        os.close(fd)
+        close(fd)
 
 
 class Board:
@@ -150,12 +151,12 @@ class Board:
         view = memoryview(self._map)
         self._counters, self._calls = view.cast("q"), view[self._path : self._path + 2 * MAX_PATH].cast("H")
         self._path_base = 0
-        self.phase_name, self.phase_since = "start", time.time()
+        self.phase_name, self.phase_since = "start", wall_clock()
         for name, value in (
             ("pid", os.getpid()),
             ("rank", rank),
             ("world_size", world_size),
-            ("phase_time", time.time()),
+            ("phase_time", wall_clock()),
         ):
             self.number(name, value)
 
@@ -243,7 +244,7 @@ class Board:
 
     def phase(self, name: str) -> None:
         """The rank enters a phase (one of PHASES)."""
-        self.phase_name, self.phase_since = name, time.time()
+        self.phase_name, self.phase_since = name, wall_clock()
         self.number("phase_time", self.phase_since)
         self.number("phase", PHASES.index(name))
         self.add("progress")
@@ -263,7 +264,7 @@ class Board:
         _INT.pack_into(self._map, offset, 0)
         _RECORD_STRUCT.pack_into(
             self._map, offset, 0, sequence, count, self.count("step"), PHASES.index(self.phase_name), peer, size,
-            root, time.time(), 0.0, 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
+            root, wall_clock(), 0.0, 0.0, op.encode()[:24], group.encode()[-24:], dtype.encode()[:16], reduction.encode()[:12],
             _cut(note), site.encode()[-256:], callers.encode()[:256],
         )  # fmt: skip
         _INT.pack_into(self._map, offset, index + 1)
@@ -272,12 +273,12 @@ class Board:
 
     def leave(self, index: int, *, refused: bool = False) -> None:
         """The collective that `enter` numbered has completed. ``refused``: it raised before it began, unseen by others."""
-        now = time.time()
+        now = wall_clock()
         self._end(index, "left", -now if refused else now)
 
     def drop(self, index: int) -> None:
         """The program has dropped the Work of the send or receive that `enter` numbered, and has not waited for it."""
-        self._end(index, "dropped", time.time())
+        self._end(index, "dropped", wall_clock())
 
     def _end(self, index: int, field: str, value: float) -> None:
         if self.count("collectives_entered") - index <= self._slots:

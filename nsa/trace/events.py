@@ -6,12 +6,11 @@ import contextlib
 import errno
 import os
 import platform
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa.trace.files import open_to_append
+from nsa.trace.files import close, open_to_append, wall_clock, write
 from nsa.trace.strict_json import to_json
 
 SCHEMA = 1  # of what ranks write; job.json and env.json name it for the JSON lines next to them
@@ -34,14 +33,14 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     with where_there_is_room():
         fd = open_to_append(path)
         try:
-            os.write(fd, (to_json(entry, as_text=True) + "\n").encode())
+            write(fd, (to_json(entry, as_text=True) + "\n").encode())
         finally:
-            os.close(fd)
+            close(fd)
 
 
 def record(folder: Path, **event: Any) -> None:
     """Append to ``events.jsonl``."""
-    append(folder / "events.jsonl", {"time": time.time(), **event})
+    append(folder / "events.jsonl", {"time": wall_clock(), **event})
 
 
 def local_rank(otherwise: int) -> int:

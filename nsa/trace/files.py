@@ -1,17 +1,36 @@
-"""What is written into a folder of evidence: appended to, or replaced as a whole. No link that is in it is followed."""
+"""What is written into a folder of evidence: appended to, or replaced as a whole. No link that is in it is followed.
+
+And the clock: a test may freeze `time.time`, or make `os.write` raise as on a full disk. What the tracers call is as it was at
+import; tools that freeze time leave `clock_gettime`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from os import close as close
+from os import open as open_fd
+from os import write as write
 from pathlib import Path
+from time import CLOCK_MONOTONIC, CLOCK_REALTIME, clock_gettime
+from time import sleep as sleep
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def wall_clock() -> float:
+    """Return seconds since the epoch."""
+    return clock_gettime(CLOCK_REALTIME)
+
+
+def monotonic() -> float:
+    """Return the seconds of a clock that no adjustment sets back, since an unspecified moment."""
+    return clock_gettime(CLOCK_MONOTONIC)
+
+
 def open_to_append(path: str | os.PathLike[str]) -> int:
     """Return a descriptor that appends to a file, which is made where there is none. Raises OSError; for what is a link, too."""
-    return os.open(path, _FLAGS | os.O_APPEND, 0o666)
+    return open_fd(path, _FLAGS | os.O_APPEND, 0o666)
 
 
 def write_atomically(path: Path, content: str | bytes, *, follow: bool = False, synced: bool = False) -> None:
@@ -21,18 +40,18 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False, 
     before it takes the place of the old one.
     """
     data = memoryview(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    folder = open_fd(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     try:
         partial = f".{path.name}.{os.urandom(8).hex()}.partial"
-        fd = os.open(partial, _FLAGS | os.O_EXCL, 0o666, dir_fd=folder)
+        fd = open_fd(partial, _FLAGS | os.O_EXCL, 0o666, dir_fd=folder)
         try:
             try:
                 while data:
-                    data = data[os.write(fd, data) :]
+                    data = data[write(fd, data) :]
                 if synced:
                     os.fsync(fd)
             finally:
-                os.close(fd)
+                close(fd)
             os.rename(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -41,4 +60,4 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False, 
         if synced:
             os.fsync(folder)
     finally:
-        os.close(folder)
+        close(folder)

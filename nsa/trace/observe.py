@@ -12,7 +12,6 @@ import functools
 import math
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from nsa.trace.ddp_buckets import ddp_models_in, ddp_numbers, ensure_hook, give_
 from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.divergence.sampling import remember_wrappers
 from nsa.trace.divergence.training_state import watch_loads
+from nsa.trace.files import wall_clock
 from nsa.trace.frames import call_site
 from nsa.trace.graph import NodeCount, next_number
 from nsa.trace.names import plain_name
@@ -211,7 +211,7 @@ class Observer:
             text = self.board.padded(place, "line")
             self.board.put("line", text)
             self.board.put("phase_line", text)
-            self.board.number("line_time", time.time())
+            self.board.number("line_time", wall_clock())
         self.on_change()
 
     def end(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 from nsa.trace.board import Board
@@ -12,6 +11,7 @@ from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.calls.loaders import count_batches
 from nsa.trace.divergence.checksums import Checksums
 from nsa.trace.events import record
+from nsa.trace.files import monotonic, sleep
 from nsa.trace.observe import Observer
 from nsa.trace.stall.exceptions import record_thread_exception
 from nsa.trace.stall.exits import note_own_end
@@ -107,9 +107,9 @@ class TraceSession:
             self.observer.checksums.close()
         self.observer.forget()
         self.recorder.poll()
-        deadline = time.monotonic() + settle_s
-        while self.recorder.is_waiting and time.monotonic() < deadline:
-            time.sleep(0.001)
+        deadline = monotonic() + settle_s
+        while self.recorder.is_waiting and monotonic() < deadline:
+            sleep(0.001)
             self.recorder.poll()
         self.recorder.stores.record_latest()
         self.heartbeat.stop()

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -20,7 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from nsa.trace.events import SCHEMA, machine, record
-from nsa.trace.files import open_to_append, write_atomically
+from nsa.trace.files import open_to_append, wall_clock, write_atomically
 from nsa.trace.frames import call_site
 from nsa.trace.gradients import report_gradients
 from nsa.trace.memory import limit_mib
@@ -154,6 +153,6 @@ def _describe(run: Path, world_size: int) -> None:
         "schema": SCHEMA,
         "nodeid": " ".join(masked_arguments(sys.argv)) or "training", "folder": str(run), "root": os.getcwd(),
         "world_size": world_size,
-        "backend": os.environ.get("TORCH_BACKEND", ""), "created": time.time(), "timeout": 0.0, "traces": [],
+        "backend": os.environ.get("TORCH_BACKEND", ""), "created": wall_clock(), "timeout": 0.0, "traces": [],
     }  # fmt: skip
     write_atomically(run / "job.json", json.dumps(job, indent=1) + "\n")

@@ -12,6 +12,10 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+
+# As they are at import: a test may put others in their place, as of a full disk.
+from os import close, write
+from os import open as open_fd
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +31,22 @@ def replacing(path: Path, *, follow: bool = False) -> Iterator[int]:
     Raises OSError. A folder may be a stranger's: no link is followed, nor one that is the folder of ``path`` itself unless
     ``follow`` (of a path that the user has named), and the new file's name cannot be guessed.
     """
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    folder = open_fd(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     try:
         partial = f".{path.name}.{os.urandom(8).hex()}.partial"
-        fd = os.open(partial, _FLAGS | os.O_EXCL, 0o666, dir_fd=folder)
+        fd = open_fd(partial, _FLAGS | os.O_EXCL, 0o666, dir_fd=folder)
         try:
             try:
                 yield fd
             finally:
-                os.close(fd)
+                close(fd)
             os.rename(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(partial, dir_fd=folder)
             raise
     finally:
-        os.close(folder)
+        close(folder)
 
 
 def write_atomically(path: Path, content: str | bytes, *, follow: bool = False) -> None:
@@ -50,7 +54,7 @@ def write_atomically(path: Path, content: str | bytes, *, follow: bool = False) 
     data = memoryview(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     with replacing(path, follow=follow) as fd:
         while data:
-            data = data[os.write(fd, data) :]
+            data = data[write(fd, data) :]
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
@@ -60,23 +64,23 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
 
 def open_to_append(path: Path) -> int:
     """Return a descriptor that appends to a file, which is made where there is none. Raises OSError; for what is a link, too."""
-    fd = os.open(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    fd = open_fd(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
     os.set_blocking(fd, True)  # a pipe, for which opening would have waited, has failed
     return fd
 
 
 def append(path: Path, data: bytes) -> None:
     """Append in one write. What is no file, or a link, may be a stranger's: not waited for, not written to."""
-    fd = os.open(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
+    fd = open_fd(path, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666)
     try:
-        os.write(fd, data)
+        write(fd, data)
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def touch(path: Path) -> None:
     """Make an empty file, unless there is one. Raises OSError."""
-    os.close(os.open(path, _FLAGS | os.O_NONBLOCK, 0o666))
+    close(open_fd(path, _FLAGS | os.O_NONBLOCK, 0o666))
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -116,10 +120,10 @@ def open_to_read(path: Path, *, follow: bool = False) -> tuple[int, int]:
     """Return a descriptor of a file, and the file's size in bytes. Raises OSError; for what is no regular file, and, unless
     ``follow``, for a link: a folder of evidence may come from a stranger, and a pipe or a device in it would be read for ever.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    fd = open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
+        close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return fd, status.st_size
 
@@ -137,7 +141,7 @@ def read_bytes(path: Path, most: int = LARGEST, *, follow: bool = False) -> byte
             parts.append(data)
         return b"".join(parts)
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def read_text(path: Path, most: int = LARGEST) -> str:

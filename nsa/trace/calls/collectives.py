@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +36,7 @@ from nsa.trace.calls.labels import GroupLabels, Made
 from nsa.trace.calls.limits import limit_of_call, limit_of_group
 from nsa.trace.calls.pending import Pending
 from nsa.trace.calls.stores import Limit, StoreRecorder
+from nsa.trace.files import wall_clock
 from nsa.trace.frames import call_path
 
 _METHODS = (
@@ -369,7 +369,7 @@ class _Blocked:
             recorder._blocked_in = self.index + 1
             recorder.board.number("blocked_in", self.index + 1)
             if self.limit:
-                recorder._limit.set(time.time() + self.limit)
+                recorder._limit.set(wall_clock() + self.limit)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         recorder = self.recorder

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from nsa.trace.board import Board
 from nsa.trace.calls.arguments import keys_of_call
 from nsa.trace.calls.limits import limit_of_call, limit_of_group
+from nsa.trace.files import wall_clock
 from nsa.trace.frames import call_path
 
 LOOKS_AGAIN_S = 2.0  # between two looks of one loop that polls a store
@@ -113,7 +113,7 @@ class StoreRecorder:
             self._set_key(keys_of_call(args, kwargs))
             self._use(self.keys_awaited, self._key, _way())
             if limit:
-                self._limit.set(time.time() + limit)
+                self._limit.set(wall_clock() + limit)
             try:
                 return original(store, *args, **kwargs)
             finally:
@@ -130,7 +130,7 @@ class StoreRecorder:
         def recorded(store: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             if threading.current_thread() is threading.main_thread():
-                now = time.time()
+                now = wall_clock()
                 if now - self._looked > LOOKS_AGAIN_S:
                     self._board.number("polled_from", now)
                 self._set_key(keys_of_call(args, kwargs))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from nsa.trace.divergence.sampling import Seen, norms_of
 from nsa.trace.events import where_there_is_room
-from nsa.trace.files import open_to_append
+from nsa.trace.files import close, open_to_append, write
 from nsa.trace.strict_json import to_json
 
 MAX_BYTES = 64 << 20  # then no more is written: what diverges does so early
@@ -48,8 +47,8 @@ class Report:
             self._named.add(seen.model)
             record["names"] = seen.names
         with where_there_is_room():
-            self._size += os.write(self._file, to_json(record, as_text=True).encode() + b"\n")
+            self._size += write(self._file, to_json(record, as_text=True).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        close(self._file)

@@ -14,12 +14,11 @@ import itertools
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from types import CodeType, FrameType, GeneratorType
 
 from nsa.trace.events import SCHEMA
-from nsa.trace.files import write_atomically
+from nsa.trace.files import wall_clock, write_atomically
 from nsa.trace.frames import describe, is_user_file, user_frames
 from nsa.trace.stall.looked_for import files_looked_for
 
@@ -71,7 +70,7 @@ def write_counters(folder: Path, thread: int) -> None:
     """
     inner = itertools.islice(user_frames(sys._current_frames().get(thread)), MOST_FRAMES)
     frames = [{"at": describe(frame), "counters": counters_of(frame), "streams": _streams_of(frame)} for frame in inner]
-    found = {"schema": SCHEMA, "time": time.time(), "frames": frames[::-1]}
+    found = {"schema": SCHEMA, "time": wall_clock(), "frames": frames[::-1]}
     with contextlib.suppress(OSError):  # a full disk, a folder that has gone: the test is over all the same
         write_atomically(folder / FILE, json.dumps(found))
         files = files_looked_for(sys._current_frames().get(thread))  # afterwards: a file system may not answer

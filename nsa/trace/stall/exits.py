@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 from nsa.trace.board import Board
+from nsa.trace.files import wall_clock
 from nsa.trace.frames import call_site
 
 
@@ -26,7 +26,7 @@ def note_own_end(board: Board) -> None:
                 site = call_site()
                 if site:
                     board.text("line", site)
-                    board.number("line_time", time.time())
+                    board.number("line_time", wall_clock())
             return call(*args, **kwargs)
 
         return noted

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from nsa.trace.board import Board
 from nsa.trace.calls.collectives import CollectiveRecorder
 from nsa.trace.events import SCHEMA
-from nsa.trace.files import open_to_append, write_atomically
+from nsa.trace.files import close, monotonic, open_to_append, wall_clock, write, write_atomically
 from nsa.trace.frames import is_user_file
 from nsa.trace.memory import on_gpu_mib, resident_mib
 from nsa.trace.stall.counters import is_requested, write_counters
@@ -58,7 +57,7 @@ class Heartbeat:
         self.board = board
         self._stall = stall
         self._moves_seen: tuple[int, ...] = ()
-        self._since = time.monotonic()
+        self._since = monotonic()
         self._written = 0.0
         # Code and instruction of the main thread: a thread that stays at one is in one call into native code.
         self._place: tuple[int, int] = (0, 0)
@@ -93,11 +92,11 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
         self.record()
-        os.close(self._file)
+        close(self._file)
 
     def change(self) -> None:
         """The rank is in another phase."""
-        now = time.monotonic()
+        now = monotonic()
         if now - self._memory_read >= MEMORY_EVERY:
             self._read_memory(now)
         self._changes += 1
@@ -111,14 +110,14 @@ class Heartbeat:
         count = self.board.count
         # JSON by hand: this is written at every change of phase.
         line = (
-            f'{{"time": {at or time.time()}, {self._start}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
+            f'{{"time": {at or wall_clock()}, {self._start}, "step": {count("step")}, "phase": "{self.board.phase_name}", '
             f'"gradients": {count("gradients")}, "modules_entered": {count("modules_entered")}, '
             f'"collectives": {count("collectives_entered")}, "backend": {json.dumps(self.label)}, '
             f'"rss_mib": {self._resident}, {self._on_gpu}'
         )
         extra = f", {json.dumps(more)[1:-1]}" if more else ""
         with contextlib.suppress(OSError):  # a full disk, for example: the program that is traced goes on
-            os.write(self._file, f"{line}{extra}}}\n".encode())
+            write(self._file, f"{line}{extra}}}\n".encode())
 
     def _read_memory(self, now: float) -> None:
         """Read what this process holds. The allocator of CUDA is asked by the main thread alone: where that is stalled, it may be
@@ -133,10 +132,10 @@ class Heartbeat:
     def _run(self) -> None:
         last_record = 0.0
         while True:
-            before = time.monotonic()
+            before = monotonic()
             if self._stop.wait(INTERVAL):
                 return
-            after = time.monotonic()
+            after = monotonic()
             self._late += max(0.0, after - before - INTERVAL)
             try:
                 self.beat()
@@ -160,11 +159,11 @@ class Heartbeat:
             if len(self._lines) < MOST_LINES:
                 self._lines[line] = None
             board.text("line", line)
-            board.number("line_time", time.time())
+            board.number("line_time", wall_clock())
         if self.recorder is not None:
             self.recorder.poll()
         if self._owes_line:
-            self._owes_line, self._changed = False, time.monotonic()
+            self._owes_line, self._changed = False, monotonic()
             self.record(at=board.phase_since)
         if self._look_at_stall(place):
             if self.on_stall is not None:
@@ -173,8 +172,8 @@ class Heartbeat:
             if stacks:
                 self._write_stall(stacks)
         board.number("gil_late", self._late)
-        board.number("beat_time", time.time())
-        board.number("beat_monotonic", time.monotonic())
+        board.number("beat_time", wall_clock())
+        board.number("beat_monotonic", monotonic())
         board.add("beat")
 
     def _look_at_frames(self) -> tuple[str, Place | None, str]:
@@ -192,13 +191,13 @@ class Heartbeat:
         """Return whether the stacks of a stall should be written now."""
         if self._stall is None:
             return False
-        now = time.monotonic()
+        now = monotonic()
         waited = now - self._written if self._written else now - self._since
         return waited >= (STALL_AGAIN_S if self._written else STALL_S)
 
     def _look_at_stall(self, place: Place | None) -> bool:
         """Count the looks of a stall; return whether it goes on."""
-        now, moves = time.monotonic(), self.board.moves
+        now, moves = monotonic(), self.board.moves
         if moves != self._moves_seen:
             self._moves_seen, self._since, self._written = moves, now, 0.0
             self._place, self._looks, self._moves = (0, 0), 0, 0
@@ -234,10 +233,10 @@ class Heartbeat:
         """Replace stall.json by what the rank knows of its stall."""
         if self._stall is None:
             return
-        now = time.monotonic()
+        now = monotonic()
         self._written = now
         found = {
-            "schema": SCHEMA, "time": time.time(), "since": time.time() - (now - self._since), "stacks": stacks,
+            "schema": SCHEMA, "time": wall_clock(), "since": wall_clock() - (now - self._since), "stacks": stacks,
             "lines": list(self._lines),
             "handles": handled_exception(self._main or 0), "asyncio": asyncio_tasks(self._main or 0),
             "keys": self.recorder.stores.keys_set.rows() if self.recorder is not None else [],

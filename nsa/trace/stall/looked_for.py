@@ -8,10 +8,11 @@ import inspect
 import linecache
 import os
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+
+from nsa.trace.files import wall_clock
 
 MOST_FILES, MOST_FRAMES = 4, 8
 _CHECKS = frozenset({"exists", "lexists", "isfile", "isdir", "is_file", "is_dir", "mkdir"})
@@ -95,7 +96,7 @@ def _state_of(path: str) -> dict[str, object]:
         status = os.lstat(path)
     except OSError:
         return {"path": path}
-    return {"path": path, "unchanged_s": max(0.0, time.time() - status.st_mtime)}
+    return {"path": path, "unchanged_s": max(0.0, wall_clock() - status.st_mtime)}
 
 
 def _open_files() -> set[str]:
