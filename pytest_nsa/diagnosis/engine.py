@@ -271,8 +271,9 @@ def _of_the_passed(evidence: Evidence, common: dict[str, Any]) -> Verdict:
         return Verdict(outcome="SKIP", reason=reason, **common)
     return Verdict(
         outcome="FAIL", cause="data_dependent_branch", rule="engine.skipped_by_some", ranks=skipped, certain=True, confidence=0.95,
+        where=str(evidence.ranks[skipped[0]].left.get("where", "")),
         reason=f"skipped on some ranks only ({', '.join(map(str, skipped))}): {reason}",
-        advice="decide the skip from what all ranks know, so that all skip or none", **common,
+        advice="decide this from what all ranks know, so that all of them leave the test or none", **common,
     )  # fmt: skip
 
 

@@ -167,9 +167,11 @@ def _traceback(error: RaisedException, sources: Sources) -> str:
 
 
 def _error_lines(text: str) -> str:
-    """Return the lines of pytest's failure text that name what failed and where."""
+    """Return the lines of pytest's failure text that name what failed and where; of a group of exceptions those after a bar."""
     lines = text.splitlines()
-    return "\n".join([line for line in lines if line.startswith(("E ", ">"))] + lines[-1:])
+    return "\n".join(
+        [line for line in lines if line.startswith(("E ", ">")) or line.lstrip().startswith("|")] + lines[-1:]
+    )
 
 
 def sections(evidence: Evidence) -> Iterator[tuple[str, str]]:

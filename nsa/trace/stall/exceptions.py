@@ -29,11 +29,14 @@ def cut(text: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return ``str(error)``, cut; also of an error whose __str__ fails."""
+    """Return ``str(error)``, cut, of a group with those in it; also of an error whose __str__ fails."""
     try:
-        return cut(str(error))
+        text = str(error)
     except Exception as failure:
         return f"<its text could not be made: {type(failure).__name__} in __str__>"
+    if isinstance(error, BaseExceptionGroup):
+        text += ": " + "; ".join(f"{type(e).__name__}: {message_of(e)}" for e in error.exceptions[:MAX_CHAIN])
+    return cut(text)
 
 
 def _user_line(frames: traceback.StackSummary, *, recursion: bool = False) -> traceback.FrameSummary | None:

@@ -38,6 +38,7 @@ def left_by_choice(evidence: Evidence) -> Finding | None:
         cause="data_dependent_branch", ranks=tuple(left), certain=True, confidence=0.95,
         where=evidence.ranks[min(left)].left.get("where", ""),
         reason=f"{how} on some ranks only ({', '.join(map(str, left))}): {next(iter(left.values()))}",
+        advice="decide this from what all ranks know, so that all of them leave the test or none",
         facts=all_facts(evidence.ranks),
     )  # fmt: skip
 

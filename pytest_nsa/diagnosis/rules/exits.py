@@ -174,6 +174,8 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         later = [f"rank {r.rank} at {e.where}" for r, e in found if r in others]
         where_else = f"{who} {fails} here first, {' and '.join(later[:2])} later" if later else f"{who} alone {fails}"
         advice = f"{where_else}: look at what differs there, its data, seed or state"
+    elif cause == "assertion" and len({(e.message.partition("\n")[0], e.chain) for _, e in same}) > 1:
+        advice = "all ranks fail here, with different errors or values: compare them, and what the test computes"
     reason += late_hint(error.message)
     if waited:
         reason += f" ({describe_ranks(tuple(waited), evidence.job.world_size)} waited)"

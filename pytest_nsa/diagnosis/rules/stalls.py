@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_nsa.diagnosis.facts import all_facts, awaited, found_on, last_seen, owning_module
+from pytest_nsa.diagnosis.facts import all_facts, awaited, doing, found_on, last_seen, owning_module
 from pytest_nsa.diagnosis.rules.activity import activity_of
 from pytest_nsa.diagnosis.rules.messages import is_paired
 from pytest_nsa.diagnosis.verdict import Finding, by_ranks, describe_ranks
@@ -39,7 +39,10 @@ def blocked(evidence: Evidence) -> Finding | None:
         if r.rank not in culprits and (r.rank in held_up or (r not in absent and (r.is_waiting or r.waits_for_a_key)))
     )
     n = evidence.job.world_size
-    reason = f"{'each of ' if len(culprits) > 1 else ''}{describe_ranks(culprits, n)} {activity.description}"
+    does = tuple(r for r in culprits if r in activities) or culprits  # a holder may wait in something else
+    reason = f"{'each of ' if len(does) > 1 else ''}{describe_ranks(does, n)} {activity.description}"
+    for holder in (h for h in culprits if h not in does):
+        reason += f"; rank {holder} waits {doing(evidence.ranks[holder])}"
     if waiting:
         reason += f"; {describe_ranks(waiting, n)} waited for it"
     more = [(r, other) for r, other in activities.items() if other.cause != activity.cause]
