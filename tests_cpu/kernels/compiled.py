@@ -67,8 +67,11 @@ class Problem:
         return torch.empty(*shape, dtype=self.dtype, device="meta")
 
 
-def record_launches(monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = "") -> list[list[Launch]]:
-    """Return what a whole forward, its backward, a token that follows, one of many, and a rotation of q would launch on a GPU.
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str = "", *, tokens: int = 1
+) -> list[list[Launch]]:
+    """Return what would be launched on a GPU: by a whole forward, its backward, ``tokens`` that follow, these where many programs
+    run, and a rotation of q.
 
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
@@ -100,10 +103,12 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, problem: Problem, on: str =
     of_forward = len(found)
     whole.backward(torch.empty_like(out), q, *pairs, gates, kept, None, sizes)
     of_training = len(found)
-    decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes[:5], 0.1)
+    new = q[:, :tokens], *pairs, gates[:, :tokens], p.S - tokens, *sizes[:5], 0.1
+    monkeypatch.setattr(decoding, "AT_ONCE", 1 << 20)
+    decoding.attend(*new)
     of_token = len(found)
     monkeypatch.setattr(decoding, "AT_ONCE", 0)
-    decoding.attend(q[:, :1], *pairs, gates[:, :1], p.S - 1, *sizes[:5], 0.1)
+    decoding.attend(*new)
     of_batch = len(found)
     rotary.rotated(q, q[:1, :, :1], q[:1, :, :1], backward=False)
     ends = (0, of_forward, of_training, of_token, of_batch, len(found))

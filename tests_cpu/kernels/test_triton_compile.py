@@ -88,12 +88,12 @@ def test_the_selected_branch_compiles_for_one_token(monkeypatch: pytest.MonkeyPa
             compile_for(launch, 80)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("capability", "tokens"), [(80, 1), (90, 1), (90, 3)])
 def test_the_last_program_of_a_token_reads_what_all_others_stored(
-    monkeypatch: pytest.MonkeyPatch, capability: int
+    monkeypatch: pytest.MonkeyPatch, capability: int, tokens: int
 ) -> None:
     """All threads of a program store, then one counts it, with release and acquire on the whole GPU, then all of them read."""
-    token = record_launches(monkeypatch, PROBLEMS["125m"], f"sm_{capability}")[2]
+    token = record_launches(monkeypatch, PROBLEMS["125m"], f"sm_{capability}", tokens=tokens)[2]
     (launch,) = (launch for launch in token if launch.name == "pick_and_read")
     ptx = code_of(launch, capability).asm["ptx"]
     steps = re.findall(r"\b(bar\.sync|atom\.[\w.]+|st\.global|ld\.global)", ptx)

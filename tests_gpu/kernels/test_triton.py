@@ -263,6 +263,25 @@ def test_forward_and_backward_at_64k_tokens_stay_below_16_gb() -> None:
     assert torch.cuda.max_memory_allocated() - before < 16e9
 
 
+def test_a_token_is_decoded_by_a_graph_that_is_replayed() -> None:
+    """Each replay counts programs from 0 again."""
+    q, gates = torch.randn(1, 1, 12, 64, device="cuda"), torch.rand(1, 1, 12, 3, device="cuda")
+    cmp, sel, win = ([torch.randn(1, n, 2, 64, device="cuda") for _ in range(2)] for n in (124, 2000, 512))
+
+    def attend() -> torch.Tensor:
+        return decoding.attend(q, tuple(cmp), tuple(sel), tuple(win), gates, 1999, 32, 16, 64, 16, 512, 0.125)[0]
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend()
+    for _ in range(10):
+        q.normal_()
+        graph.replay()
+        replayed = found.clone()
+        assert torch.equal(replayed, attend())
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_module_on_a_gpu_is_that_on_a_cpu(packed: bool) -> None:
     module = NSAAttention(64, 4, 2, 16, 16, **{**SIZES, "n_sel": 40})

@@ -6,9 +6,9 @@ group, and leaves a part: their attention to these keys alone, with its log-sum-
 importance (Eq. 8 to 10) of the block scores, and picks (Eq. 11). 3. `read_blocks`: a program per token, group and pick; a
 part each. 4. `sum_parts`: a program per token and head merges the parts of each branch, and gates them (Eq. 5).
 
-`pick_and_read` is 2 to 4 in one, for so few programs that a GPU runs all at once: each picks for itself, merges what
-`scan_keys` left for some of the heads, and reads its block; the last of a token and group merges the rest. The order of
-sums does not depend on which program is last.
+`pick_and_read` is 2 to 4 in one: each program picks for itself, merges what `scan_keys` left for some of the heads, and reads
+its block; the last of a token and group merges the rest. No program waits for another, and the order of sums does not depend
+on which one is last. Each repeats the picking, so that it serves where a GPU runs all programs at once.
 
 Layouts: q, out [B, T, H, D], gates [B, T, H, 3], contiguous. Keys and values [B, N, G, D] as `nsa.model.decoding.KVCache` keeps
 them: views of a longer buffer, so that a sequence's stride is given. Parts [B * G, parts, T * h, Dv] float32, log-sum-exps
@@ -23,7 +23,7 @@ import triton.language as tl
 from nsa.kernels.triton.pick_blocks import pick_best, write_picks
 from nsa.kernels.triton.rows import add_product, load_two, product, store_two, zeros_two
 
-MOST_TOKENS = tl.constexpr(16)  # new at once: beyond, tokens have more in common than one program's rows hold
+HEADS = tl.constexpr(16)  # merged at once: more take too many registers
 
 
 @triton.jit
@@ -113,9 +113,8 @@ def scan_keys(
     at_q = ((b * T + row // h) * H + g * h + row % h).to(tl.int64)
     q0, q1 = load_two(Q, at_q * DK, there, DK, D0, D1, True)
     out = bg * parts + pid
-    if (pid == 0) & (tl.program_id(1) == 0):
-        i = tl.arange(0, MOST_TOKENS)
-        tl.store(ARRIVED + bg * T + i, 0, mask=i < T)
+    if pid == 0:
+        tl.store(ARRIVED + bg * T + row // h, 0, mask=there & (row % h == 0))
     if pid < cmp_programs:
         first = pid * each
         at_k, at_v = K_CMP + b.to(tl.int64) * k_cmp_stride + g * DK, V_CMP + b.to(tl.int64) * v_cmp_stride + g * DV
@@ -211,17 +210,17 @@ def _gated_share(lse, mine, gate):
 
 @triton.jit
 def _merge(
-    PART, PART_LSE, GATES, at, base, row, rows, cmp_parts, win_parts, end,
+    PART, PART_LSE, GATES, at, base, row, rows, first_win, first_sel, end,
     DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Return the gated sum [PV] of parts 0 ... end of a row, at most NP, BP at a time: compression, window, selection."""
     part = tl.arange(0, NP)
     lse = tl.load(PART_LSE + (base + part) * rows + row, mask=part < end, other=float("-inf"))
-    is_cmp, is_sel = part < cmp_parts, part >= win_parts
+    is_cmp, is_sel = part < first_win, part >= first_sel
     top_cmp, of_cmp = _gated_share(lse, is_cmp, tl.load(GATES + at * 3).to(tl.float32))
     top_sel, of_sel = _gated_share(lse, is_sel, tl.load(GATES + at * 3 + 1).to(tl.float32))
     top_win, of_win = _gated_share(
-        lse, (part >= cmp_parts) & (part < win_parts), tl.load(GATES + at * 3 + 2).to(tl.float32)
+        lse, (part >= first_win) & (part < first_sel), tl.load(GATES + at * 3 + 2).to(tl.float32)
     )
     column = tl.arange(0, PV)
     total = tl.zeros([PV], tl.float32)
@@ -232,8 +231,8 @@ def _merge(
             PART + place.to(tl.int64)[:, None] * DV + column[None, :], mask=(p < end)[:, None] & (column < DV)[None, :], other=0.0
         )  # fmt: skip
         some = tl.load(PART_LSE + place, mask=p < end, other=float("-inf"))
-        top = tl.where(p < cmp_parts, top_cmp, tl.where(p < win_parts, top_win, top_sel))
-        share = tl.where(p < cmp_parts, of_cmp, tl.where(p < win_parts, of_win, of_sel))
+        top = tl.where(p < first_win, top_cmp, tl.where(p < first_sel, top_win, top_sel))
+        share = tl.where(p < first_win, of_cmp, tl.where(p < first_sel, of_win, of_sel))
         weight = tl.exp2(some - top)
         total += tl.sum(x * tl.where(weight > 0, weight * share, 0.0)[:, None], 0)  # a gate may be infinite
     return total
@@ -242,27 +241,32 @@ def _merge(
 @triton.jit
 def _finish(
     PART, PART_LSE, GATES, SCANNED, OUT, at, base, row, rows, PARTS: tl.constexpr, h: tl.constexpr, DV: tl.constexpr,
-    E0: tl.constexpr, E1: tl.constexpr, NS: tl.constexpr, BM: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, NS: tl.constexpr,
 ):  # fmt: skip
-    """Add the gated selected branch, PARTS parts from ``base`` on, to SCANNED, for all heads of a token and group."""
-    head, part = tl.arange(0, BM), tl.arange(0, NS)
-    there = head < h
-    lse = tl.load(
-        PART_LSE + (base + part)[:, None] * rows + (row + head)[None, :], mask=(part < PARTS)[:, None] & there[None, :],
-        other=float("-inf"),
-    )  # fmt: skip
-    gate = tl.load(GATES + (at + head) * 3 + 1, mask=there, other=0.0).to(tl.float32)
-    top, share = _gated_share(lse, part[:, None] < PARTS, gate)
-    acc0, acc1 = load_two(SCANNED, (at + head) * DV, there, DV, E0, E1, True)
-    for p in tl.range(0, PARTS, loop_unroll_factor=4):
-        place = (base + p).to(tl.int64) * rows + row + head
-        x0, x1 = load_two(PART, place * DV, there, DV, E0, E1, True)
-        weight = tl.exp2(tl.load(PART_LSE + place, mask=there, other=float("-inf")) - top)
-        weight = tl.where(weight > 0, weight * share, 0.0)[:, None]  # a gate may be infinite
-        acc0 += x0 * weight
+    """Store SCANNED and the gated selected branch, PARTS parts from ``base`` on, as OUT, for all heads of a token and group."""
+    part = tl.arange(0, NS)
+    for first in range(0, h, HEADS):
+        head = first + tl.arange(0, HEADS)
+        there = head < h
+        lse = tl.load(
+            PART_LSE + (base + part)[:, None] * rows + (row + head)[None, :], mask=(part < PARTS)[:, None] & there[None, :],
+            other=float("-inf"),
+        )  # fmt: skip
+        gate = tl.load(GATES + (at + head) * 3 + 1, mask=there, other=0.0).to(tl.float32)
+        top, share = _gated_share(lse, part[:, None] < PARTS, gate)
+        acc0, acc1 = zeros_two(HEADS, E0, E1)
+        for p in tl.range(0, PARTS, loop_unroll_factor=4):
+            place = (base + p).to(tl.int64) * rows + row + head
+            x0, x1 = load_two(PART, place * DV, there, DV, E0, E1, True)
+            weight = tl.exp2(tl.load(PART_LSE + place, mask=there, other=float("-inf")) - top)[:, None]
+            acc0 += x0 * weight
+            if E1 > 0:
+                acc1 += x1 * weight
+        y0, y1 = load_two(SCANNED, (at + head) * DV, there, DV, E0, E1, True)
+        y0 += acc0 * share[:, None]
         if E1 > 0:
-            acc1 += x1 * weight
-    store_two(OUT, (at + head) * DV, there, acc0, acc1, DV, E0, E1)
+            y1 += acc1 * share[:, None]
+        store_two(OUT, (at + head) * DV, there, y0, y1, DV, E0, E1)
 
 
 @triton.jit(do_not_specialize=["start", "cmp_tiles", "cmp_programs", "n_blocks", "parts"])
@@ -296,9 +300,9 @@ def read_blocks(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["cmp_parts", "win_parts", "parts"])
+@triton.jit(do_not_specialize=["first_win", "first_sel", "parts"])
 def sum_parts(
-    PART, PART_LSE, GATES, OUT, T, H, G, cmp_parts, win_parts, parts,
+    PART, PART_LSE, GATES, OUT, T, H, G, first_win, first_sel, parts,
     h: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, NP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Merge and gate all parts of a head of a new token. Grid (B * T, H)."""
@@ -306,7 +310,7 @@ def sum_parts(
     base = (token // T * G + head // h) * parts
     at = (token * H + head).to(tl.int64)
     total = _merge(
-        PART, PART_LSE, GATES, at, base, token % T * h + head % h, T * h, cmp_parts, win_parts, parts, DV, PV, NP, BP
+        PART, PART_LSE, GATES, at, base, token % T * h + head % h, T * h, first_win, first_sel, parts, DV, PV, NP, BP
     )
     column = tl.arange(0, PV)
     tl.store(OUT + at * DV + column, total.to(OUT.dtype.element_ty), mask=column < DV)
@@ -323,30 +327,18 @@ def pick_and_read(
 ):  # fmt: skip
     """Do what `pick_blocks`, `read_blocks` and `sum_parts` do, a program per sub-block. Grid (n * SUB, T, B * G).
 
-    SCANNED float32 [B * T, H, DV] takes the gated sum of what `scan_keys` left, and ARRIVED int32 [B * G, T], which that kernel
+    SCANNED float32 [B, T, H, DV] takes the gated sum of what `scan_keys` left, and ARRIVED int32 [B * G, T], which that kernel
     sets to 0, counts programs.
     """
     part, i, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, g, rows = bg // G * T + i, bg % G, T * h
     column = tl.arange(0, PV)
+    # Heads part, part + n * SUB, ...: also where there are fewer heads than programs.
     for head in range(part, h, n_sel * SUB):
         at = (token * H + g * h + head).to(tl.int64)
-        total = _merge(
-            PART,
-            PART_LSE,
-            GATES,
-            at,
-            bg * parts,
-            i * h + head,
-            rows,
-            cmp_programs,
-            first_part,
-            first_part,
-            DV,
-            PV,
-            NP,
-            BP,
-        )
+        total = _merge(  # none of the selected branch yet
+            PART, PART_LSE, GATES, at, bg * parts, i * h + head, rows, cmp_programs, first_part, first_part, DV, PV, NP, BP
+        )  # fmt: skip
         tl.store(SCANNED + at * DV + column, total, mask=column < DV)
     chosen = _pick(
         PART_LSE, SCORES, TOPS, i, bg, T, start, cmp_tiles, cmp_programs, parts, n_blocks, n_sel, L_SEL, LOCAL, h, STEP, BJ, PAD,
@@ -354,7 +346,9 @@ def pick_and_read(
     )  # fmt: skip
     if part == 0:
         write_picks(PICKS + (token.to(tl.int64) * G + g) * n_sel, chosen, n_sel, PAD)
-    mine = (tl.cumsum(chosen, 0) == part // SUB + 1) & (chosen > 0)
+    mine = (tl.cumsum(chosen, 0) == part // SUB + 1) & (
+        chosen > 0
+    )  # the block in that slot of PICKS; -1 behind the last
     j = tl.max(tl.where(mine, tl.arange(0, PAD), -1), 0)
     _read(
         Q, K, V, PART, PART_LSE, j, part, i, bg, T, H, G, start, first_part, parts, k_stride, v_stride, qk, L_SEL, SUB, h, DK, D0,
@@ -364,5 +358,5 @@ def pick_and_read(
     if tl.atomic_add(ARRIVED + bg * T + i, 1, sem="acq_rel", scope="gpu") == n_sel * SUB - 1:
         _finish(
             PART, PART_LSE, GATES, SCANNED, OUT, (token * H + g * h).to(tl.int64), bg * parts + first_part, i * h, rows,
-            n_sel * SUB, h, DV, E0, E1, NS, BM,
+            n_sel * SUB, h, DV, E0, E1, NS,
         )  # fmt: skip

@@ -13,11 +13,13 @@ from nsa.kernels.triton.tiles import widths
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-MOST_TOKENS = decode.MOST_TOKENS.value
+MOST_TOKENS = 16  # at once: beyond, tokens have more in common than one program's rows hold
 KEYS, FEW_KEYS = 64, 32  # of a tile; fewer where they are float32
 MOST_SCORES = 8192  # of blocks and heads that a program holds at once
 PROGRAMS = 512  # enough for every GPU; a batch that has more tiles gives several to each
-AT_ONCE = 256  # programs that an H100 (132 multiprocessors) and an A100 (108) run together, each with its own picks
+AT_ONCE = (
+    1024  # warps of programs that pick each for itself: 8 on a multiprocessor of an H100 (132), 10 of an A100 (108)
+)
 
 
 def serves(q: torch.Tensor, d_v: int, l: int, d: int, l_sel: int) -> bool:
@@ -74,30 +76,29 @@ def attend(
     )  # fmt: skip
     pad = max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
     to_pick = {
-        "n_sel": selection.n_sel, "L_SEL": l_sel, "LOCAL": blocks.NUM_LOCAL, "STEP": steps.blocks, "BJ": bj, "PAD": pad,
+        "LOCAL": blocks.NUM_LOCAL, "STEP": steps.blocks, "BJ": bj, "PAD": pad,
         "PP": max(16, triton.next_power_of_2(cmp_programs)), "HB": max(1, min(triton.next_power_of_2(h), MOST_SCORES // pad)),
     }  # fmt: skip
-    to_read = selection.settings() | dims
-    to_read |= {"GROUPS": G, "BM": max(16, triton.next_power_of_2(h)), "BN": selection.sub_block}
+    to_read = dims | {"GROUPS": G, "BM": max(16, triton.next_power_of_2(h)), "BN": selection.sub_block}
     to_merge = {"PV": widths(d_v).whole, "BP": 64}
     warps = 8 if pad > 512 else 4
-    if selection.parts * T * B * G <= AT_ONCE:
+    if selection.parts * T * B * G * warps <= AT_ONCE:
         scanned = q.new_empty(B, T, H, d_v, dtype=torch.float32)
         launch(
             decode.pick_and_read, (selection.parts, T, B * G), q, q, *sel, gates, part, part_lse, scores, tops, picks, scanned,
             arrived, out, T, H, G, start, cmp_tiles, cmp_programs, selection.n_blocks, first_part, parts, sel[0].stride(0),
-            sel[1].stride(0), scale * LOG2E, h=h, **(to_pick | to_read | to_merge),
+            sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h, **to_pick, **to_read, **to_merge,
             NP=max(128, triton.next_power_of_2(first_part)), NS=max(16, triton.next_power_of_2(selection.parts)), num_warps=warps,
             num_stages=1,
         )  # fmt: skip
         return out, picks
     launch(
         decode.pick_blocks, (T, B * G), q, part_lse, scores, tops, picks, T, G, start, cmp_tiles, cmp_programs, parts,
-        selection.n_blocks, h=h, **to_pick, num_warps=warps,
+        selection.n_blocks, n_sel=selection.n_sel, L_SEL=l_sel, h=h, **to_pick, num_warps=warps,
     )  # fmt: skip
     launch(
         decode.read_blocks, (selection.parts, T, B * G), q, q, *sel, picks, part, part_lse, T, H, G, start, first_part, parts,
-        sel[0].stride(0), sel[1].stride(0), scale * LOG2E, h=h, **to_read, num_warps=4, num_stages=1,
+        sel[0].stride(0), sel[1].stride(0), scale * LOG2E, **selection.settings(), h=h, **to_read, num_warps=4, num_stages=1,
     )  # fmt: skip
     launch(
         decode.sum_parts, (B * T, H), q, part, part_lse, gates, out, T, H, G, cmp_programs, first_part, parts, h=h, DV=d_v,
