@@ -127,7 +127,8 @@ def resolve(config: pytest.Config) -> Settings:
 
 
 def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
-    """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, or when a launch is requested.
+    """From the variables of torchrun, or MASTER_ADDR and those of SLURM; None without them, in a world of one that
+    torchrun has not started, or when a launch is requested.
 
     Raises UsageError where a variable is wrong, or xdist is on.
     """
@@ -147,6 +148,16 @@ def outer_launcher(config: pytest.Config) -> OuterLauncher | None:
         raise pytest.UsageError(
             f"RANK, WORLD_SIZE, MASTER_PORT = {values}: must be whole numbers; unset RANK to run without"
         )
+    if int(values[1] or 1) == 1 and "TORCHELASTIC_RUN_ID" not in env:
+        return None  # there are no others: a container or an image has set them
+    import socket  # most sessions do without
+
+    try:
+        socket.getaddrinfo(env["MASTER_ADDR"], None)
+    except OSError as error:
+        raise pytest.UsageError(
+            f"MASTER_ADDR = {env['MASTER_ADDR']}: {error.strerror}; name the host of rank 0, or unset RANK to run without"
+        ) from None
     if getattr(config.option, "numprocesses", None):
         raise pytest.UsageError("-n under torchrun or SLURM: each of its processes is a rank already; leave -n out")
     return OuterLauncher(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_nsa.testing import HEADER
+from pytest_nsa.testing import HEADER, run_example
 from tests_cpu.sockets import free_port
 from tests_cpu.warm import WarmPython
 
@@ -154,6 +154,21 @@ def test_xdist_under_a_launcher_is_refused(warm: WarmPython, pytester: pytest.Py
     process = slurm(warm, pytester, 0, free_port(), "-n2")
     assert "-n under torchrun or SLURM: each of its processes is a rank already" in process.communicate(timeout=60)[0]
     assert process.returncode == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_world_of_one_is_no_launcher_s_and_an_unknown_host_is_refused(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that sets RANK=0 and WORLD_SIZE=1."""
+    source = "@world_size(2)\ndef test_it(group): dist.barrier()\n"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "256.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_example(pytester, source).outcomes == {"passed": 1}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run_example(pytester, source)
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "MASTER_ADDR = 256.0.0.1: " in result.stderr
+    assert "unset RANK to run without" in result.stderr
 
 
 @pytest.fixture
