@@ -30,12 +30,12 @@ _WORDS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 _WORDS |= {"peer": _WORDS["waiter"], "setter": _WORDS["asker"], "others": _WORDS["they"]}
 _AWAITED = (  # by file and function of the library, and by source where it has no frame of Python
-    ("/queue.py", "get", r"\.get\(", "an item that no thread puts into its queue"),
-    ("/queue.py", "put", r"\.put\(", "room in a queue that no thread takes from"),
-    ("/queue.py", "join", r"$^", "the tasks of a queue, which no thread completes"),
-    ("/concurrent/futures/_base.py", "result", r"\.result\(", "a result that no thread delivers"),
-    ("/threading.py", "join", r"\.join\(", "a thread that does not end"),
-    ("/threading.py", "wait", r"\.wait\(", "an event or a condition that no thread sets"),
+    ("/queue.py", "get", r"\.get\(", "an item that no thread has put into its queue"),
+    ("/queue.py", "put", r"\.put\(", "room in a queue from which no thread has taken"),
+    ("/queue.py", "join", r"$^", "the tasks of a queue, which no thread has completed"),
+    ("/concurrent/futures/_base.py", "result", r"\.result\(", "a result that no thread has delivered"),
+    ("/threading.py", "join", r"\.join\(", "a thread that has not ended"),
+    ("/threading.py", "wait", r"\.wait\(", "an event or a condition that no thread has set"),
 )
 
 
@@ -196,7 +196,7 @@ def awaited_within(frames: Sequence[Frame], source: str) -> str:
         by_frame = any(f.file.endswith(file) and f.function == function for f in frames)
         if by_frame or (not frames and re.search(pattern, source)):
             return words
-    return "a lock that is not released"
+    return "a lock that has not been released"
 
 
 def late_hint(message: str) -> str:

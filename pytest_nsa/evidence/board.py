@@ -27,6 +27,7 @@ CUT = "…"  # ends a note that was longer than its place on the board
 NEW_GROUP = "new_group"  # the operation of making a group
 OTHER_WORLD = "@"  # in the label of a group that not all ranks of the job number alike
 DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", NEW_GROUP)
+_LISTS_OR_TENSORS = ("allgather", "reducescatter")
 # One rank gives or gets all, or each as much as it likes.
 UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
@@ -91,7 +92,7 @@ class Collective:
         """What must be equal on all ranks of the group: not the payload, where ranks may rightly give different ones."""
         if self.op.startswith(UNEVEN):
             return (self.group, self.op, "", 0, self.root, "")
-        return (self.group, self.op, self.dtype, self.count, self.root, self.reduction)
+        return (self.group, _paired_as(self.op), self.dtype, self.count, self.root, self.reduction)
 
     @property
     def process_group(self) -> str:
@@ -171,6 +172,12 @@ class BoardSnapshot:
     def inside(self) -> tuple[Collective, ...]:
         """Collectives entered and not left, oldest first."""
         return tuple(c for c in self.collectives if c.is_inside)
+
+
+def _paired_as(op: str) -> str:
+    """Return one name for methods that backends pair with each other: they take a list of tensors, or all as one tensor."""
+    bare = op.replace("_", "")
+    return next((name for name in _LISTS_OR_TENSORS if bare.startswith(name) and "coalesced" not in bare), op)
 
 
 def world_of(group: str) -> str:

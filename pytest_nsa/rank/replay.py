@@ -119,8 +119,8 @@ def make_ranks_config(config: pytest.Config) -> None:
         capture._method = "no"
         capture.start_global_capturing()
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for stream in (sys.stdout, sys.stderr):  # UTF-8 as by pytest's own capture, whatever PYTHONIOENCODING
+        stream.reconfigure(line_buffering=True, encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     debugger.install()
     carry_snapshots(config)
     cut_off(config)

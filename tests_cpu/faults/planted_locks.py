@@ -93,7 +93,7 @@ def test_a_lock_in_backward(ddp: DDP) -> None:
     train(model, ddp.rank, culprit=0, before=lock.acquire)
 
 
-@planted("lock_deadlock", [2], n=4, reason="an item that no thread puts", family="lock", origin="first corpus")
+@planted("lock_deadlock", [2], n=4, reason="an item that no thread has put", family="lock", origin="first corpus")
 def test_an_empty_queue(group: Group) -> None:
     at(group, 2, queue.Queue().get)
 

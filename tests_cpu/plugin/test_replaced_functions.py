@@ -1,4 +1,4 @@
-"""Tests that put others in the place of the clock or of os.write: the ranks' evidence is as of any test."""
+"""Tests that replace the clock or os.write, and an encoding that the environment sets: evidence is as of any test."""
 
 from __future__ import annotations
 
@@ -29,6 +29,21 @@ def test_cannot_write(group, monkeypatch, error):
     monkeypatch.setattr(os, "write", refuse)
     assert group.rank == 0
 """
+
+
+def test_a_rank_prints_in_utf_8_whatever_the_environment(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    source = """
+    @world_size(2)
+    def test_prints(group):
+        print("f\u00fcr alle")
+        assert group.rank == 2
+    """
+    result = run_example(pytester, source)
+    assert result.verdicts["test_prints"].reason == "AssertionError: assert 0 == 2"
+    assert "f\u00fcr alle" in (result.folder("test_prints") / "rank1" / "output.log").read_text(encoding="utf-8")
 
 
 def test_a_frozen_clock_and_a_disk_that_a_test_fills(pytester: pytest.Pytester) -> None:

@@ -99,6 +99,21 @@ def test_an_assertion_after_worlds_that_differ(group, tmp_path):
 """
 
 
+def test_two_methods_that_backends_pair(pytester: pytest.Pytester) -> None:
+    source = """
+    @world_size(2)
+    def test_gathers(group):
+        if group.rank == 0:
+            time.sleep(2.5)
+            dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
+        else:
+            dist.all_gather_into_tensor(torch.empty(4), torch.ones(2))
+    """
+    result = run_example(pytester, source)
+    assert result.outcomes["passed"] == 1
+    assert "cannot mend itself" not in result.stdout
+
+
 def test_pairs_that_do_different_things(pytester: pytest.Pytester) -> None:
     assert run_example(pytester, WORLDS + PAIRS).outcomes == {"passed": 1}
 

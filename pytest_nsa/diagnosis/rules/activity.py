@@ -267,10 +267,12 @@ def _asyncio(rank: RankEvidence) -> Activity | None:
     frame = parts_of(where)
     if loop.timers and "sleep(" in rank.sources.line(frame[0], frame[1]):
         return Activity("sleeping", "sleeps in asyncio's loop", 0.7, where)
-    limit = "" if loop.timers else ", timer or file"
-    return Activity(
-        "lock_deadlock", f"waits in asyncio's loop for something that no task{limit} will complete", 0.8, where
-    )
+    if loop.timers:
+        return Activity(
+            "lock_deadlock", "waits in asyncio's loop for something that a timer alone may complete", 0.6, where
+        )
+    text = "waits in asyncio's loop for something that no task, timer or file will complete"
+    return Activity("lock_deadlock", text, 0.8, where)
 
 
 def _executor_s_place(rank: RankEvidence) -> str:
