@@ -76,10 +76,10 @@ class TraceSession:
             raise ValueError(f"check_divergence needs what {LEVEL}=light does not record: unset it")
         self._has_begun = True
         self.recorder.forget(rank, world_size)
-        self.recorder.on_group = lambda label, ranks, number: record(
+        self.recorder.report_groups(lambda label, ranks, number: record(
             Path(folder), event="group", name=label, ranks=in_runs(list(ranks)),
             **({} if number is None else {"number": number}),
-        )  # fmt: skip
+        ))  # fmt: skip
         self.recorder.stores.on_use = lambda event, key, site, number: record(
             Path(folder), event=event, key=key, where=site, number=number
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_nsa.evidence.board import OTHER_WORLD, BoardSnapshot, Collective
+from pytest_nsa.evidence.board import DEFAULT_GROUPS, OTHER_WORLD, BoardSnapshot, Collective
 from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
@@ -374,11 +374,18 @@ class Evidence:
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of a group; all of them where it was not recorded, and of a group of another world those that came."""
+        """Return the ranks of a group: of one of another world those that came, and where its ranks are not recorded, all, or
+        those that made calls in it where it has fewer.
+        """
         known = [r.groups[group] for r in self.ranks if group in r.groups]
         if OTHER_WORLD in group:
             return tuple(sorted(set(itertools.chain.from_iterable(known))))
-        return next(iter(known), ()) or tuple(range(self.job.world_size))
+        everyone = tuple(range(self.job.world_size))
+        if any(known) or group in DEFAULT_GROUPS:
+            return next(filter(None, known), everyone)
+        calls = {r.rank: [c for c in r.collectives if c.process_group == group] for r in self.ranks}
+        is_smaller = any(c.size < len(everyone) for found in calls.values() for c in found)
+        return tuple(rank for rank, found in calls.items() if found) if is_smaller else everyone
 
     @property
     def parallel(self) -> str:

@@ -73,6 +73,22 @@ def test_a_group_with_numbers(group, tmp_path):
         dist.broadcast(torch.ones(3), 0, group=side)
     dist.barrier()
 """
+KEPT = """
+@pytest.mark.reuse
+@pytest.mark.world_size(3)
+class TestKept:
+    side = None
+
+    def test_makes_a_group(self, group):
+        TestKept.side = dist.new_group([0, 2])
+        dist.barrier()
+
+    def test_uses_the_group(self, group):
+        if group.rank != 1:
+            time.sleep(1.5 * group.rank)
+            dist.all_reduce(torch.ones(1), group=TestKept.side)
+        dist.barrier()
+"""
 FAULTS = """
 @world_size(4, group=None)
 def test_a_message_in_the_second_pair(tmp_path):
@@ -123,6 +139,13 @@ def test_groups_of_equal_names(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, WORLDS + MORE)
     assert result.outcomes == {"passed": 3}
     assert "collective" not in result.stdout, "at most a suspicion that a rank sleeps"
+
+
+@pytest.mark.slow
+def test_a_group_that_reused_ranks_have_kept(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, WORLDS + KEPT, "-p", "no:randomly")
+    assert result.outcomes == {"passed": 2}
+    assert "collective" not in result.stdout
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ class CollectiveRecorder:
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
-        self.on_group: Callable[[str, Sequence[int], int | None], None] = _ignore  # label, ranks and number of `Made`
+        self._made: dict[str, tuple[Sequence[int], int | None]] = {}  # by label: ranks and number of `Made`
+        self._on_group: Callable[[str, Sequence[int], int | None], None] = _ignore
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
 
     def forget(self, rank: int, world_size: int) -> None:
@@ -84,7 +85,7 @@ class CollectiveRecorder:
         self.stores.forget()
         self._functional.clear()
         self._ends_by_wait.clear()
-        self.on_group, self.on_reduce = _ignore, None
+        self._on_group, self.on_reduce = _ignore, None
         with self._lock:
             self._pending.clear()
 
@@ -164,8 +165,8 @@ class CollectiveRecorder:
             made = self._labels.made(op, new) if new is not None else Made(op, "", ())
             label = made.making if op == NEW_GROUP else f"ddp:{self._labels.of(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
-            if made.making != op and made.ranks:  # others may wait for this rank in it
-                self.on_group(made.making, made.ranks, made.number)
+            if made.making != op:  # others may wait for this rank in it
+                self._note_group(made.making, made)
             self._sequence[label] += 1
             index = self._enter(op, label, size=size, note=new.note if new is not None else "")
             with self._blocked(index):
@@ -176,11 +177,23 @@ class CollectiveRecorder:
                 if isinstance(group, dist.ProcessGroup):
                     self._wrap_python_group(group)
                 self._limits[made.label] = limit_of_group(kwargs.get("timeout"))
-                if made.ranks:
-                    self.on_group(made.label, made.ranks, made.number)
+                self._note_group(made.label, made)
             return result
 
         setattr(owner, name, outside_graphs(recorded))
+
+    def _note_group(self, label: str, made: Made) -> None:
+        if made.ranks:
+            self._made[label] = made.ranks, made.number
+            self._on_group(label, made.ranks, made.number)
+
+    def report_groups(self, to: Callable[[str, Sequence[int], int | None], None]) -> None:
+        """Call ``to`` with label, ranks and number of each group made from now on, and of those that reused ranks have kept."""
+        self._on_group = to
+        if not dist.is_initialized():
+            self._made.clear()
+        for label, (ranks, number) in self._made.items():
+            to(label, ranks, number)
 
     def _wrap_meeting(self) -> None:
         """Wrap how env:// and tcp:// come to their store: the first rank serves it, and waits there for the others."""

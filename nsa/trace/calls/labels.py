@@ -40,10 +40,11 @@ class GroupLabels:
         self._others: dict[str, str] = {}  # by name, of groups that were made with a store for them
 
     def begin(self, rank: int, world_size: int) -> None:
-        """Another job begins in this process."""
+        """Another job begins in this process: on reused ranks with the groups of the last one."""
         self.rank, self.world_size = rank, world_size
-        self._world = ""
-        self._others.clear()
+        if not dist.is_initialized():
+            self._world = ""
+            self._others.clear()
 
     def of(self, group: Any) -> str:
         """Return the label of a group."""
