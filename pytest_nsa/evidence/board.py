@@ -27,7 +27,7 @@ CUT = "…"  # ends a note that was longer than its place on the board
 NEW_GROUP = "new_group"  # the operation of making a group
 OTHER_WORLD = "@"  # in the label of a group that not all ranks of the job number alike
 DEFAULT_GROUPS = ("", "0", "ddp", "ddp:0", NEW_GROUP)
-_LISTS_OR_TENSORS = ("allgather", "reducescatter")
+_BY_SEVERAL_METHODS = ("allreduce", "allgather", "reducescatter")
 # One rank gives or gets all, or each as much as it likes.
 UNEVEN = ("gather", "scatter", "alltoall", "all_to_all")
 
@@ -175,9 +175,9 @@ class BoardSnapshot:
 
 
 def _paired_as(op: str) -> str:
-    """Return one name for methods that backends pair with each other: they take a list of tensors, or all as one tensor."""
+    """Return one name for methods that backends pair with each other: functional or not, of a list of tensors or of one tensor."""
     bare = op.replace("_", "")
-    return next((name for name in _LISTS_OR_TENSORS if bare.startswith(name) and "coalesced" not in bare), op)
+    return next((name for name in _BY_SEVERAL_METHODS if bare.startswith(name) and "coalesced" not in bare), op)
 
 
 def world_of(group: str) -> str:

@@ -150,6 +150,8 @@ def _read_rank(
     # What the rank wrote of itself while it was stalled, unless its stacks were requested since, or it has moved.
     own = _own_words(folder, stop.get("time", 0.0), stop.get("stalled_s", 0.0))
     board = BoardReader(folder / "board.bin").read()
+    if board is not None and raised and not board.numbers.get("blocked_in"):
+        board = replace(board, numbers={**board.numbers, "blocked_in": board.numbers.get("failed_in", 0)})
     counters, dump = parse(_text(folder / "counters.json")), _text(folder / "stacks.txt")
     frames = _reported(counters, "frames", is_counted)
     start: Mapping[str, Any] = next((e for e in events if e["event"] == "start"), {})

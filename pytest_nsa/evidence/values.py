@@ -273,7 +273,9 @@ class RankEvidence:
         if computes(self.process):
             return False
         if not torch_s_wait(stack.frames):
-            return board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
+            waits = board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
+            wchan = self.process.get("wchan", "")  # a sleep, or a wait for a child
+            return waits and "nanosleep" not in wchan and wchan != "do_wait"
         return board is None or board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
 
     @property

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 _KEYS = 8  # of a call that waits for many
+_OURS = "pytest_nsa."  # where the store is defined that all ranks of a test share
 
 
 def group_of(value: Any) -> Any:
@@ -15,23 +19,26 @@ def group_of(value: Any) -> Any:
     if isinstance(value, dist.ProcessGroup):
         return value
     try:
+        if isinstance(value, str):
+            return dist.distributed_c10d._resolve_process_group(value)
         if isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "get_group"):
             return value[0].get_group(value[1])
         return value.get_group() if hasattr(value, "get_group") else None
-    except RuntimeError:  # a mesh of several dimensions
+    except (RuntimeError, ValueError):  # a mesh of several dimensions; a text that names no group
         return None
 
 
 class NewGroup(NamedTuple):
-    """A process group that torch is to make: its size, this rank's number in it, its ranks by the world's numbers, its store and
-    name. ``ranks`` is empty for a default group, and for another one that numbers its ranks by itself.
+    """A process group that torch is to make: its size, this rank's number in it, its ranks by the world's numbers, its name, and
+    its store in words and in short. ``ranks`` is empty for a default group, and for another one that numbers its ranks by itself.
     """
 
     size: int
     rank: int | None  # None, or negative, where this rank is no member
-    ranks: list[int]
-    store: Any
+    ranks: tuple[int, ...]
     name: str
+    place: str
+    mark: str
 
     @property
     def note(self) -> str:
@@ -40,8 +47,7 @@ class NewGroup(NamedTuple):
         """
         if self.ranks:
             return f"{self.name}: {in_runs(self.ranks)}"
-        place = store_place(self.store)
-        return f"{self.name}: {numbered(self.rank, self.size)}{f', by {place}' if place else ''}"
+        return f"{self.name}: {numbered(self.rank, self.size)}{f', by {self.place}' if self.place else ''}"
 
 
 _OF_HELPER = ("group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name")
@@ -53,10 +59,10 @@ def new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NewGroup | None:
     if not given.keys() >= set(_OF_HELPER) or not isinstance(given["global_ranks_in_group"], list):
         return None
     size, rank, ranks, _, store, name = (given[of] for of in _OF_HELPER)
-    return NewGroup(size, rank, ranks, store, str(name))
+    return NewGroup(size, rank, tuple(ranks), str(name), store_place(store), store_mark(store))
 
 
-def in_runs(ranks: list[int]) -> str:
+def in_runs(ranks: Sequence[int]) -> str:
     """'0-3,8,10', or '0-14:2' for every other: ranks in their order, short enough for a record where they are many."""
     found, at = [], 0
     while at < len(ranks):
@@ -84,6 +90,17 @@ def store_place(store: Any) -> str:
     if isinstance(store, dist.FileStore):
         return f"file ...{store.path[-48:]}"
     return f"port {store.port} of {store.host}" if isinstance(store, dist.TCPStore) else ""
+
+
+def store_mark(store: Any) -> str:
+    """Return where ranks meet in 11 characters; '' for a store in the memory of one process."""
+    store = underlying(store)
+    if isinstance(store, dist.TCPStore):
+        return str(store.port)
+    if isinstance(store, dist.FileStore):
+        path = os.path.abspath(store.path)
+        return f"{os.path.basename(path)[-6:]}-{zlib.crc32(path.encode()) & 0xFFFF:04x}"
+    return "job" if type(store).__module__.startswith(_OURS) else ""
 
 
 def underlying(store: Any) -> Any:
@@ -118,15 +135,18 @@ def was_refused(error: Exception, name: str) -> bool:
     """
     if isinstance(error, ValueError | TypeError | NotImplementedError):
         return True
-    # 'ProcessGroupGloo::scatter: Incorrect input list size 2.'
-    return str(error).startswith("ProcessGroup") and name != "monitored_barrier"
+    # 'ProcessGroupGloo::scatter: Incorrect input list size 2.'; '[rank0]:[F... ProcessGroupGloo.cpp:1537] Check failed: ...'
+    text = str(error)
+    is_check = "ProcessGroup" in text[:200] and "Check failed" in text[:200]
+    return (text.startswith("ProcessGroup") or is_check) and name != "monitored_barrier"
 
 
 def label_of(group: Any) -> str:
+    """Return the name of a group; '' of one that was never registered."""
     try:
         return str(group.group_name)
-    except RuntimeError:  # a group that was never registered has no name
-        return "unnamed"
+    except RuntimeError:
+        return ""
 
 
 def global_rank(group: Any, rank: int) -> int:
@@ -149,6 +169,12 @@ def root_and_reduction(values: Any) -> tuple[int, str]:
     except (AttributeError, TypeError, IndexError, RuntimeError):
         kind = ""
     return getattr(options, "rootRank", -1), kind
+
+
+def functional_reduction(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the reduction of a functional collective, 'sum'; '' of one that does not reduce."""
+    given = args[0] if args else kwargs.get("reduceOp", "")
+    return given.lower() if "reduce" in name and isinstance(given, str) else ""
 
 
 def is_done_after_wait(group: Any, device: str) -> bool:

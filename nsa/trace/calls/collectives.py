@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nsa.trace.board import Board
 from nsa.trace.calls.arguments import (
+    functional_reduction,
     global_rank,
     group_of,
     is_done_after_wait,
@@ -65,15 +66,14 @@ class CollectiveRecorder:
         self._inside = threading.local()
         self._pending: dict[int, Pending] = {}  # by id of the Work
         self._ends_by_wait: dict[tuple[str, str], bool] = {}  # by group and type of device
-        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> index on the board
+        self._functional = WeakIdKeyDictionary()  # a functional collective's result -> its index, its limit
         self._lock = threading.RLock()  # the garbage collector may end a Work, and so call `_dropped`, inside of it
-        self._blocked_in = 0
+        self._blocked_in, self._has_failed = 0, False
         self._limit = Limit(board)
         self.stores = StoreRecorder(board, self._limit)
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
-        self._made: dict[str, tuple[Sequence[int], int | None]] = {}  # by label: ranks and number of `Made`
         self._on_group: Callable[[str, Sequence[int], int | None], None] = _ignore
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
 
@@ -162,14 +162,14 @@ class CollectiveRecorder:
             first = args[0] if args else None
             group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not name its group
             new = new_group(args, kwargs) if op == NEW_GROUP else None
-            made = self._labels.made(op, new) if new is not None else Made(op, "", ())
+            made = self._labels.make(op, new) if new is not None else Made(op, "", ())
             label = made.making if op == NEW_GROUP else f"ddp:{self._labels.of(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             if made.making != op:  # others may wait for this rank in it
                 self._note_group(made.making, made)
             self._sequence[label] += 1
             index = self._enter(op, label, size=size, note=new.note if new is not None else "")
-            with self._blocked(index):
+            with self._blocked(index, self._limits.get(self._labels.of(group), 0.0) if group is not None else 0.0):
                 result = original(*args, **kwargs)
             self.board.leave(index)
             if new is not None:
@@ -184,16 +184,14 @@ class CollectiveRecorder:
 
     def _note_group(self, label: str, made: Made) -> None:
         if made.ranks:
-            self._made[label] = made.ranks, made.number
             self._on_group(label, made.ranks, made.number)
 
     def report_groups(self, to: Callable[[str, Sequence[int], int | None], None]) -> None:
-        """Call ``to`` with label, ranks and number of each group made from now on, and of those that reused ranks have kept."""
+        """Call ``to`` with label, ranks and number of each group: of those that there are, and of each that is made."""
         self._on_group = to
-        if not dist.is_initialized():
-            self._made.clear()
-        for label, (ranks, number) in self._made.items():
-            to(label, ranks, number)
+        for made in self._labels.all_made(NEW_GROUP):
+            for label in {made.label, made.making} - {NEW_GROUP}:
+                self._note_group(label, made)
 
     def _wrap_meeting(self) -> None:
         """Wrap how env:// and tcp:// come to their store: the first rank serves it, and waits there for the others."""
@@ -230,16 +228,17 @@ class CollectiveRecorder:
             dtype, count, _ = payload_of((tensor,))
             label = self._labels.of(group)
             self._sequence[label] += 1
-            index = self._enter(name, label, dtype, count, size=group.size())
+            reduction = functional_reduction(name, args, kwargs)
+            index = self._enter(name, label, dtype, count, size=group.size(), reduction=reduction)
             self._inside.depth = 1
             try:
-                with self._blocked(index):
+                with self._blocked(index, self._limits.get(label, 0.0)):
                     result = original(tensor, *args, **kwargs)
             finally:
                 self._inside.depth = 0
             # Who waits for it, and whether anybody does, is the compiler's and DTensor's business: begun counts as left.
             self.board.leave(index)
-            self._functional[getattr(result, "elem", result)] = index
+            self._functional[getattr(result, "elem", result)] = index, self._limits.get(label, 0.0)
             return result
 
         setattr(functional, name, recorded)
@@ -251,10 +250,10 @@ class CollectiveRecorder:
             __tracebackhide__ = True
             if torch.compiler.is_compiling() or not self._functional:
                 return wait(tensor)
-            index = self._functional.pop(tensor, None)
-            if index is None:
+            call = self._functional.pop(tensor, None)
+            if call is None:
                 return wait(tensor)
-            with self._blocked(index):
+            with self._blocked(*call):
                 return wait(tensor)
 
         functional.wait_tensor = recorded_wait
@@ -326,16 +325,8 @@ class CollectiveRecorder:
             root, reduction = root_and_reduction((*args, *kwargs.values()))
             root = global_rank(group, root) if root >= 0 else root
             index = self._enter(
-                name.strip("_"),
-                label,
-                dtype,
-                count,
-                size=size,
-                peer=peer,
-                root=root,
-                reduction=reduction,
-                note=note,
-            )
+                name.strip("_"), label, dtype, count, size=size, peer=peer, root=root, reduction=reduction, note=note
+            )  # fmt: skip
             limit = limit_of_call((*args, *kwargs.values())) or self._limits.get(label, 0.0)
             if self.on_reduce is not None and name == "allreduce" and args:
                 self.on_reduce(group, args[0])
@@ -364,7 +355,7 @@ class CollectiveRecorder:
 
 
 class _Blocked:
-    """A mark on the board while the main thread waits. An exception leaves it, as it has its own location.
+    """A mark on the board while the main thread waits. Where an exception ends the wait, another mark stays.
 
     A class: a generator's context costs three times as much, and every collective has two.
     """
@@ -381,6 +372,9 @@ class _Blocked:
         if self.on_main:
             recorder._blocked_in = self.index + 1
             recorder.board.number("blocked_in", self.index + 1)
+            if recorder._has_failed:
+                recorder._has_failed = False
+                recorder.board.number("failed_in", 0)
             if self.limit:
                 recorder._limit.set(wall_clock() + self.limit)
 
@@ -390,10 +384,11 @@ class _Blocked:
         if self.on_main:
             if self.limit:
                 recorder._limit.set(self.until)
-            if kind is None:
-                recorder.board.number(
-                    "blocked_in", self.outer
-                )  # of a call around it: a new group may be made inside one
+            if kind is not None and not self.outer:  # what the rank was in, should this exception end its test
+                recorder._has_failed = True
+                recorder.board.number("failed_in", self.index + 1)
+            # Of a call around it: a new group may be made inside one.
+            recorder.board.number("blocked_in", self.outer)
 
 
 def _ignore(label: str, ranks: Sequence[int], number: int | None) -> None:

@@ -7,22 +7,20 @@ name that are not the same group. Such a name gets the place where the ranks mee
 
 from __future__ import annotations
 
-import os
 import zlib
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from nsa.trace.calls.arguments import NewGroup, label_of, underlying
+from nsa.trace.calls.arguments import NewGroup, label_of
 
 MARK = "@"
 MOST = 20  # characters of a label: 'ddp:' goes before it in a field of 24
-_OURS = "pytest_nsa."  # where the store is defined that all ranks of a test share
 
 
 class Made(NamedTuple):
-    """A group that is being made: the labels of its making and of its calls, the ranks of the job that are known to be in it, and
-    the number that this one has in another world than the job's.
+    """A group that is made: the labels of its making and of its calls, the ranks of the job that are known to be in it, and the
+    number that this one has in another world than the job's.
     """
 
     making: str
@@ -32,59 +30,67 @@ class Made(NamedTuple):
 
 
 class GroupLabels:
-    """The labels of this process's groups. ``rank`` and ``world_size`` are the job's."""
+    """The labels of this process's groups. ``rank`` and ``world_size`` are the job's.
+
+    A process may make its default group before the job is known, as ranks that are forked ahead do, and may keep groups for the
+    next job: what is kept is how they were made.
+    """
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
-        self._world = ""  # of the default group, and of those made below it
-        self._others: dict[str, str] = {}  # by name, of groups that were made with a store for them
+        self._default: NewGroup | None = None
+        self._others: dict[str, NewGroup] = {}  # by name
 
     def begin(self, rank: int, world_size: int) -> None:
         """Another job begins in this process: on reused ranks with the groups of the last one."""
         self.rank, self.world_size = rank, world_size
         if not dist.is_initialized():
-            self._world = ""
+            self._default = None
             self._others.clear()
 
     def of(self, group: Any) -> str:
-        """Return the label of a group."""
+        """Return the label of a group. One without a name is equal to no group of another rank."""
         name = label_of(group)
-        return _labelled(name, self._others.get(name, self._world))
+        return self._label(name) if name else _labelled("unnamed", f"{MARK}rank{self.rank}")
 
     def of_meeting(self, operation: str, port: int, size: int) -> str:
         """Return the label of the meeting of ``size`` ranks at a port, ahead of their default group."""
         return _labelled(operation, f"{MARK}{port}" if size != self.world_size else "")
 
-    def made(self, operation: str, new: NewGroup) -> Made:
+    def make(self, operation: str, new: NewGroup) -> Made:
         """Note that a group is made, ahead of it."""
-        if new.ranks:
-            is_in = new.rank in range(new.size)
-            members = tuple(new.ranks) if not self._world else (self.rank,) if is_in else ()
-            # Every rank makes a group that torch numbers; one with a hash for a name is made by its members alone.
-            making = operation if new.name.isdigit() else f"{operation}:{new.name}"
-            return Made(_labelled(making, self._world), _labelled(new.name, self._world), members)
-        world = _world_at(new.store, self.rank) if new.size != self.world_size else ""
-        if dist.is_initialized():
-            self._others[new.name] = world
-        else:
-            self._world = world
+        if not new.ranks and not dist.is_initialized():
+            self._default = new
             self._others.clear()
-        known = ((self.rank,), new.rank) if world else ((), None)
-        return Made(_labelled(operation, world), _labelled(new.name, world), *known)
+        else:
+            self._others[new.name] = new
+        return self._made(operation, new)
+
+    def all_made(self, operation: str) -> list[Made]:
+        """Return the groups that this process has."""
+        return [self._made(operation, new) for new in (self._default, *self._others.values()) if new is not None]
+
+    def _made(self, operation: str, new: NewGroup) -> Made:
+        label = self._label(new.name)
+        if not new.ranks:
+            world = self._world_of(new)
+            return Made(_labelled(operation, world), label, *(((self.rank,), new.rank) if world else ((), None)))
+        world = self._world_of(self._default)
+        members = new.ranks if not world else (self.rank,) if new.rank in range(new.size) else ()
+        # Every rank makes a group that torch numbers; one with a hash for a name is made by its members alone.
+        return Made(_labelled(operation if new.name.isdigit() else f"{operation}:{new.name}", world), label, members)
+
+    def _label(self, name: str) -> str:
+        other = self._others.get(name)
+        return _labelled(name, self._world_of(other if other is not None and not other.ranks else self._default))
+
+    def _world_of(self, new: NewGroup | None) -> str:
+        """Return '@' and where the ranks of a group that numbers them meet; '' where these are the job's."""
+        if new is None or new.size == self.world_size:
+            return ""
+        return f"{MARK}{new.mark or f'rank{self.rank}'}"
 
 
 def _labelled(name: str, world: str) -> str:
-    return name[: MOST - len(world)] + world
-
-
-def _world_at(store: Any, rank: int) -> str:
-    """Return '@' and where ranks meet, in 12 characters."""
-    store = underlying(store)
-    if isinstance(store, dist.TCPStore):
-        return f"{MARK}{store.port}"
-    if isinstance(store, dist.FileStore):
-        path = os.path.abspath(store.path)
-        return f"{MARK}{os.path.basename(path)[-6:]}-{zlib.crc32(path.encode()) & 0xFFFF:04x}"
-    if type(store).__module__.startswith(_OURS):
-        return f"{MARK}job"
-    return f"{MARK}rank{rank}"  # a store in the memory of one process
+    room = MOST - len(world)
+    return (name if len(name) <= room else f"{name[: room - 5]}~{zlib.crc32(name.encode()) & 0xFFFF:04x}") + world

@@ -1,0 +1,92 @@
+"""Ranks that wait for one that comes late, in ways that look like a deadlock on the board: no test is ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_nsa.testing import run_example
+
+LATE = """
+import datetime
+
+import torch.distributed._functional_collectives as functional
+
+pytestmark = pytest.mark.timeout(15)
+
+
+@world_size(2)
+def test_backs_off_after_a_timeout(group):
+    short = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if group.rank == 0:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=short)
+        time.sleep(3)
+    dist.barrier()
+
+
+@world_size(2)
+def test_functional_by_name_and_not(group):
+    time.sleep(2.5 * group.rank)
+    if group.rank:
+        dist.all_reduce(torch.ones(2))
+    else:
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name))
+"""
+MORE = """
+@world_size(3)
+def test_functional_in_a_group(group):
+    side = dist.new_group([0, 2])
+    if group.rank != 1:
+        time.sleep(1.5 * group.rank)
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", side.group_name))
+    dist.barrier()
+
+
+@world_size(2)
+def test_sleeps_for_as_long_as_a_tensor_says(group):
+    delay, side = torch.tensor(3.0), dist.new_group()
+    if group.rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(delay.item())
+        dist.barrier(side)
+        work.wait()
+    else:
+        dist.barrier(side)
+        dist.all_reduce(torch.ones(1))
+
+
+@world_size(2)
+def test_expects_a_timeout_of_a_functional_collective(group):
+    short = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    if group.rank == 0:
+        with pytest.raises(RuntimeError):
+            functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", short))
+    dist.barrier()
+"""
+SWAPPED = """
+@pytest.mark.parametrize("number", [1, 2])
+@world_size(2)
+def test_order(group, number):
+    groups = dist.new_group(), dist.new_group()
+    dist.barrier(groups[group.rank])
+"""
+
+
+def test_after_a_caught_timeout_and_by_functional_collectives(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, LATE)
+    assert result.outcomes == {"passed": 2}
+    assert "cannot mend itself" not in result.stdout
+
+
+@pytest.mark.slow
+def test_more_waits_that_end(pytester: pytest.Pytester) -> None:
+    result = run_example(pytester, LATE + MORE)
+    assert result.outcomes["passed"] == 5
+    assert "cannot mend itself" not in result.stdout
+
+
+def test_ranks_that_were_forked_ahead_have_the_job_s_groups(pytester: pytest.Pytester) -> None:
+    """Their default group is made before they know their test."""
+    verdicts = run_example(pytester, SWAPPED).verdicts
+    assert {(v.cause, v.duration_s < 10) for v in verdicts.values()} == {("group_order_deadlock", True)}
+    assert len(verdicts) == 2
