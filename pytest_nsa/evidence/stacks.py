@@ -24,6 +24,7 @@ _GENERATED = re.compile(r"/[a-z2-7]{2}/c[a-z2-7]{51}\.py$")
 _JOINS = ("join", "_wait_for_tstate_lock", "result", "exception", "shutdown", "__exit__")
 _JOIN_FILES = ("/threading.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")
 _POOL = ("/concurrent/futures/thread.py", "/multiprocessing/pool.py", "/multiprocessing/connection.py")
+_OF_PROCESSES = ("/subprocess.py", "/multiprocessing/connection.py", "/multiprocessing/process.py")
 _IDLE_FILES = ("/threading.py", "/queue.py", "/selectors.py")
 # For a folder from another machine, where Python lay elsewhere.
 _PYTHON_LIBRARY = re.compile(r"/lib/python3\.\d+/")
@@ -129,6 +130,16 @@ class ThreadStack:
         """Whether it waits for an event, a condition or a queue, as a pool's worker does: it is idle, not stuck."""
         frames = self._library_frames
         return any(f.file.endswith(_IDLE_FILES) for f in frames[:3]) or frames[0].file.endswith(_POOL)
+
+    @property
+    def runs_a_loop(self) -> bool:
+        """Whether it runs asyncio's loop, in which a timer or a file may be pending."""
+        return any(f.function == "run_forever" and "/asyncio/" in f.file for f in self.frames)
+
+    @property
+    def waits_for_a_process(self) -> bool:
+        """Whether it waits for a child process or its answer."""
+        return any(f.file.endswith(_OF_PROCESSES) for f in self._library_frames)
 
     @property
     def _library_frames(self) -> tuple[Frame, ...]:

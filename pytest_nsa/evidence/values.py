@@ -13,7 +13,9 @@ from pytest_nsa.evidence.snapshots import Snapshot
 from pytest_nsa.evidence.source import Sources
 from pytest_nsa.evidence.stacks import Frame, ThreadStack, thread_that_shows
 from pytest_nsa.evidence.waiting import (
+    SLEEPS,
     computes,
+    has_a_time_limit,
     in_recorded_call,
     is_at_a_lock,
     torch_s_wait,
@@ -230,19 +232,24 @@ class RankEvidence:
     @property
     def threads_at_work(self) -> tuple[ThreadStack, ...]:
         """The threads, but the main one, that may do something yet: of the user's code, timers, and calls that an executor runs,
-        unless they wait for work, for a lock or for other ranks.
+        unless they wait for work, for a lock or for other ranks, and no time limit ends that.
         """
         others = (t for t in self.threads if not t.is_main and not t.is_ours)
         return tuple(t for t in others if t.is_a_timer or self._is_at_work(t))
 
     def _is_at_work(self, thread: ThreadStack) -> bool:
-        if thread.user_frame is None and not thread.runs_a_call:
+        at = thread.user_frame
+        if torch_s_wait(thread.frames):
             return False
+        if at is None and not thread.runs_a_call:
+            return thread.runs_a_loop
+        if at is not None and (thread.waits_for_a_process or has_a_time_limit(self.sources.line(at.file, at.line))):
+            return True
         frame = thread.frames[0]
         line = self.sources.line(frame.file, frame.line) if frame.is_user else ""
         # In Python, or in C at a line of the user's. Of a `with` that has called no Python, it is a lock that is entered.
         at_a_lock = frame.function == "acquire" or line.startswith("with ") or is_at_a_lock(line)
-        return not thread.waits_for_work and not torch_s_wait(thread.frames) and not at_a_lock
+        return thread.runs_a_loop or not (thread.waits_for_work or at_a_lock)
 
     @property
     def stack(self) -> ThreadStack | None:
@@ -274,8 +281,7 @@ class RankEvidence:
             return False
         if not torch_s_wait(stack.frames):
             waits = board is not None and bool(board.inside) and waits_for_a_result(stack.frames, self._line(stack))
-            wchan = self.process.get("wchan", "")  # a sleep, or a wait for a child
-            return waits and "nanosleep" not in wchan and wchan != "do_wait"
+            return waits and self.process.get("wchan") not in SLEEPS
         return board is None or board.blocked is not None or not stack.is_main or not in_recorded_call(stack.frames)
 
     @property

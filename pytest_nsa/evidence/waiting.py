@@ -13,6 +13,12 @@ from typing import Any
 from pytest_nsa.evidence.stacks import Frame
 
 BUSY = 0.5  # of a core, over the sample
+SLEEPS = (
+    "hrtimer_nanosleep",
+    "common_nsleep",
+    "do_nanosleep",
+    "do_wait",
+)  # where the kernel shows a sleep, or a wait for a child
 STARVED = 0.1  # of a core, on a busy machine
 # Their wrappers are in every recorded call; without "calls/" in folders of 0.1.
 _RECORDERS = tuple(f"nsa/trace/{below}{name}.py" for below in ("calls/", "") for name in ("collectives", "stores"))
@@ -35,12 +41,18 @@ FOR_A_DEVICE = re.compile(
 _STORE_CALL = re.compile(r"store\w*\.(get|wait|multi_get|barrier)\(", re.IGNORECASE)
 _MEETS = re.compile(r"\b(TCPStore|init_process_group|init_device_mesh|init_rpc)\(")
 _LOCK = re.compile(r"\.acquire\(|\bwith\b.*lock|\.wait\(|\.join\(|\.get\(|\.result\(|\.put\(", re.IGNORECASE)
+_LIMITED = re.compile(r"\btimeout\b|\.(wait|join)\(\s*[^)\s]")
 _ENGINE = "_engine_run_backward"
 
 
 def is_at_a_lock(line: str) -> bool:
     """Return whether a line of source takes a lock, or waits for an event, a thread, a queue or a result."""
     return bool(_LOCK.search(line))
+
+
+def has_a_time_limit(line: str) -> bool:
+    """Return whether a line of source waits for an event, a lock, a thread or a queue with a time limit."""
+    return bool(_LIMITED.search(line))
 
 
 def computes(process: Mapping[str, Any]) -> bool:

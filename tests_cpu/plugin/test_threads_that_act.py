@@ -111,6 +111,39 @@ def test_a_thread_multiplies(group):
 """
 
 
+LIMITED = """
+WAITS = {
+    "event": lambda: threading.Event().wait(3),
+    "queue": lambda: take_for_a_while(),
+    "lock": lambda: held.acquire(timeout=3),
+    "loop": lambda: asyncio.run(asyncio.sleep(3)),
+    "command": lambda: subprocess.run(["sleep", "3"], check=True),
+}
+
+
+def take_for_a_while():
+    with pytest.raises(queue.Empty):
+        queue.Queue().get(timeout=3)
+
+
+@world_size(2)
+@pytest.mark.parametrize("name", sorted(WAITS))
+def test_a_thread_waits_with_a_limit_and_sends(group, name):
+    held.acquire(blocking=False)
+
+    def send():
+        WAITS[name]()
+        dist.send(torch.ones(1), 0)
+
+    if group.rank == 1:
+        threading.Thread(target=send).start()
+        dist.recv(torch.empty(1), 0)
+    else:
+        dist.recv(torch.empty(1), 1)
+        dist.send(torch.ones(1), 1)
+"""
+
+
 def assert_silent(pytester: pytest.Pytester, source: str, passed: int) -> None:
     result = run_example(pytester, AT_WORK + source)
     assert result.outcomes == {"passed": passed}, result.stdout
@@ -125,6 +158,11 @@ def test_a_thread_makes_the_call_that_the_main_one_left(pytester: pytest.Pyteste
 @pytest.mark.slow
 def test_timers_sleepers_executors_and_children_act_for_the_main_thread(pytester: pytest.Pytester) -> None:
     assert_silent(pytester, MORE, 5)
+
+
+@pytest.mark.slow
+def test_threads_act_after_a_wait_with_a_limit(pytester: pytest.Pytester) -> None:
+    assert_silent(pytester, "import asyncio, queue, subprocess\n\nheld = threading.Lock()\n" + LIMITED, 5)
 
 
 @pytest.mark.slow
