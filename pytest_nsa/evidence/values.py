@@ -382,9 +382,7 @@ class Evidence:
         return all(n.get("still_looks", 0.0) >= STILL_LOOKS for n in boards)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of a group: of one of another world those that came, and where its ranks are not recorded, all, or
-        those that made calls in it where it has fewer.
-        """
+        """Return the ranks of a group: of another world's those that came; of one that is not recorded all, or its callers."""
         known = [r.groups[group] for r in self.ranks if group in r.groups]
         if OTHER_WORLD in group:
             return tuple(sorted(set(itertools.chain.from_iterable(known))))
