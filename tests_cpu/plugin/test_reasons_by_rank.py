@@ -39,6 +39,15 @@ def test_alike(group):
 
 
 @world_size(2)
+def test_a_nan_that_is_meant(ddp):
+    model = ddp.wrap(torch.nn.Linear(4, 1))
+    loss = model(torch.full((2, 4), float("nan"))).sum()
+    loss.backward()
+    assert torch.isnan(loss)
+    assert ddp.rank == 0
+
+
+@world_size(2)
 def test_skipped_on_one(group):
     if group.rank == 1:
         pytest.skip("no data")
@@ -67,6 +76,8 @@ def test_what_differs_between_ranks_is_in_the_report(pytester: pytest.Pytester) 
     for name in ("test_group_of_exceptions", "test_values"):
         assert "different errors or values" in verdicts[name].advice
     assert "no rank differs" in verdicts["test_alike"].advice
+    meant = verdicts["test_a_nan_that_is_meant"]
+    assert (meant.cause, meant.ranks) == ("assertion", (1,))
     skipped = verdicts["test_skipped_on_one"]
     assert "in test_skipped_on_one" in skipped.where
     assert "what all ranks know" in skipped.advice

@@ -63,6 +63,13 @@ def test_expects_a_timeout_of_a_functional_collective(group):
             functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", short))
     dist.barrier()
 """
+LARGE = """
+@world_size(2)
+def test_exchange(group):
+    mine, theirs = torch.ones(300_000_000), torch.empty(300_000_000)
+    for work in [dist.isend(mine, 1 - group.rank), dist.irecv(theirs, 1 - group.rank)]:
+        work.wait()
+"""
 SWAPPED = """
 @pytest.mark.parametrize("number", [1, 2])
 @world_size(2)
@@ -83,6 +90,12 @@ def test_more_waits_that_end(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE + MORE)
     assert result.outcomes["passed"] == 5
     assert "cannot mend itself" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_message_that_takes_seconds(pytester: pytest.Pytester) -> None:
+    """Of 1.2 GB: each rank waits for its send, and has begun its receive."""
+    assert run_example(pytester, LARGE).outcomes == {"passed": 1}
 
 
 def test_ranks_that_were_forked_ahead_have_the_job_s_groups(pytester: pytest.Pytester) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pytest_nsa.diagnosis.explain.choose import explain
 from pytest_nsa.diagnosis.explain.edits import Calls, Edit
 from pytest_nsa.diagnosis.explain.messages import ended, is_collective
@@ -13,6 +15,8 @@ from pytest_nsa.diagnosis.words import because, each_call, terms_of, what_they_d
 from pytest_nsa.evidence.board import Collective
 from pytest_nsa.evidence.collectives import any_can_complete
 from pytest_nsa.evidence.values import Evidence
+
+SLOW = 1e8  # bytes a second
 
 
 def unpaired(evidence: Evidence) -> Finding | None:
@@ -40,7 +44,7 @@ def held_in_messages(evidence: Evidence) -> Calls | None:
         return None
     if any_can_complete((c for c in waits.values() if c.peer == -1), rings(evidence)):
         return None
-    if any(is_paired(rank, c, pending) for rank, c in pending.items()):
+    if any(is_paired(rank, c, pending) or _is_long(c, evidence.stalled_s) for rank, c in pending.items()):
         return None  # it may be in progress
     return waits | {r.rank: ended(r) for r in evidence.ranks if r.finished}
 
@@ -87,6 +91,12 @@ def is_paired(rank: int, call: Collective, pending: Calls) -> bool:
     if other is None or other.peer != rank or (other.note, other.group) != (call.note, call.group):
         return False
     return {call.is_send, other.is_send} == {True, False}
+
+
+def _is_long(call: Collective, stalled_s: float) -> bool:
+    """Return whether a message is so large that a slow link may still transfer it."""
+    bits = re.search(r"\d+", call.dtype)  # of float32, bfloat16, float8_e4m3fn
+    return call.count * (int(bits[0]) / 8 if bits else 1) > SLOW * max(stalled_s, 1.0)
 
 
 def _dropped(evidence: Evidence, entered: Calls) -> Finding | None:
