@@ -35,6 +35,7 @@ _NUMBERS = {
     "path_length": "q",  # of a forward that has ended; -1: it runs, and its length is what was entered since it began
     "gradients": "q", "gradients_expected": "q",
     "collectives_entered": "q", "collectives_left": "q", "blocked_in": "q",
+    "calls_from": "q",  # the index of the first call that is not of a default group that has been destroyed
     "failed_in": "q",  # as blocked_in: the last call of the main thread, where an exception ended it
     "nodes": "q", "nodes_owned": "q", "still_looks": "q", "still_moves": "q",
     "limit_time": "d",  # when the call that blocks the main thread ends by itself; 0: it has no such limit

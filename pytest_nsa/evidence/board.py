@@ -140,9 +140,10 @@ class BoardSnapshot:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The last collectives, oldest first, without those that were refused."""
+        """The last collectives, oldest first, without those that were refused, and those in groups that were destroyed."""
+        first = self.numbers.get("calls_from", 0)
         try:
-            return tuple(c for c in self.decode_ring() if not c.was_refused)
+            return tuple(c for c in self.decode_ring() if not c.was_refused and (c.index >= first or c.op == NEW_GROUP))
         except _DAMAGED:
             return ()
 

@@ -63,6 +63,26 @@ def test_expects_a_timeout_of_a_functional_collective(group):
             functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", short))
     dist.barrier()
 """
+AGAIN = """
+@world_size(2, group=None)
+@pytest.mark.parametrize("fails", [False, True])
+def test_meets_again(tmp_path, fails):
+    rank = int(os.environ["RANK"])
+    for number in range(2):
+        store = dist.FileStore(str(tmp_path / str(number)), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2 + 9 * number))
+        if number == 0 and rank == 0:
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(1))
+        elif number == 0:
+            time.sleep(2.5)
+        else:
+            dist.barrier()
+            time.sleep(2.5 * rank)
+            dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    assert not (fails and rank)
+"""
 LARGE = """
 @world_size(2)
 def test_exchange(group):
@@ -90,6 +110,16 @@ def test_more_waits_that_end(pytester: pytest.Pytester) -> None:
     result = run_example(pytester, LATE + MORE)
     assert result.outcomes["passed"] == 5
     assert "cannot mend itself" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_default_group_that_is_made_again(pytester: pytest.Pytester) -> None:
+    """One rank has made a call more in the first, which ended by its time limit."""
+    result = run_example(pytester, "import datetime\n" + AGAIN)
+    assert result.outcomes == {"passed": 1, "failed": 1}
+    assert (result.verdicts["test_meets_again[True]"].cause, result.verdicts["test_meets_again[True]"].ranks) == (
+        "assertion", (1,),
+    )  # fmt: skip
 
 
 @pytest.mark.slow

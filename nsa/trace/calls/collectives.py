@@ -74,7 +74,7 @@ class CollectiveRecorder:
         self._limits: dict[str, float] = {}  # of groups that have a short one, in seconds
         self._waits: set[Any] = set()
         self._groups: set[Any] = set()  # classes of Python that are wrapped
-        self._on_group: Callable[[str, Sequence[int], int | None], None] = _ignore
+        self._on_group: Callable[[str, Sequence[int], int | None], None] = lambda *_: None
         self.on_reduce: Callable[[Any, Any], None] | None = None  # the group and the tensors of an all-reduce
 
     def forget(self, rank: int, world_size: int) -> None:
@@ -85,7 +85,7 @@ class CollectiveRecorder:
         self.stores.forget()
         self._functional.clear()
         self._ends_by_wait.clear()
-        self._on_group, self.on_reduce = _ignore, None
+        self._on_group, self.on_reduce = lambda *_: None, None
         with self._lock:
             self._pending.clear()
 
@@ -147,9 +147,8 @@ class CollectiveRecorder:
     def _enter(self, op: str, label: str, dtype: str = "", count: int = 0, *, size: int, **more: Any) -> int:
         """Enter a call on the board, with its number in the group and the user's lines that led to it; returns its index."""
         site, callers = call_path()
-        return self.board.enter(
-            op, label, self._sequence[label], dtype, count, site, size=size, callers=callers, **more
-        )
+        number = self._sequence[label]
+        return self.board.enter(op, label, number, dtype, count, site, size=size, callers=callers, **more)
 
     def _wrap_blocking(self, owner: Any, name: str, op: str) -> None:
         """Wrap a call that waits inside C++ and returns no Work; the order of such calls is kept as that of a separate group."""
@@ -165,8 +164,10 @@ class CollectiveRecorder:
             made = self._labels.make(op, new) if new is not None else Made(op, "", ())
             label = made.making if op == NEW_GROUP else f"ddp:{self._labels.of(group)}" if group is not None else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
-            if made.making != op:  # others may wait for this rank in it
-                self._note_group(made.making, made)
+            if new is not None and not new.ranks and not dist.is_initialized():
+                self._restart()
+            if made.making != op:
+                self._note_group(made.making, made)  # others may wait for this rank in it
             self._sequence[label] += 1
             index = self._enter(op, label, size=size, note=new.note if new is not None else "")
             with self._blocked(index, self._limits.get(self._labels.of(group), 0.0) if group is not None else 0.0):
@@ -181,6 +182,12 @@ class CollectiveRecorder:
             return result
 
         setattr(owner, name, outside_graphs(recorded))
+
+    def _restart(self) -> None:
+        """A default group is made: groups before it are no more, and calls are counted again on all its ranks."""
+        kept = {label: number for label, number in self._sequence.items() if label.startswith(NEW_GROUP)}
+        self._sequence = defaultdict(int, kept)
+        self.board.number("calls_from", self.board.count("collectives_entered"))
 
     def _note_group(self, label: str, made: Made) -> None:
         if made.ranks:
@@ -389,7 +396,3 @@ class _Blocked:
                 recorder.board.number("failed_in", self.index + 1)
             # Of a call around it: a new group may be made inside one.
             recorder.board.number("blocked_in", self.outer)
-
-
-def _ignore(label: str, ranks: Sequence[int], number: int | None) -> None:
-    """No-op."""
