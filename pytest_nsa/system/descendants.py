@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pytest_nsa.system.commands import command_line
-from pytest_nsa.system.procfs import stat_of
+from pytest_nsa.system.procfs import stat_of, status_of
 
 TICKS = os.sysconf("SC_CLK_TCK")
 MOST = 1000  # characters of a command, in which a helper is recognised
 GONE_S = 2.0  # for ended processes to go: their ports are free then
 # Servers of multiprocessing and compilers, which serve the whole session.
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
-_STATE, _PARENT, _USER, _SYSTEM, _BEGAN, _STATUS = 0, 1, 11, 12, 19, 49  # /proc/PID/stat, behind the command's name
+_STATE, _PARENT, _USER, _SYSTEM, _BEGAN = 0, 1, 11, 12, 19  # /proc/PID/stat, behind the command's name
 
 Key = tuple[int, int]
 
@@ -76,9 +76,8 @@ def _read(path: Path) -> Process | None:
     fields = stat_of(path)
     if len(fields) <= _BEGAN:
         return None
-    status = int(fields[_STATUS]) if len(fields) > _STATUS else 0
     cpu = int(fields[_USER]) + int(fields[_SYSTEM])
-    return Process(int(path.name), int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status)
+    return Process(int(path.name), int(fields[_PARENT]), fields[_STATE], int(fields[_BEGAN]), cpu, status_of(fields))
 
 
 @dataclass

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pytest_nsa.system.commands import command_line
 
 REST_S = 0.02
 REST_LOOKS = 10
-_STATUS = 49  # how a process ended: among the fields of stat_of
+_STATUS = 49  # among the fields of stat_of
 LEVELS = 3  # of processes below one, that are looked at
 
 
@@ -117,7 +118,12 @@ def children_of(pid: int) -> list[int]:
 def _end_of(pid: int) -> str:
     """Return how a process ended that its parent has not waited for; '' of one that runs."""
     fields = stat_of(Path(f"/proc/{pid}"))
-    return how_it_ended(int(fields[_STATUS])) if fields[:1] == ["Z"] else ""
+    return how_it_ended(status_of(fields)) if fields[:1] == ["Z"] else ""
+
+
+def status_of(fields: Sequence[str]) -> int:
+    """Return the wait status of a process by the fields of its `stat_of`; 0 while it runs, and where the kernel hides it."""
+    return int(fields[_STATUS]) if len(fields) > _STATUS else 0
 
 
 def how_it_ended(status: int) -> str:

@@ -162,7 +162,8 @@ class CollectiveRecorder:
             group = first if isinstance(first, dist.ProcessGroup) else None  # the reducer does not name its group
             new = new_group(args, kwargs) if op == NEW_GROUP else None
             made = self._labels.make(op, new) if new is not None else Made(op, "", ())
-            label = made.making if op == NEW_GROUP else f"ddp:{self._labels.of(group)}" if group is not None else "ddp"
+            named = self._labels.of(group) if group is not None else ""
+            label = made.making if op == NEW_GROUP else f"ddp:{named}" if named else "ddp"
             size = first if isinstance(first, int) else group.size() if group is not None else dist.get_world_size()
             if new is not None and not new.ranks and not dist.is_initialized():
                 self._restart()
@@ -170,7 +171,7 @@ class CollectiveRecorder:
                 self._note_group(made.making, made)  # others may wait for this rank in it
             self._sequence[label] += 1
             index = self._enter(op, label, size=size, note=new.note if new is not None else "")
-            with self._blocked(index, self._limits.get(self._labels.of(group), 0.0) if group is not None else 0.0):
+            with self._blocked(index, self._limits.get(named, 0.0)):
                 result = original(*args, **kwargs)
             self.board.leave(index)
             if new is not None:

@@ -37,7 +37,7 @@ class GroupLabels:
     """
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size = 0, 0  # until the job is known
         self._default: NewGroup | None = None
         self._others: dict[str, NewGroup] = {}  # by name
 
@@ -55,7 +55,7 @@ class GroupLabels:
 
     def of_meeting(self, operation: str, port: int, size: int) -> str:
         """Return the label of the meeting of ``size`` ranks at a port, ahead of their default group."""
-        return _labelled(operation, f"{MARK}{port}" if size != self.world_size else "")
+        return _labelled(operation, "" if self._is_the_job_s(size) else f"{MARK}{port}")
 
     def make(self, operation: str, new: NewGroup) -> Made:
         """Note that a group is made, ahead of it."""
@@ -74,7 +74,8 @@ class GroupLabels:
         label = self._label(new.name)
         if not new.ranks:
             world = self._world_of(new)
-            return Made(_labelled(operation, world), label, *(((self.rank,), new.rank) if world else ((), None)))
+            making = _labelled(operation, world)
+            return Made(making, label, (self.rank,), new.rank) if world else Made(making, label, ())
         world = self._world_of(self._default)
         members = new.ranks if not world else (self.rank,) if new.rank in range(new.size) else ()
         # Every rank makes a group that torch numbers; one with a hash for a name is made by its members alone.
@@ -84,9 +85,12 @@ class GroupLabels:
         other = self._others.get(name)
         return _labelled(name, self._world_of(other if other is not None and not other.ranks else self._default))
 
+    def _is_the_job_s(self, size: int) -> bool:
+        return self.world_size in (0, size)
+
     def _world_of(self, new: NewGroup | None) -> str:
         """Return '@' and where the ranks of a group that numbers them meet; '' where these are the job's."""
-        if new is None or new.size == self.world_size:
+        if new is None or self._is_the_job_s(new.size):
             return ""
         return f"{MARK}{new.mark or f'rank{self.rank}'}"
 

@@ -58,14 +58,14 @@ def _stated_by_torch(
     found = [(rank, errors[0]) for rank, errors in raised if errors]
     if not found:
         return None
-    n, (_, module) = evidence.job.world_size, details(*found[0])
+    n, module = evidence.job.world_size, ""
     by_reason: dict[str, tuple[int, ...]] = {}
     for rank, error in found:
-        stated = details(rank, error)[0]
-        by_reason[stated] = (*by_reason.get(stated, ()), rank.rank)
-    reason = next(iter(by_reason))
+        reason, of_rank = details(rank, error)
+        module = module or of_rank
+        by_reason[reason] = (*by_reason.get(reason, ()), rank.rank)
     if len(by_reason) > 1:
-        reason = "; ".join(f"on {describe_ranks(ranks, n)} {stated}" for stated, ranks in by_reason.items())
+        reason = "; ".join(f"on {describe_ranks(ranks, n)} {text}" for text, ranks in by_reason.items())
     return Finding(
         cause=cause, ranks=tuple(r.rank for r, _ in found), where=found[0][1].where, module=module, reason=reason,
         certain=True, confidence=0.97, facts=tuple(exception_fact(r, e) for r, e in found),

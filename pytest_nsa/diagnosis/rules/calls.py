@@ -143,13 +143,9 @@ def origin_of(evidence: Evidence, culprits: tuple[int, ...], missed: Collective)
     differing = alone_in(evidence, culprits, missed, of_culprits=False) or first_at_different_lines(
         evidence, culprits, missed
     )
-    if differing is not None:
-        theirs, mine = differing
-        there, here = where_ways_part(theirs.way, mine.way)
-        who = describe_ranks(culprits, evidence.job.world_size)
-        since = f"; off by one call since {theirs.op} #{theirs.sequence}, which the others entered at {there}, {who} at {here}"
-        return Origin(theirs.site, there if len(theirs.way) > 1 and there != theirs.site else "", since)
-    return Origin(missed.site)
+    if differing is None:
+        return Origin(missed.site)
+    return _origin_at(*differing, "the others", describe_ranks(culprits, evidence.job.world_size))
 
 
 def origin_of_extra(evidence: Evidence, culprits: tuple[int, ...], call: Collective) -> Origin | None:
@@ -159,11 +155,14 @@ def origin_of_extra(evidence: Evidence, culprits: tuple[int, ...], call: Collect
     differing = alone_in(evidence, culprits, call, of_culprits=True)
     if differing is None:
         return None
-    mine, theirs = differing
-    here, there = where_ways_part(mine.way, theirs.way)
-    who = describe_ranks(culprits, evidence.job.world_size)
-    since = f"; off by one call since {mine.op} #{mine.sequence}, which {who} entered at {here}, the others at {there}"
-    return Origin(mine.site, here if len(mine.way) > 1 and here != mine.site else "", since)
+    return _origin_at(*differing, describe_ranks(culprits, evidence.job.world_size), "the others")
+
+
+def _origin_at(call: Collective, paired: Collective, who: str, others: str) -> Origin:
+    """Return the origin at ``call``, which ``who`` entered where the ``others`` entered ``paired``."""
+    here, there = where_ways_part(call.way, paired.way)
+    since = f"; off by one call since {call.op} #{call.sequence}, which {who} entered at {here}, {others} at {there}"
+    return Origin(call.site, here if len(call.way) > 1 and here != call.site else "", since)
 
 
 def alone_in(

@@ -82,7 +82,7 @@ def _of_another_world(evidence: Evidence, making: Mapping[int, Collective]) -> F
         return None
     call = short[min(short)]
     ranks = tuple(sorted(r for r, c in short.items() if c.place == call.place))
-    text = f"waits in the creation of group {call.note}, to which {len(ranks)} of {call.size} have come"
+    text = f"waits in the creation of group {call.note}, to which {came[call.place]} of {call.size} have come"
     finding = _finding(
         evidence, "init_timeout", ranks, call.site, stated(ranks, text, evidence.job.world_size), certain=False
     )
