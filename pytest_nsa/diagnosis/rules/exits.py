@@ -160,6 +160,8 @@ def rank_raised(evidence: Evidence) -> Finding | None:
         cause = "assertion"  # an ordinary failure, of no rank in particular
     else:
         cause = "rank_exception"
+    if cause == "assertion":
+        first_rank, error = min(same, key=lambda pair: pair[0].rank)  # which of them was first is chance
     reason, where = _description_of(error)
     if failed:
         who = describe_ranks(culprits, evidence.job.world_size)
