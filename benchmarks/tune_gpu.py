@@ -3,10 +3,10 @@
 python benchmarks/tune_gpu.py --json nsa/kernels/triton/tiles.json
 
 For each kernel, in the shapes of attention_gpu.py, the search starts from the tile that it has now. One field (rows, keys,
-warps, stages, loops, TMA, registers) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is, or
-`--minutes` are over. All cores but one compile candidates beforehand, on tensors without memory. A candidate that the compiler
-or the GPU refuses is passed over, and so is one with another result. Without a GPU the program only looks for errors, as
-attention_gpu.py's --dry-run does.
+warps, stages, loops, TMA, registers) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is,
+or `--minutes` are over; so is the overlapped kernel (`strided_overlapped`) where it is faster by `GAIN_OF_OVERLAPPED`. All cores
+but one compile candidates beforehand, on tensors without memory. A candidate that the compiler or the GPU refuses is passed
+over, and so is one with another result. Without a GPU the program only looks for errors, as attention_gpu.py's --dry-run does.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from nsa.kernels.triton import branches, selection_schedule, single, tiles, whol
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
+GAIN_OF_OVERLAPPED = 0.05  # that a second implementation is worth
 TOLERANCE = 0.02  # of the norm, between the results of two tiles; rounding may change a few picks
 CHOICES: dict[str, tuple[Any, ...]] = {
     "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2), "tma": (False, True),
@@ -42,6 +43,10 @@ IGNORED = {
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
+# Kernels that have an overlapped implementation, the tiles that are tried of it, and the fields that it reads.
+MAY_OVERLAP = {"compressed", "sliding"}
+OVERLAPPED = [Tile(128, bn, 4, stages, overlapped=True) for bn, stages in ((64, 2), (64, 3), (128, 2))]
+OF_OVERLAPPED = {"bn", "stages"}
 Call = Callable[[], Any]
 
 
@@ -137,10 +142,12 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def neighbours(kernel: str, now: Tile) -> list[Tile]:
-    """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other."""
-    found = []
+    """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
+    tiles of the overlapped kernel.
+    """
+    found = OVERLAPPED[:] if kernel in MAY_OVERLAP and not now.overlapped else []
     for field, choices in CHOICES.items():
-        if field in IGNORED.get(kernel, ()):
+        if field in IGNORED.get(kernel, ()) or (now.overlapped and field not in OF_OVERLAPPED):
             continue
         at = choices.index(getattr(now, field)) if getattr(now, field) in choices else 0
         steps = range(len(choices)) if field == "registers" else range(max(0, at - 1), min(len(choices), at + 2))
@@ -187,7 +194,8 @@ def tune(
             if all(is_near(a, b) for a, b in zip(found, wanted, strict=True)):
                 tried[sizes] = timed({"": launches}, rounds)[""]
         fastest = min(tried, key=lambda sizes: tried[sizes])
-        if tried[fastest] > tried[best] * (1 - GAIN):
+        gain = GAIN_OF_OVERLAPPED if fastest.overlapped and not best.overlapped else GAIN
+        if tried[fastest] > tried[best] * (1 - gain):
             break
         best = fastest
     return best, {str(tuple(sizes)): round(ms, 4) for sizes, ms in tried.items() if ms < float("inf")}

@@ -22,6 +22,9 @@ TYPES = {
 }  # fmt: skip
 
 
+OVERLAPPED = ("compressed", "sliding")  # names of tiles that Gluon's kernels may have
+
+
 @dataclass(frozen=True)
 class Launch:
     """A recorded launch: the kernel, its arguments by name, and its settings."""
@@ -36,6 +39,10 @@ class Launch:
         windowed = self.arguments.get("WINDOWED")
         branch = "" if windowed is None else " of the window" if windowed else " of the blocks"
         return f"{self.kernel.__name__}{branch}"
+
+    @property
+    def is_gluon(self) -> bool:
+        return bool(self.kernel.is_gluon())
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,18 @@ def record_launches(
     return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
+def record_overlapped(problem: Problem) -> list[Launch]:
+    """Return the launches of a forward that Gluon's kernels serve."""
+    from nsa.kernels.triton import branches
+    from nsa.kernels.triton.tiles import Tile
+
+    overlapped = Tile(128, *((64, 4, 3) if problem.d_k + problem.d_v <= 320 else (32, 4, 2)), overlapped=True)
+    shipped = branches.tile
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(branches, "tile", lambda name, *a: overlapped if name in OVERLAPPED else shipped(name, *a))
+        return [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some if launch.is_gluon]
+
+
 def compile_for(launch: Launch, capability: int) -> Compiled:
     """Compile for sm_``capability``; Triton's own assembler reports what the code needs."""
     code = code_of(launch, capability)
@@ -129,6 +148,7 @@ def code_of(launch: Launch, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names, signature, constants, attributes = launch.kernel.arg_names, {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -144,8 +164,11 @@ def code_of(launch: Launch, capability: int) -> Any:
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
-    source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
+            layout = f",{value.layout!r}" if launch.is_gluon else ""
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
+    source = (GluonASTSource if launch.is_gluon else ASTSource)(
+        launch.kernel, {name: signature[name] for name in names}, constants, attributes
+    )
     options = {"enable_fp_fusion": True, **launch.options}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -163,6 +186,27 @@ def ptxas(ptx: str, capability: int) -> tuple[int, int]:
     registers = int(re.findall(r"Used (\d+) registers", done.stderr)[-1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
     return registers, spilled
+
+
+def loops_of(cubin: bytes, path: Path) -> list[list[str]]:
+    """Return the operations, such as 'MUFU.EX2', of each innermost loop of machine code; ``path`` is written."""
+    from triton import knobs
+
+    path.write_bytes(cubin)
+    done = subprocess.run([knobs.nvidia.nvdisasm.path, "-c", path], text=True, capture_output=True, check=True)
+    starts: dict[str, int] = {}
+    operations: list[str] = []
+    found: list[tuple[int, int]] = []
+    for line in done.stdout.splitlines():
+        if label := re.match(r"(\.L_\S+):", line):
+            starts[label[1]] = len(operations)
+        elif step := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)(.*);", line):
+            operations.append(step[1])
+            back = re.search(r"\((\.L_\S+)\)", step[2])
+            if step[1].startswith("BRA") and back and back[1] in starts:
+                found.append((starts[back[1]], len(operations)))
+    innermost = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return [operations[first:end] for first, end in innermost]
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -183,12 +227,14 @@ TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "kernel
 
 
 def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
-    """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets."""
+    """Compile every kernel of `record_launches`, with the tiles that a GPU of that capability gets, and Gluon's for Hopper."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         from nsa.kernels.triton import selection_schedule
 
         monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)  # neighbours' unions, whatever the length
         launched = record_launches(monkeypatch, problem, f"sm_{capability}")
+    if capability == 90:
+        launched.append(record_overlapped(problem))
     launches = {launch.name: launch for some in reversed(launched) for launch in some}
     return {name: compile_for(launch, capability) for name, launch in launches.items()}
 

@@ -18,7 +18,9 @@ from tests_cpu.kernels.compiled import (
     code_of,
     compile_all,
     compile_for,
+    loops_of,
     record_launches,
+    record_overlapped,
 )
 
 triton = pytest.importorskip("triton")
@@ -34,8 +36,10 @@ KERNELS = {
     "unite", "choose", "union_forward", "rotate", "scan_keys", "pick_and_read", "pick_blocks", "read_blocks", "sum_parts",
 }  # fmt: skip
 WGMMA = {
-    "strided_forward", "block_importance", "selected_forward", "union_forward", "strided_dq", "strided_dkv", "selected_backward",
+    "strided_overlapped", "strided_forward", "block_importance", "selected_forward", "union_forward", "strided_dq", "strided_dkv",
+    "selected_backward",
 }  # fmt: skip
+OVERLAPPED = {"strided_overlapped of the blocks", "strided_overlapped of the window"}  # Hopper's, of half precision
 SAMPLE = {("125m", 80)}
 CASES = [
     pytest.param(name, capability, marks=() if (name, capability) in SAMPLE else pytest.mark.slow)
@@ -47,7 +51,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "capability"), CASES)
 def test_kernels_fit_and_need_what_they_needed(name: str, capability: int) -> None:
     found = compile_all(PROBLEMS[name], capability)
-    assert set(found) == KERNELS
+    assert set(found) - OVERLAPPED == KERNELS
+    assert (set(found) >= OVERLAPPED) == (capability == 90 and PROBLEMS[name].dtype != torch.float32)
     known = json.loads(TABLE.read_text()).get(triton.__version__, {}).get(f"{name}, sm_{capability}", {})
     for kernel, code in found.items():
         assert code.shared <= SHARED[capability], code
@@ -101,6 +106,24 @@ def test_the_last_program_of_a_token_reads_what_all_others_stored(
     assert sum(step.startswith("atom") for step in steps) == 1
     assert steps[counted - 1] == steps[counted + 1] == "bar.sync"
     assert {"st.global", "ld.global"} <= set(steps[counted + 2 :])
+
+
+@pytest.mark.parametrize("name", ["paper", "125m"])
+def test_products_run_while_a_softmax_does(name: str, tmp_path: Path) -> None:
+    """In each loop of a consumer, a tile's exponentials lie between the first product and the one wait for all of them."""
+    for launch in record_overlapped(PROBLEMS[name]):
+        loops = [
+            re.findall(r"HGMMA|MUFU\.EX2|DEPBAR", " ".join(loop))
+            for loop in loops_of(code_of(launch, 90).asm["cubin"], tmp_path / "cubin")
+        ]
+        of_softmax = [loop for loop in loops if loop.count("MUFU.EX2") >= 64 * 64 // 128]
+        assert (
+            len(of_softmax) == (3 if launch.arguments["WINDOWED"] else 2) * 2
+        )  # of two consumers, with masks and without
+        for loop in of_softmax:
+            between = loop[loop.index("HGMMA") : loop.index("DEPBAR")]
+            assert between.count("MUFU.EX2") > 0.8 * loop.count("MUFU.EX2")
+            assert loop.count("DEPBAR") == 1
 
 
 def test_a_change_of_what_a_kernel_needs_is_seen() -> None:

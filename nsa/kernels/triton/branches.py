@@ -14,8 +14,19 @@ import torch
 import triton
 
 from nsa.kernels.triton import gates as gate_kernels
-from nsa.kernels.triton import strided, strided_backward
-from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, head_dims, launch, meta, rows_for
+from nsa.kernels.triton import strided, strided_backward, strided_overlapped
+from nsa.kernels.triton.launch import (
+    LOG2E,
+    ROWS_OVERLAPPED,
+    can_describe,
+    can_overlap,
+    descriptors,
+    gluon_descriptors,
+    head_dims,
+    launch,
+    meta,
+    rows_for,
+)
 from nsa.kernels.triton.sequences import Sequences
 from nsa.kernels.triton.tiles import tile, widths
 
@@ -82,6 +93,15 @@ def strided_forward(
     """Write output and log-sum-exp of the window or the compressed branch."""
     H, G, h = q.shape[1], k.shape[1], q.shape[1] // k.shape[1]
     t = tile(places.name, q, v.shape[-1], sequences.longest)
+    if can_overlap(t, h, q, k, v):
+        part = widths(q.shape[-1])
+        launch(
+            strided_overlapped.strided_overlapped, (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,
+            q, *gluon_descriptors(k, t.bn), gluon_descriptors(v, t.bn)[0], out, lse, *sequence_arguments(sequences, q, k),
+            places.window, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, h=h, D0=part.d0, D1=part.d1,
+            DV=v.shape[-1], BN=t.bn, STAGES=t.stages, WINDOWED=places.is_window, PACKED=sequences.is_packed, num_warps=4,
+        )  # fmt: skip
+        return
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided.strided_forward, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,

@@ -11,6 +11,7 @@ import triton
 from nsa.kernels.triton.tiles import Tile, widths
 
 LOG2E = 1.4426950408889634
+ROWS_OVERLAPPED = 128  # of a program of `strided_overlapped`
 MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
 
 
@@ -60,15 +61,36 @@ def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
     )
 
 
+def can_overlap(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether the overlapped kernel serves: where the tile has it, the types are half precision and the sizes fit."""
+    is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and widths(v.shape[-1]).d1 == 0
+    return tile.overlapped and is_simple and can_describe(tile._replace(tma=True), k, v)
+
+
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
     """Return TMA descriptors of both parts of x [N, G, D], ``rows`` at a time; x itself, twice, where they are not wanted."""
     if not is_wanted:
         return x, x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    flat, part = x.flatten(1), widths(x.shape[-1])
+    one, other = (TensorDescriptor(*described) for described in _parts(x, rows))
+    return one, other
+
+
+def gluon_descriptors(x: torch.Tensor, rows: int) -> tuple[Any, Any]:
+    """Return the same for a kernel in Gluon, with the layout of a tile in shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     one, other = (
-        TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, width])
-        for width in (part.d0, part.d1 or part.d0)
+        TensorDescriptor(*described, gl.NVMMASharedLayout.get_default_for(described[-1], dtype))
+        for described in _parts(x, rows)
     )
     return one, other
+
+
+def _parts(x: torch.Tensor, rows: int) -> list[tuple[torch.Tensor, list[int], list[int], list[int]]]:
+    """Return, for both parts of x [N, G, D], the matrix, its shape, its strides and what is read at once."""
+    flat, part = x.flatten(1), widths(x.shape[-1])
+    return [(flat, list(flat.shape), list(flat.stride()), [rows, width]) for width in (part.d0, part.d1 or part.d0)]
