@@ -21,8 +21,10 @@ for stage in ${2:-tests attention decode train}; do
     tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
     overlap)
       cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"
-      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --kernels compressed sliding --minutes 3.5 \
-        > "$out/overlap.txt" || status=$? ;;
+      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --kernels compressed importance sliding --minutes 3.5 \
+        > "$out/overlap.txt" || status=$?
+      timeout 120 python -m pytest "${plugin[@]}" tests_gpu/kernels -m gpu -k "during_a_softmax" -q --artifacts "$out/gpu_artifacts" \
+        >> "$out/overlap.txt" || status=$? ;;
     attention) timeout 560 python benchmarks/attention_gpu.py --json "$out/attention_gpu.json" || status=$? ;;
     parts)
       for mib in 3072 512 256 128; do

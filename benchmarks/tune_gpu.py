@@ -44,8 +44,8 @@ IGNORED = {
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
 # Kernels that have an overlapped implementation, the tiles that are tried of it, and the fields that it reads.
-MAY_OVERLAP = {"compressed", "sliding"}
-OVERLAPPED = [Tile(128, bn, 4, stages, overlapped=True) for bn, stages in ((64, 2), (64, 3), (128, 2))]
+MAY_OVERLAP = {"compressed", "sliding", "importance"}
+OVERLAPPED = [Tile(128, bn, 4, stages, overlapped=True) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
 OF_OVERLAPPED = {"bn", "stages"}
 Call = Callable[[], Any]
 

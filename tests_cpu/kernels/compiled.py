@@ -22,7 +22,7 @@ TYPES = {
 }  # fmt: skip
 
 
-OVERLAPPED = ("compressed", "sliding")  # names of tiles that Gluon's kernels may have
+OVERLAPPED = ("compressed", "sliding", "importance")  # names of tiles that Gluon's kernels may have
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,18 @@ def record_launches(
 
 def record_overlapped(problem: Problem) -> list[Launch]:
     """Return the launches of a forward that Gluon's kernels serve."""
-    from nsa.kernels.triton import branches
+    from nsa.kernels.triton import branches, selection_schedule
     from nsa.kernels.triton.tiles import Tile
 
     overlapped = Tile(128, *((64, 4, 3) if problem.d_k + problem.d_v <= 320 else (32, 4, 2)), overlapped=True)
     shipped = branches.tile
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(branches, "tile", lambda name, *a: overlapped if name in OVERLAPPED else shipped(name, *a))
-        return [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some if launch.is_gluon]
+        for module in (branches, selection_schedule):
+            monkeypatch.setattr(
+                module, "tile", lambda name, *a: overlapped if name in OVERLAPPED else shipped(name, *a)
+            )
+        launched = [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some]
+    return list({launch.name: launch for launch in launched if launch.is_gluon}.values())
 
 
 def compile_for(launch: Launch, capability: int) -> Compiled:

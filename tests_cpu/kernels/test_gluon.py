@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from nsa.kernels.triton import branches, sequences, strided_overlapped
+from nsa.kernels import blocks, reference
+from nsa.kernels.triton import branches, importance_overlapped, selection_schedule, sequences, strided_overlapped
 from nsa.kernels.triton.tiles import Tile
 from tests_cpu.kernels import gluon_simulated as simulated
 
 SYNCHRONIZES = re.compile(r"\s+(mbarrier\.(wait|arrive|expect)\(|fence_async_shared\(\))")
-SOURCE = Path(strided_overlapped.__file__)
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         del settings["num_warps"]
         simulated.run(kernel, grid, *arguments, seed=found[0], **settings)
 
-    monkeypatch.setattr(branches, "launch", launch)
+    for module in (branches, selection_schedule):
+        monkeypatch.setattr(module, "launch", launch)
     yield found
     print(f"seed {found[0]}")
 
@@ -104,6 +105,64 @@ def test_the_window_and_the_compressed_branch(
     assert_attends(lengths, H, G, d_k, d_v, places, bn, stages)
 
 
+def assert_finds_blocks(
+    lengths: list[int], H: int, G: int, d_k: int, sizes: tuple[int, int, int], stages: int, *, ranges: bool = False
+) -> None:
+    """Compare the importance of a batch's blocks, or of a pack's where lengths differ; with ``ranges``, in several launches."""
+    (l, d, l_sel), ends = sizes, [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    parts, places = 1 << 40 if ranges else 1, branches.compression(l, d)
+    if len(set(lengths)) > 1:
+        rows = sequences.pack(ends, l, d, l_sel, parts, torch.device("cpu"))
+    else:
+        rows = sequences.batch(len(lengths), lengths[0], l, d, l_sel, parts, torch.device("cpu"))
+    keys = [blocks.num_compressed(n, l, d) for n in lengths]
+    q, k = torch.randn(ends[-1], H, d_k).half(), torch.randn(sum(keys), G, d_k).half()
+    values = torch.zeros(sum(keys), G, 1)
+    sums, wanted = torch.empty(ends[-1], H), []
+    for i in range(len(lengths)):
+        mine, of_keys = slice(ends[i], ends[i + 1]), slice(sum(keys[:i]), sum(keys[: i + 1]))
+        sums[mine] = attended(q[mine], k[of_keys], values[of_keys], places, 0.2)[1]
+        exact = (x[None].double() for x in (q[mine], k[of_keys], values[of_keys]))
+        wanted.append(reference.compressed(*exact, l=l, d=d, l_sel=l_sel, scale=0.2)[1][0])
+    selection = selection_schedule.Selection(l_sel, 4, blocks.num_selection(max(lengths), l_sel))
+    found = torch.zeros(ends[-1], G, selection.n_blocks)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(128, 64, 4, stages, overlapped=True))
+        monkeypatch.setattr(selection_schedule.importance, "block_importance", None)  # what serves is Gluon's
+        for at in rows.ranges:
+            part = found[at.first : at.end]
+            selection_schedule.block_importance(q, k, d_k, sums, rows, at, places, selection, l, 0.2, part)
+    for i, expected in enumerate(wanted):
+        part = found[ends[i] : ends[i + 1]]
+        torch.testing.assert_close(part[..., : expected.shape[-1]].double(), expected, rtol=2**-9, atol=1e-4 * H / G)
+        assert not part[..., expected.shape[-1] :].any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "H", "G", "d_k", "sizes", "stages", "ranges"),
+    [
+        ([700], 8, 2, 48, (8, 4, 16), 3, False),
+        ([400, 400], 16, 1, 32, (8, 4, 16), 2, False),
+        ([700, 9, 120], 12, 2, 48, (8, 4, 16), 4, False),
+        ([300], 6, 1, 32, (4, 1, 8), 2, False),
+        ([500], 8, 1, 32, (16, 8, 16), 3, True),
+        ([300, 80], 4, 1, 32, (8, 4, 16), 3, True),
+    ],
+    ids=str,
+)
+def test_the_importance_of_blocks(
+    seeds: list[int],
+    lengths: list[int],
+    H: int,
+    G: int,
+    d_k: int,
+    sizes: tuple[int, int, int],
+    stages: int,
+    ranges: bool,
+) -> None:
+    assert_finds_blocks(lengths, H, G, d_k, sizes, stages, ranges=ranges)
+
+
 def test_the_plain_kernel_serves_what_the_overlapped_one_does_not() -> None:
     tile, (q, k, v) = Tile(128, 64, 4, 3, overlapped=True), (torch.zeros(64, n, 32).half() for n in (4, 2, 2))
     assert branches.can_overlap(tile, 2, q, k, v)
@@ -115,33 +174,59 @@ def test_the_plain_kernel_serves_what_the_overlapped_one_does_not() -> None:
     assert not branches.can_overlap(tile, 2, q, k, torch.zeros(64, 2, 48).half())  # values in two parts
 
 
-def without(line: int, folder: Path) -> ModuleType:
-    """Return the kernels' module without a line of it."""
-    lines = SOURCE.read_text(encoding="utf-8").splitlines()
+def without(module: ModuleType, line: int, folder: Path) -> ModuleType:
+    """Return a module of kernels without a line of it."""
+    lines = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()
     lines[line] = re.sub(r"\S.*", "pass", lines[line])
     path = folder / "changed.py"
     path.write_text("\n".join(lines), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("changed", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    return changed
+
+
+def synchronizations(module: ModuleType) -> list[int]:
+    """Return the lines at which kernels wait, arrive and fence."""
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    return [i for i, line in enumerate(text.splitlines()) if SYNCHRONIZES.match(line)]
+
+
+def attends() -> None:
+    assert_attends([200], 8, 2, 48, 32, branches.compression(8, 4), 16, 2)
+
+
+def finds_blocks() -> None:
+    assert_finds_blocks([1000], 8, 1, 48, (8, 4, 16), 2)
 
 
 @pytest.mark.parametrize(
-    "line", [i for i, text in enumerate(SOURCE.read_text(encoding="utf-8").splitlines()) if SYNCHRONIZES.match(text)]
+    ("module", "line", "works"),
+    [
+        (module, line, works)
+        for module, works in ((strided_overlapped, attends), (importance_overlapped, finds_blocks))
+        for line in synchronizations(module)
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)).rpartition(".")[-1],
 )
 def test_every_synchronization_is_needed(
-    seeds: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: int
+    seeds: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    module: ModuleType,
+    line: int,
+    works: Callable[[], None],
 ) -> None:
     """A kernel without it reads early, overwrites or waits for ever, in one of some orders."""
-    monkeypatch.setattr(branches, "strided_overlapped", without(line, tmp_path))
+    for user in (branches, selection_schedule):
+        monkeypatch.setattr(user, module.__name__.rpartition(".")[-1], without(module, line, tmp_path), raising=False)
 
     def run_in_many_orders() -> None:
         for _ in range(20):
             seeds[0] += 1000
-            assert_attends([200], 8, 2, 48, 32, branches.compression(8, 4), 16, 2)
+            works()
 
     with pytest.raises((simulated.Hazard, AssertionError)):
         run_in_many_orders()

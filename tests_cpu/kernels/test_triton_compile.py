@@ -36,10 +36,14 @@ KERNELS = {
     "unite", "choose", "union_forward", "rotate", "scan_keys", "pick_and_read", "pick_blocks", "read_blocks", "sum_parts",
 }  # fmt: skip
 WGMMA = {
-    "strided_overlapped", "strided_forward", "block_importance", "selected_forward", "union_forward", "strided_dq", "strided_dkv",
-    "selected_backward",
+    "strided_overlapped", "importance_overlapped", "strided_forward", "block_importance", "selected_forward", "union_forward",
+    "strided_dq", "strided_dkv", "selected_backward",
 }  # fmt: skip
-OVERLAPPED = {"strided_overlapped of the blocks", "strided_overlapped of the window"}  # Hopper's, of half precision
+OVERLAPPED = {
+    "strided_overlapped of the blocks",
+    "strided_overlapped of the window",
+    "importance_overlapped",
+}  # Hopper's
 SAMPLE = {("125m", 80)}
 CASES = [
     pytest.param(name, capability, marks=() if (name, capability) in SAMPLE else pytest.mark.slow)
@@ -52,7 +56,10 @@ CASES = [
 def test_kernels_fit_and_need_what_they_needed(name: str, capability: int) -> None:
     found = compile_all(PROBLEMS[name], capability)
     assert set(found) - OVERLAPPED == KERNELS
-    assert (set(found) >= OVERLAPPED) == (capability == 90 and PROBLEMS[name].dtype != torch.float32)
+    overlapped = OVERLAPPED if capability == 90 and PROBLEMS[name].dtype != torch.float32 else set()
+    if name == "one head per group":  # too few for the overlapped importance
+        overlapped = overlapped - {"importance_overlapped"}
+    assert set(found) & OVERLAPPED == overlapped
     known = json.loads(TABLE.read_text()).get(triton.__version__, {}).get(f"{name}, sm_{capability}", {})
     for kernel, code in found.items():
         assert code.shared <= SHARED[capability], code
@@ -110,20 +117,20 @@ def test_the_last_program_of_a_token_reads_what_all_others_stored(
 
 @pytest.mark.parametrize("name", ["paper", "125m"])
 def test_products_run_while_a_softmax_does(name: str, tmp_path: Path) -> None:
-    """In each loop of a consumer, a tile's exponentials lie between the first product and the one wait for all of them."""
+    """In a consumer's loop without masks, a tile's exponentials lie between the first product and the first wait for one."""
     for launch in record_overlapped(PROBLEMS[name]):
-        loops = [
-            re.findall(r"HGMMA|MUFU\.EX2|DEPBAR", " ".join(loop))
-            for loop in loops_of(code_of(launch, 90).asm["cubin"], tmp_path / "cubin")
-        ]
-        of_softmax = [loop for loop in loops if loop.count("MUFU.EX2") >= 64 * 64 // 128]
-        assert (
-            len(of_softmax) == (3 if launch.arguments["WINDOWED"] else 2) * 2
-        )  # of two consumers, with masks and without
-        for loop in of_softmax:
+        code = code_of(launch, 90).asm["cubin"]
+        loops = [" ".join(loop) for loop in loops_of(code, tmp_path / "cubin") if is_of_consumer(loop)]
+        plain = [loop for loop in loops if loop.count(" ") < 1.1 * min(other.count(" ") for other in loops)]
+        assert len(plain) == 2  # of two consumers
+        for loop in plain:
             between = loop[loop.index("HGMMA") : loop.index("DEPBAR")]
             assert between.count("MUFU.EX2") > 0.8 * loop.count("MUFU.EX2")
-            assert loop.count("DEPBAR") == 1
+
+
+def is_of_consumer(operations: list[str]) -> bool:
+    joined = " ".join(operations)
+    return "HGMMA" in joined and joined.count("MUFU.EX2") >= 64 * 64 // 128
 
 
 def test_a_change_of_what_a_kernel_needs_is_seen() -> None:

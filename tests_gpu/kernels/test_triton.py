@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
-from nsa.kernels.triton import decoding, selection_schedule, sequences, single
+from nsa.kernels.triton import branches, decoding, selection_schedule, sequences, single
+from nsa.kernels.triton.tiles import Tile
 
 pytestmark = pytest.mark.gpu
 
@@ -139,6 +143,57 @@ def test_a_pack(lengths: list[int], dtype: torch.dtype, ranges: bool, monkeypatc
     compare(
         nsa_attention(*inputs, **settings, backend="triton"), reference_attention(*exact, **settings), inputs, exact
     )
+
+
+@pytest.fixture
+def overlapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the kernels in Gluon serve where they can."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the overlapped kernels are for Hopper")
+    shipped = branches.tile
+
+    def chosen(name: str, *arguments: object) -> Tile:
+        if name in ("compressed", "sliding", "importance"):
+            return Tile(128, 64, 4, 3, overlapped=True)
+        return shipped(name, *arguments)  # type: ignore[arg-type]
+
+    shipped_launch, names = branches.launch, set()
+
+    def noted(kernel: Any, *arguments: Any, **settings: Any) -> None:
+        names.add(kernel.__name__)
+        shipped_launch(kernel, *arguments, **settings)
+
+    for module in (branches, selection_schedule):
+        monkeypatch.setattr(module, "tile", chosen)
+        monkeypatch.setattr(module, "launch", noted)
+    yield
+    assert "strided_overlapped" in names
+
+
+@pytest.mark.usefixtures("overlapped")
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ("paper", torch.bfloat16), ("125m", torch.float16), ("multi-query", torch.bfloat16), ("short", torch.bfloat16),
+        ("64 heads", torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_branch_with_products_during_a_softmax(shape: str, dtype: torch.dtype) -> None:
+    test_each_branch(shape, dtype)
+
+
+@pytest.mark.usefixtures("overlapped")
+@pytest.mark.parametrize("lengths", [[5, 0, 400], [300, 700, 64, 1, 200], [1] * 50])
+def test_a_pack_with_products_during_a_softmax(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    test_a_pack(lengths, torch.bfloat16, True, monkeypatch)
+
+
+@pytest.mark.usefixtures("overlapped")
+def test_products_during_a_softmax_give_the_same_bits_every_time() -> None:
+    inputs, _ = leaves(torch.bfloat16, *of_whole((1, 9000, 64, 4, 192, 128), 561))
+    runs = [nsa_attention(*inputs, **SIZES, backend="triton") for _ in range(5)]
+    assert all(torch.equal(runs[0], out) for out in runs[1:])
 
 
 @pytest.mark.parametrize("what", ["equal", "huge", "zero"])

@@ -11,7 +11,8 @@ import triton
 from nsa.kernels.triton.tiles import Tile, widths
 
 LOG2E = 1.4426950408889634
-ROWS_OVERLAPPED = 128  # of a program of `strided_overlapped`
+ROWS_OVERLAPPED = 128  # of a program of `strided_overlapped` and `importance_overlapped`
+KEYS_OVERLAPPED = 64  # of a tile of `importance_overlapped`
 MOST_PROGRAMS = 65535  # of a grid's second and third dimension, on every GPU
 
 
@@ -61,10 +62,11 @@ def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
     )
 
 
-def can_overlap(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def can_overlap(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> bool:
     """Return whether the overlapped kernel serves: where the tile has it, the types are half precision and the sizes fit."""
-    is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and widths(v.shape[-1]).d1 == 0
-    return tile.overlapped and is_simple and can_describe(tile._replace(tma=True), k, v)
+    is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and (v is None or widths(v.shape[-1]).d1 == 0)
+    read = (k,) if v is None else (k, v)
+    return tile.overlapped and is_simple and can_describe(tile._replace(tma=True), *read)
 
 
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:

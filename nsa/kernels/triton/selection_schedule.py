@@ -11,9 +11,30 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import importance, lists, pick_blocks, selection_backward, selection_forward, union
+from nsa.kernels.triton import (
+    importance,
+    importance_overlapped,
+    lists,
+    pick_blocks,
+    selection_backward,
+    selection_forward,
+    union,
+)
 from nsa.kernels.triton.branches import Pair, Places, Rows, sequence_arguments
-from nsa.kernels.triton.launch import LOG2E, can_describe, descriptors, head_dims, launch, meta, of_keys_alone, rows_for
+from nsa.kernels.triton.launch import (
+    KEYS_OVERLAPPED,
+    LOG2E,
+    ROWS_OVERLAPPED,
+    can_describe,
+    can_overlap,
+    descriptors,
+    gluon_descriptors,
+    head_dims,
+    launch,
+    meta,
+    of_keys_alone,
+    rows_for,
+)
 from nsa.kernels.triton.sequences import Range, Sequences
 from nsa.kernels.triton.tiles import cache_of, capability, keys_at_once, tile, widths
 
@@ -21,6 +42,7 @@ Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 MOST_WORK = 3  # times the products of the picks alone, up to which neighbours read their blocks together
 MOST_TOGETHER = 16  # queries
+FEWEST_HEADS = 4  # of a group, for the overlapped importance: fewer are many sums of few terms
 
 
 class Selection(NamedTuple):
@@ -90,14 +112,25 @@ def block_importance(
     """
     G, h = k.shape[1], q.shape[1] // k.shape[1]
     t = tile("importance", q, d_v, sequences.longest)
-    bm, by_tma = rows_for(t, h), can_describe(t, k)
-    steps = steps_of(t.bn, l // places.stride, selection.l_sel // places.stride)
+    a, r = l // places.stride, selection.l_sel // places.stride
     table, longest, most_keys, H, _, _ = sequence_arguments(sequences, q, k)
+    table = table if at.table is None else at.table
+    if can_overlap(t, h, q, k) and h >= FEWEST_HEADS and steps_of(KEYS_OVERLAPPED, a, r).is_clear:
+        part, per_program = widths(q.shape[-1]), ROWS_OVERLAPPED // h
+        launch(
+            importance_overlapped.importance_overlapped, (triton.cdiv(at.hi - at.lo, per_program) * at.count * G,), q, q,
+            *gluon_descriptors(k, KEYS_OVERLAPPED), lse, out, table, longest, most_keys, H, G, at.count * G, at.lo, at.hi, at.first,
+            selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, D0=part.d0, D1=part.d1,
+            STEP=steps_of(KEYS_OVERLAPPED, a, r).blocks, STAGES=t.stages, NQ=max(8, triton.next_power_of_2(per_program)),
+            PACKED=at.table is not None, num_warps=4,
+        )  # fmt: skip
+        return
+    bm, by_tma = rows_for(t, h), can_describe(t, k)
+    steps = steps_of(t.bn, a, r)
     launch(
         importance.block_importance, (triton.cdiv(at.hi - at.lo, bm // h) * at.count * G,), q, q, k,
-        *descriptors(k, t.bn, by_tma), lse, out, table if at.table is None else at.table, longest, most_keys, H, G,
-        at.count * G, at.lo, at.hi, at.first, selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset,
-        A=l // places.stride, R=selection.l_sel // places.stride, h=h, BM=bm, BN=t.bn,
+        *descriptors(k, t.bn, by_tma), lse, out, table, longest, most_keys, H, G, at.count * G, at.lo, at.hi, at.first,
+        selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, BM=bm, BN=t.bn,
         BJ=max(16, triton.next_power_of_2(steps.blocks)), STEP=steps.blocks, INNER=steps.tiles, CLEAR=steps.is_clear,
         NQ=max(16, triton.next_power_of_2(bm // h)), TMA=by_tma, PACKED=at.table is not None,
         **of_keys_alone(head_dims(q.shape[-1], d_v, q.dtype)), **meta(t),
