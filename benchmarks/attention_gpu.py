@@ -8,16 +8,17 @@ a copy, is measured in the same run. A branch's floor is what its products of vi
 and outputs at the other, whichever is more; its share is the floor over the time that it took. Dense contenders are torch's
 flash (V padded to K's width, as it requires), cuDNN, FlexAttention and the package flash-attn; the figures are over the
 fastest of them, by name. fla's NSA is measured beside ours where it is installed and takes the shape (groups of 16 heads; no
-window without flash-attn). Random queries and keys give picks that share little between neighbours, so the selected branch is
-also timed on picks that change slowly (their mean Jaccard index is in its name), by unions and by block. Without a GPU,
-`--dry-run` runs the same code in Triton's interpreter (TRITON_INTERPRET=1), on a tiny shape, to find errors: its times mean
-nothing, and are not kept.
+window without flash-attn), and so is the selected branch of nvidia-cudnn-frontend, forward only. Random queries and keys give
+picks that share little between neighbours, so the selected branch is also timed on picks that change slowly (their mean Jaccard
+index is in its name), by unions and by block. Without a GPU, `--dry-run` runs the same code in Triton's interpreter
+(TRITON_INTERPRET=1), on a tiny shape, to find errors: its times mean nothing, and are not kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import statistics
@@ -30,7 +31,7 @@ from unittest import mock
 
 import torch
 from ahead import compile_ahead
-from attention_peers import fla, flash_attn, flex, fused
+from attention_peers import cudnn_nsa, fla, flash_attn, flex, fused
 from figures import environment
 
 from nsa import nsa_attention
@@ -130,13 +131,15 @@ def floors(S: int, shape: str, rates: dict[str, float]) -> dict[str, float]:
 
 
 def both_ways(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]) -> dict[str, Call]:
-    """Return the forward without gradients, and a forward with its backward."""
+    """Return the forward without gradients, and, of ``inputs``, a forward with its backward."""
     grad = torch.randn_like(forward())
 
     def only_forward() -> None:
         with torch.no_grad():
             forward()
 
+    if not inputs:
+        return {"forward": only_forward}
     return {"forward": only_forward, "both": lambda: torch.autograd.grad(forward(), inputs, grad, allow_unused=True)}
 
 
@@ -187,6 +190,7 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
     with torch.no_grad():
         chosen = ops.select(ops.compressed(q, k_cmp, v_cmp, *blocked)[2], sizes["l_sel"], n_sel, "triton")
     selection = sizes["l_sel"], n_sel, scale, "triton"
+    selected_by_cudnn = functools.cache(lambda: cudnn_nsa(q.detach(), k.detach(), v.detach(), chosen, scale, sizes))
     alike = {}
     for wanted in AGREEMENT:
         slow = slow_picks(S, G, n_sel, wanted, sizes["l_sel"])
@@ -213,6 +217,7 @@ def contenders(shape: str, S: int) -> dict[str, tuple[Callable[[], torch.Tensor]
         "cudnn": (lambda: fused("cudnn", q, k, v, scale), [q, k, v]),
         "flex": (lambda: flex(q, k, v, scale), [q, k, v]),
         "flash_attn": (lambda: flash_attn(q, k, v, scale), [q, k, v]),
+        "cudnn_nsa": (lambda: selected_by_cudnn()(), []),  # its selected branch, on the same random picks
         "fla": (lambda: fla(q, k, v, gates, scale, sizes), [q, k, v, gates]),
     }
 

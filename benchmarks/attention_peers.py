@@ -75,3 +75,29 @@ def fla(
         window_size=sizes["w"] if support.is_installed("flash_attn") else 0, scale=scale,
     )  # fmt: skip
     return out
+
+
+def cudnn_nsa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, scale: float, sizes: dict[str, int]
+) -> Callable[[], torch.Tensor]:
+    """Return a call of the selected branch alone by the package nvidia-cudnn-frontend (experimental, forward only).
+
+    ``chosen``, bool [1, S, G, Ns], is made into its lists beforehand: they are its input. ImportError where it is missing.
+    """
+    from cudnn import NSA
+
+    n_sel, n_blocks = min(sizes["n_sel"], chosen.shape[-1]), chosen.shape[-1]
+    counts = chosen[0].sum(-1, dtype=torch.int32)
+    numbers = torch.arange(n_blocks, device=q.device, dtype=torch.int32)
+    picks = torch.where(chosen[0], numbers, n_blocks).sort(-1).values[..., :n_sel]
+    picks = torch.where(picks < n_blocks, picks, 0).contiguous()
+    ends = torch.tensor([0, q.shape[1]], device=q.device, dtype=torch.int32)
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = NSA.selection_attention_wrapper(
+            q[0], k[0], v[0], picks, counts, ends, ends, block_size=sizes["l_sel"], scale_softmax=scale, max_s_q=q.shape[1],
+            max_s_k=q.shape[1], is_causal=True,
+        )["o_tensor"]  # fmt: skip
+        return out
+
+    return run
