@@ -4,7 +4,7 @@ python benchmarks/tune_gpu.py --json nsa/kernels/triton/tiles.json
 
 For each kernel, in the shapes of attention_gpu.py, the search starts from the tile that it has now. One field (rows, keys,
 warps, stages, loops, TMA, registers) at a time is changed, and a tile that is faster by more than `GAIN` is kept, until none is,
-or `--minutes` are over; so is the overlapped kernel (`strided_overlapped`) where it is faster by `GAIN_OF_OVERLAPPED`. All cores
+or `--minutes` are over; so is its kernel in Gluon where it is faster by `GAIN_OF_GLUON`. All cores
 but one compile candidates beforehand, on tensors without memory. A candidate that the compiler or the GPU refuses is passed
 over, and so is one with another result. Without a GPU the program only looks for errors, as attention_gpu.py's --dry-run does.
 """
@@ -31,7 +31,7 @@ from nsa.kernels.triton import branches, selection_schedule, single, tiles, whol
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
-GAIN_OF_OVERLAPPED = 0.05  # that a second implementation is worth
+GAIN_OF_GLUON = 0.05  # that a second implementation is worth
 TOLERANCE = 0.02  # of the norm, between the results of two tiles; rounding may change a few picks
 CHOICES: dict[str, tuple[Any, ...]] = {
     "bm": (16, 32, 64, 128), "bn": (32, 64, 128), "warps": (4, 8), "stages": (1, 2, 3, 4), "loops": (1, 2), "tma": (False, True),
@@ -43,10 +43,10 @@ IGNORED = {
     "selected_backward": {"bn", "loops", "tma", "registers"},
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
-# Kernels that have an overlapped implementation, the tiles that are tried of it, and the fields that it reads.
-MAY_OVERLAP = {"compressed", "sliding", "importance"}
-OVERLAPPED = [Tile(128, bn, 4, stages, overlapped=True) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
-OF_OVERLAPPED = {"bn", "stages"}
+# Kernels that have an implementation in Gluon, the tiles that are tried of it, and the fields that it reads.
+MAY_BE_GLUON = {"compressed", "sliding", "importance", "selected"}
+GLUON_TILES = [Tile(128, bn, 4, stages, gluon=True) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
+OF_GLUON = {"bn", "stages"}
 Call = Callable[[], Any]
 
 
@@ -109,6 +109,11 @@ def with_tile(kernel: str, sizes: Tile, call: Call) -> Call:
     return run
 
 
+def is_tuned(kernel: Any) -> bool:
+    """Return whether a kernel has tiles."""
+    return not kernel.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
+
+
 def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
     """Return the results of ``call`` with this tile, and the launch of ``kernel`` that it made, to be timed by itself.
 
@@ -125,9 +130,10 @@ def alone(kernel: str, sizes: Tile, call: Call) -> tuple[Any, Call]:
 
     def noted(*arguments: Any, **settings: Any) -> None:
         nonlocal is_next
-        if is_next and len(launched) < 2:
-            launched.append(lambda: start(*arguments, **settings))
-        is_next = False
+        if is_next and is_tuned(arguments[0]):
+            if len(launched) < 2:
+                launched.append(lambda: start(*arguments, **settings))
+            is_next = False
         start(*arguments, **settings)
 
     with replaced("tile", chosen), replaced("launch", noted):
@@ -143,11 +149,11 @@ def is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 def neighbours(kernel: str, now: Tile) -> list[Tile]:
     """Return ``now`` with one field changed to the choice before it or after it; a limit of registers, to any other; and the
-    tiles of the overlapped kernel.
+    tiles of its kernel in Gluon.
     """
-    found = OVERLAPPED[:] if kernel in MAY_OVERLAP and not now.overlapped else []
+    found = GLUON_TILES[:] if kernel in MAY_BE_GLUON and not now.gluon else []
     for field, choices in CHOICES.items():
-        if field in IGNORED.get(kernel, ()) or (now.overlapped and field not in OF_OVERLAPPED):
+        if field in IGNORED.get(kernel, ()) or (now.gluon and field not in OF_GLUON):
             continue
         at = choices.index(getattr(now, field)) if getattr(now, field) in choices else 0
         steps = range(len(choices)) if field == "registers" else range(max(0, at - 1), min(len(choices), at + 2))
@@ -158,9 +164,6 @@ def neighbours(kernel: str, now: Tile) -> list[Tile]:
 def compile_one(job: tuple[str, int, str, Tile, str]) -> None:
     """Fill Triton's cache with what a kernel with this tile compiles to; runs in a process of its own."""
     shape, S, kernel, sizes, on = job
-
-    def is_tuned(found: Any) -> bool:
-        return not found.__name__.startswith(("count", "scan", "place", "cut", "select_", "unite", "choose", "picks"))
 
     try:
         with compiling(on, is_tuned):
@@ -194,7 +197,7 @@ def tune(
             if all(is_near(a, b) for a, b in zip(found, wanted, strict=True)):
                 tried[sizes] = timed({"": launches}, rounds)[""]
         fastest = min(tried, key=lambda sizes: tried[sizes])
-        gain = GAIN_OF_OVERLAPPED if fastest.overlapped and not best.overlapped else GAIN
+        gain = GAIN_OF_GLUON if fastest.gluon and not best.gluon else GAIN
         if tried[fastest] > tried[best] * (1 - gain):
             break
         best = fastest

@@ -22,7 +22,7 @@ TYPES = {
 }  # fmt: skip
 
 
-OVERLAPPED = ("compressed", "sliding", "importance")  # names of tiles that Gluon's kernels may have
+GLUON = ("compressed", "sliding", "importance", "selected")  # names of tiles that Gluon's kernels may have
 
 
 @dataclass(frozen=True)
@@ -122,18 +122,16 @@ def record_launches(
     return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
-def record_overlapped(problem: Problem) -> list[Launch]:
+def record_gluon(problem: Problem) -> list[Launch]:
     """Return the launches of a forward that Gluon's kernels serve."""
     from nsa.kernels.triton import branches, selection_schedule
     from nsa.kernels.triton.tiles import Tile
 
-    overlapped = Tile(128, *((64, 4, 3) if problem.d_k + problem.d_v <= 320 else (32, 4, 2)), overlapped=True)
+    in_gluon = Tile(128, *((64, 4, 3) if problem.d_k + problem.d_v <= 320 else (32, 4, 2)), gluon=True)
     shipped = branches.tile
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in (branches, selection_schedule):
-            monkeypatch.setattr(
-                module, "tile", lambda name, *a: overlapped if name in OVERLAPPED else shipped(name, *a)
-            )
+            monkeypatch.setattr(module, "tile", lambda name, *a: in_gluon if name in GLUON else shipped(name, *a))
         launched = [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some]
     return list({launch.name: launch for launch in launched if launch.is_gluon}.values())
 
@@ -238,7 +236,7 @@ def compile_all(problem: Problem, capability: int) -> dict[str, Compiled]:
         monkeypatch.setattr(selection_schedule, "cache_of", lambda device: 0)  # neighbours' unions, whatever the length
         launched = record_launches(monkeypatch, problem, f"sm_{capability}")
     if capability == 90:
-        launched.append(record_overlapped(problem))
+        launched.append(record_gluon(problem))
     launches = {launch.name: launch for some in reversed(launched) for launch in some}
     return {name: compile_for(launch, capability) for name, launch in launches.items()}
 

@@ -25,6 +25,13 @@ class Hazard(Exception):
     """What a kernel may do on a GPU but must not: read early, write early, arrive too often, wait for ever."""
 
 
+class Scalar(int):
+    """A number that a kernel converts."""
+
+    def to(self, dtype: torch.dtype) -> Scalar:
+        return self
+
+
 @dataclass
 class Descriptor:
     """A TMA descriptor of a matrix: blocks [rows, columns] with zeros outside of it."""
@@ -74,6 +81,9 @@ class Shared:
 
     def index(self, i: int) -> Value:
         return self.barriers[i] if self.barriers else Shared(self.data[i], self.written)
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.data[start : start + length], self.written)
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order), self.written)
@@ -233,7 +243,7 @@ class Machine:
             def get_default_for(*arguments: Any) -> None: ...
 
         gl = types.SimpleNamespace(
-            program_id=lambda axis: self.program[axis], cdiv=lambda a, b: -(-a // b), where=where,
+            program_id=lambda axis: Scalar(self.program[axis]), cdiv=lambda a, b: -(-a // b), where=where,
             minimum=binary(torch.minimum, min), maximum=binary(torch.maximum, max),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
             arange=lambda first, end, layout=None: torch.arange(first, end),
@@ -279,9 +289,11 @@ class Machine:
         mask = mask.expand(pointer.at.shape)
         pointer.memory.view(-1)[pointer.at[mask]] = value.expand(pointer.at.shape)[mask]
 
-    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Value:
         if dtype == torch.int64:
-            return Shared(torch.empty(0), barriers=[Barrier() for _ in range(shape[0])])
+            return (
+                Shared(torch.empty(0), barriers=[Barrier() for _ in range(shape[0])]) if len(shape) > 1 else Barrier()
+            )
         return Shared(torch.full(shape, math.nan, dtype=dtype), self.note)
 
     def note(self, address: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +17,14 @@ import torch
 pytest.importorskip("triton")
 
 from nsa.kernels import blocks, reference
-from nsa.kernels.triton import branches, importance_overlapped, selection_schedule, sequences, strided_overlapped
+from nsa.kernels.triton import (
+    branches,
+    importance_overlapped,
+    selection_forward_tma,
+    selection_schedule,
+    sequences,
+    strided_overlapped,
+)
 from nsa.kernels.triton.tiles import Tile
 from tests_cpu.kernels import gluon_simulated as simulated
 
@@ -67,7 +75,7 @@ def assert_attends(
     k, v = torch.randn(sum(keys), G, d_k).half(), torch.randn(sum(keys), G, d_v).half()
     out, lse = torch.full((ends[-1], H, d_v), math.nan).half(), torch.full((ends[-1], H), math.nan)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(branches, "tile", lambda *_: Tile(128, bn, 4, stages, overlapped=True))
+        monkeypatch.setattr(branches, "tile", lambda *_: Tile(128, bn, 4, stages, gluon=True))
         monkeypatch.setattr(branches.strided, "strided_forward", None)  # what serves is Gluon's
         branches.strided_forward(q, k, v, rows, places, 0.2, out, lse)
     for i in range(len(lengths)):
@@ -127,7 +135,7 @@ def assert_finds_blocks(
     selection = selection_schedule.Selection(l_sel, 4, blocks.num_selection(max(lengths), l_sel))
     found = torch.zeros(ends[-1], G, selection.n_blocks)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(128, 64, 4, stages, overlapped=True))
+        monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(128, 64, 4, stages, gluon=True))
         monkeypatch.setattr(selection_schedule.importance, "block_importance", None)  # what serves is Gluon's
         for at in rows.ranges:
             part = found[at.first : at.end]
@@ -163,15 +171,119 @@ def test_the_importance_of_blocks(
     assert_finds_blocks(lengths, H, G, d_k, sizes, stages, ranges=ranges)
 
 
+def listed(
+    picks: torch.Tensor, rows: sequences.Sequences, at: sequences.Range, l_sel: int, n_blocks: int, piece: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lists and the items of a range as `lists` makes them, of picks [T, G, n_sel]."""
+    entries: list[int] = []
+    items: list[list[int]] = []
+    G, n_sel = picks.shape[1:]
+    table = [[i * rows.longest, rows.longest, 0, 0, at.lo, at.hi] for i in range(at.count)]
+    for b, (s0, _, _, _, lo, hi, *_rest) in enumerate(table if at.table is None else at.table.tolist()):
+        for g in range(G):
+            mine = picks[s0 + lo : s0 + hi, g]
+            for j in range(n_blocks):
+                found = [(lo + t) * n_sel + pick for t, pick in (mine == j).nonzero().tolist()]
+                pieces = [found[i : i + piece] for i in range(0, len(found), piece)]
+                for some in pieces:
+                    items.append([b * G + g, j, len(entries), len(entries) + len(some)])
+                    entries += some
+    return torch.tensor(entries, dtype=torch.int32), torch.tensor([*items, [-1, 0, 0, 0]], dtype=torch.int32)
+
+
+def assert_attends_to_picks(
+    lengths: list[int], H: int, G: int, d_k: int, d_v: int, l_sel: int, stages: int, *, ranges: bool = False
+) -> None:
+    """Merge the parts of a batch's queries, or of a pack's where lengths differ, and compare output and log-sum-exp."""
+    ends, n_sel, scale = [sum(lengths[:i]) for i in range(len(lengths) + 1)], 4, 0.2
+    parts = 1 << 40 if ranges else 1
+    if len(set(lengths)) > 1:
+        rows = sequences.pack(ends, 32, 16, l_sel, parts, torch.device("cpu"))
+    else:
+        rows = sequences.batch(len(lengths), lengths[0], 32, 16, l_sel, parts, torch.device("cpu"))
+    q, k, v = (torch.randn(ends[-1], *size).half() for size in ((H, d_k), (G, d_k), (G, d_v)))
+    selection = selection_schedule.Selection.of(max(lengths), l_sel, n_sel, q, d_v)
+    picks = torch.full((ends[-1], G, selection.n_sel), -1)
+    chosen = []
+    for i, n in enumerate(lengths):
+        mask = blocks.select(torch.rand(1, n, G, blocks.num_selection(n, l_sel)), l_sel, n_sel)
+        chosen.append(mask)
+        for t, g in itertools.product(range(n), range(G)):
+            found = mask[0, t, g].nonzero()[:, 0]
+            picks[ends[i] + t, g, : len(found)] = found
+    for at in rows.ranges:
+        entries, items = listed(picks, rows, at, l_sel, selection.n_blocks, 16)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(64, 64, 4, stages, gluon=True))
+            monkeypatch.setattr(
+                selection_schedule.selection_forward, "selected_forward", None
+            )  # what serves is Gluon's
+            monkeypatch.setattr(
+                q, "new_empty", lambda *size, dtype=q.dtype: torch.full(size, -math.inf, dtype=dtype), raising=False
+            )
+            made = selection_schedule.Items(items, items)
+            out, lse = selection_schedule.selected_forward(q, k, v, entries, made, None, rows, at, selection, scale)
+        shape = at.tokens, G, selection.parts, H // G
+        out, lse = out.view(*shape, d_v).double(), lse.view(shape).double() * math.log(2)
+        sums = lse.logsumexp(2)
+        weight = (lse - sums[:, :, None]).exp()[..., None]
+        merged = torch.where(weight > 0, out * weight, 0.0).sum(2).flatten(1, 2)
+        for i in range(len(lengths)):
+            mine = slice(max(at.first, ends[i]), min(at.end, ends[i + 1]))
+            if mine.start >= mine.stop:
+                continue
+            exact = (x[None, ends[i] : ends[i + 1]].double() for x in (q, k, v))
+            wanted = reference.selected(*exact, chosen[i], l_sel=l_sel, n_sel=n_sel, scale=scale)[0]
+            of_range, of_sequence = (slice(mine.start - x, mine.stop - x) for x in (at.first, ends[i]))
+            tolerance = 2**-10 * float(v.abs().max())
+            torch.testing.assert_close(merged[of_range], wanted[of_sequence], rtol=2**-9, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "H", "G", "d_k", "d_v", "l_sel", "stages", "ranges"),
+    [
+        ([200], 16, 1, 64, 64, 64, 3, False),
+        ([150, 150], 16, 2, 128, 64, 64, 2, False),
+        ([300, 9, 80], 32, 1, 64, 128, 64, 3, False),
+        ([300], 16, 1, 64, 64, 128, 2, False),
+        ([300], 16, 2, 64, 64, 96, 2, False),
+        ([300, 80], 64, 1, 64, 64, 64, 3, True),
+    ],
+    ids=str,
+)
+def test_the_selected_branch(
+    seeds: list[int], lengths: list[int], H: int, G: int, d_k: int, d_v: int, l_sel: int, stages: int, ranges: bool
+) -> None:
+    assert_attends_to_picks(lengths, H, G, d_k, d_v, l_sel, stages, ranges=ranges)
+
+
+def test_groups_that_unions_serve_have_no_parts(seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(64, 32, 64).half(), torch.randn(64, 2, 64).half(), torch.randn(64, 2, 64).half()
+    rows = sequences.batch(1, 64, 32, 16, 64, 1, torch.device("cpu"))
+    selection = selection_schedule.Selection.of(64, 64, 1, q, 64)
+    entries, items = listed(torch.zeros(64, 2, 1), rows, rows.ranges[0], 64, 1, 16)
+    none = torch.empty(0)
+    unions = selection_schedule.Unions(2, 1, none, none, torch.tensor([1, 0], dtype=torch.int32))
+    monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(64, 64, 4, 2, gluon=True))
+    monkeypatch.setattr(
+        q, "new_empty", lambda *size, dtype=q.dtype: torch.full(size, math.nan, dtype=dtype), raising=False
+    )
+    made = selection_schedule.Items(items, items)
+    out, lse = selection_schedule.selected_forward(q, k, v, entries, made, unions, rows, rows.ranges[0], selection, 0.2)
+    for found in (out.view(64, 2, -1), lse.view(64, 2, -1)):
+        assert found[:, 0].isnan().all()
+        assert not found[:, 1].isnan().any()
+
+
 def test_the_plain_kernel_serves_what_the_overlapped_one_does_not() -> None:
-    tile, (q, k, v) = Tile(128, 64, 4, 3, overlapped=True), (torch.zeros(64, n, 32).half() for n in (4, 2, 2))
-    assert branches.can_overlap(tile, 2, q, k, v)
-    assert not branches.can_overlap(tile._replace(overlapped=False), 2, q, k, v)
-    assert not branches.can_overlap(tile, 2, q, k[:0], v[:0])  # nothing to describe
-    assert not branches.can_overlap(tile, 256, q, k, v)  # more heads than rows
-    assert not branches.can_overlap(tile, 2, q.float(), k.float(), v.float())
-    assert not branches.can_overlap(tile, 2, q[..., :20], k[..., :20], v)  # 20 columns would be padded
-    assert not branches.can_overlap(tile, 2, q, k, torch.zeros(64, 2, 48).half())  # values in two parts
+    tile, (q, k, v) = Tile(128, 64, 4, 3, gluon=True), (torch.zeros(64, n, 32).half() for n in (4, 2, 2))
+    assert branches.can_use_gluon(tile, 2, q, k, v)
+    assert not branches.can_use_gluon(tile._replace(gluon=False), 2, q, k, v)
+    assert not branches.can_use_gluon(tile, 2, q, k[:0], v[:0])  # nothing to describe
+    assert not branches.can_use_gluon(tile, 256, q, k, v)  # more heads than rows
+    assert not branches.can_use_gluon(tile, 2, q.float(), k.float(), v.float())
+    assert not branches.can_use_gluon(tile, 2, q[..., :20], k[..., :20], v)  # 20 columns would be padded
+    assert not branches.can_use_gluon(tile, 2, q, k, torch.zeros(64, 2, 48).half())  # values in two parts
 
 
 def without(module: ModuleType, line: int, folder: Path) -> ModuleType:
@@ -202,11 +314,19 @@ def finds_blocks() -> None:
     assert_finds_blocks([1000], 8, 1, 48, (8, 4, 16), 2)
 
 
+def attends_to_picks() -> None:
+    assert_attends_to_picks([300], 16, 1, 64, 64, 64, 2)
+
+
 @pytest.mark.parametrize(
     ("module", "line", "works"),
     [
         (module, line, works)
-        for module, works in ((strided_overlapped, attends), (importance_overlapped, finds_blocks))
+        for module, works in (
+            (strided_overlapped, attends),
+            (importance_overlapped, finds_blocks),
+            (selection_forward_tma, attends_to_picks),
+        )
         for line in synchronizations(module)
     ],
     ids=lambda x: getattr(x, "__name__", str(x)).rpartition(".")[-1],

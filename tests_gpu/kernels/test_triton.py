@@ -146,15 +146,15 @@ def test_a_pack(lengths: list[int], dtype: torch.dtype, ranges: bool, monkeypatc
 
 
 @pytest.fixture
-def overlapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the kernels in Gluon serve where they can."""
+def in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the kernels in Gluon serve where they can, as the window always can."""
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the overlapped kernels are for Hopper")
+        pytest.skip("the kernels in Gluon are for Hopper")
     shipped = branches.tile
 
     def chosen(name: str, *arguments: object) -> Tile:
-        if name in ("compressed", "sliding", "importance"):
-            return Tile(128, 64, 4, 3, overlapped=True)
+        if name in ("compressed", "sliding", "importance", "selected"):
+            return Tile(128, 64, 4, 3, gluon=True)
         return shipped(name, *arguments)  # type: ignore[arg-type]
 
     shipped_launch, names = branches.launch, set()
@@ -170,7 +170,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert "strided_overlapped" in names
 
 
-@pytest.mark.usefixtures("overlapped")
+@pytest.mark.usefixtures("in_gluon")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -179,18 +179,18 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=str,
 )  # fmt: skip
-def test_each_branch_with_products_during_a_softmax(shape: str, dtype: torch.dtype) -> None:
+def test_each_branch_in_gluon(shape: str, dtype: torch.dtype) -> None:
     test_each_branch(shape, dtype)
 
 
-@pytest.mark.usefixtures("overlapped")
+@pytest.mark.usefixtures("in_gluon")
 @pytest.mark.parametrize("lengths", [[5, 0, 400], [300, 700, 64, 1, 200], [1] * 50])
-def test_a_pack_with_products_during_a_softmax(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_in_gluon(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     test_a_pack(lengths, torch.bfloat16, True, monkeypatch)
 
 
-@pytest.mark.usefixtures("overlapped")
-def test_products_during_a_softmax_give_the_same_bits_every_time() -> None:
+@pytest.mark.usefixtures("in_gluon")
+def test_the_same_bits_every_time_in_gluon() -> None:
     inputs, _ = leaves(torch.bfloat16, *of_whole((1, 9000, 64, 4, 192, 128), 561))
     runs = [nsa_attention(*inputs, **SIZES, backend="triton") for _ in range(5)]
     assert all(torch.equal(runs[0], out) for out in runs[1:])

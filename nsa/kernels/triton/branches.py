@@ -19,7 +19,7 @@ from nsa.kernels.triton.launch import (
     LOG2E,
     ROWS_OVERLAPPED,
     can_describe,
-    can_overlap,
+    can_use_gluon,
     descriptors,
     gluon_descriptors,
     head_dims,
@@ -93,7 +93,7 @@ def strided_forward(
     """Write output and log-sum-exp of the window or the compressed branch."""
     H, G, h = q.shape[1], k.shape[1], q.shape[1] // k.shape[1]
     t = tile(places.name, q, v.shape[-1], sequences.longest)
-    if can_overlap(t, h, q, k, v):
+    if can_use_gluon(t, h, q, k, v):
         part = widths(q.shape[-1])
         launch(
             strided_overlapped.strided_overlapped, (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,

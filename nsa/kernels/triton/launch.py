@@ -62,11 +62,11 @@ def can_describe(tile: Tile, *tensors: torch.Tensor) -> bool:
     )
 
 
-def can_overlap(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> bool:
-    """Return whether the overlapped kernel serves: where the tile has it, the types are half precision and the sizes fit."""
+def can_use_gluon(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> bool:
+    """Return whether a kernel in Gluon serves: where the tile has it, the types are half precision and the sizes fit."""
     is_simple = q.element_size() == 2 and h <= ROWS_OVERLAPPED and (v is None or widths(v.shape[-1]).d1 == 0)
     read = (k,) if v is None else (k, v)
-    return tile.overlapped and is_simple and can_describe(tile._replace(tma=True), *read)
+    return tile.gluon and is_simple and can_describe(tile._replace(tma=True), *read)
 
 
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
@@ -75,24 +75,26 @@ def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
         return x, x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    one, other = (TensorDescriptor(*described) for described in _parts(x, rows))
-    return one, other
-
-
-def gluon_descriptors(x: torch.Tensor, rows: int) -> tuple[Any, Any]:
-    """Return the same for a kernel in Gluon, with the layout of a tile in shared memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    flat, part = x.flatten(1), widths(x.shape[-1])
     one, other = (
-        TensorDescriptor(*described, gl.NVMMASharedLayout.get_default_for(described[-1], dtype))
-        for described in _parts(x, rows)
+        TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, width])
+        for width in (part.d0, part.d1 or part.d0)
     )
     return one, other
 
 
-def _parts(x: torch.Tensor, rows: int) -> list[tuple[torch.Tensor, list[int], list[int], list[int]]]:
-    """Return, for both parts of x [N, G, D], the matrix, its shape, its strides and what is read at once."""
-    flat, part = x.flatten(1), widths(x.shape[-1])
-    return [(flat, list(flat.shape), list(flat.stride()), [rows, width]) for width in (part.d0, part.d1 or part.d0)]
+def gluon_descriptors(x: torch.Tensor, rows: int) -> tuple[Any, Any]:
+    """Return the same for a kernel in Gluon."""
+    part = widths(x.shape[-1])
+    return gluon_descriptor(x.flatten(1), rows, part.d0), gluon_descriptor(x.flatten(1), rows, part.d1 or part.d0)
+
+
+def gluon_descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """Return a descriptor of blocks [rows, columns] of a matrix for a kernel in Gluon, with their layout in shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for(
+        [rows, columns], gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
+    )
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)

@@ -18,6 +18,7 @@ from nsa.kernels.triton import (
     pick_blocks,
     selection_backward,
     selection_forward,
+    selection_forward_tma,
     union,
 )
 from nsa.kernels.triton.branches import Pair, Places, Rows, sequence_arguments
@@ -26,8 +27,9 @@ from nsa.kernels.triton.launch import (
     LOG2E,
     ROWS_OVERLAPPED,
     can_describe,
-    can_overlap,
+    can_use_gluon,
     descriptors,
+    gluon_descriptor,
     gluon_descriptors,
     head_dims,
     launch,
@@ -36,12 +38,13 @@ from nsa.kernels.triton.launch import (
     rows_for,
 )
 from nsa.kernels.triton.sequences import Range, Sequences
-from nsa.kernels.triton.tiles import cache_of, capability, keys_at_once, tile, widths
+from nsa.kernels.triton.tiles import Tile, cache_of, capability, keys_at_once, tile, widths
 
 Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 MOST_WORK = 3  # times the products of the picks alone, up to which neighbours read their blocks together
 MOST_TOGETHER = 16  # queries
+COPIED = 64  # columns of a copy of rows by TMA, and keys of a sub-block there
 FEWEST_HEADS = 4  # of a group, for the overlapped importance: fewer are many sums of few terms
 
 
@@ -115,7 +118,7 @@ def block_importance(
     a, r = l // places.stride, selection.l_sel // places.stride
     table, longest, most_keys, H, _, _ = sequence_arguments(sequences, q, k)
     table = table if at.table is None else at.table
-    if can_overlap(t, h, q, k) and h >= FEWEST_HEADS and steps_of(KEYS_OVERLAPPED, a, r).is_clear:
+    if can_use_gluon(t, h, q, k) and h >= FEWEST_HEADS and steps_of(KEYS_OVERLAPPED, a, r).is_clear:
         part, per_program = widths(q.shape[-1]), ROWS_OVERLAPPED // h
         launch(
             importance_overlapped.importance_overlapped, (triton.cdiv(at.hi - at.lo, per_program) * at.count * G,), q, q,
@@ -209,6 +212,7 @@ def piece_of(h: int) -> int:
     return max(16, triton.next_power_of_2(1024 // h // 2 + 1))
 
 
+LARGE_PIECE = 256  # queries of an item where a program that waits for its keys has a multiprocessor to itself
 BACKWARD_PIECE = 256  # queries of an item there, whose dk and dv are parts in memory
 
 
@@ -231,6 +235,13 @@ def _has_wgmma(q: torch.Tensor) -> bool:
     return capability(q.device).startswith("sm_9") and q.element_size() == 2
 
 
+def by_tma(t: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, selection: Selection) -> bool:
+    """Return whether rows of queries arrive by TMA: where the tile has it, and heads and columns make whole copies."""
+    h, d_k, d_v = q.shape[1] // k.shape[1], q.shape[-1], v.shape[-1]
+    fits = h in (8, 16, 32, 64) and d_k % COPIED == d_v % COPIED == 0 and selection.sub_block == COPIED
+    return fits and can_use_gluon(t, h, q, k, v) and can_describe(t._replace(tma=True), q)
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: torch.Tensor, entries: torch.Tensor, totals: torch.Tensor,
     sequences: Sequences, at: Range, selection: Selection, scale: float, out: torch.Tensor, lse: torch.Tensor,
@@ -240,7 +251,9 @@ def attend(
     gated sum to the last (Eq. 5); and the lists of their picks (`make_lists`).
     """
     h, G = q.shape[1] // k.shape[1], k.shape[1]
-    items = make_lists(picks, entries, totals, sequences, at, selection, piece_of(h))
+    t = tile("selected", q, v.shape[-1], sequences.longest)
+    piece = LARGE_PIECE if by_tma(t, q, k, v, selection) else piece_of(h)
+    items = make_lists(picks, entries, totals, sequences, at, selection, piece)
     unions = unite(picks, q, k, v, sequences, at, selection)
     parts = selected_forward(q, k, v, entries, items, unions, sequences, at, selection, scale)
     merge_parts(parts, picks, unions, out, lse, G, sequences, at, selection, gated)
@@ -329,6 +342,16 @@ def selected_forward(
     t = tile("selected", q, v.shape[-1], sequences.longest)
     parts = q.new_empty(at.tokens * H * selection.parts, v.shape[-1])
     lse = q.new_empty(at.tokens * H * selection.parts, dtype=torch.float32)
+    if by_tma(t, q, k, v, selection):
+        launch(
+            selection_forward_tma.selected_forward_tma, (len(items.items), selection.sub_blocks), q,
+            gluon_descriptor(q.view(-1, q.shape[-1]), H // G, COPIED), gluon_descriptor(k.flatten(1), COPIED, COPIED),
+            gluon_descriptor(v.flatten(1), COPIED, v.shape[-1]), entries, items.items,
+            items.items if unions is None else unions.choice, parts, lse, q if at.table is None else at.table, sequences.longest,
+            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1], STAGES=t.stages,
+            UNITED=unions is not None, PACKED=at.table is not None, num_warps=4,
+        )  # fmt: skip
+        return parts, lse
     launch(
         selection_forward.selected_forward, (len(items.items), selection.sub_blocks), q, q, k, v, entries, items.items,
         items.items if unions is None else unions.choice, parts, lse,

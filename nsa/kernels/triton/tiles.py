@@ -23,8 +23,8 @@ KERNELS = (
 class Tile(NamedTuple):
     """Rows (query, head), keys, warps and pipeline stages of a program; whether its keys take a loop without masks (2) or not
     (1); whether TMA reads them; the most registers of a thread, where it is fewer than the compiler would take (0: as it likes),
-    so that more programs fit a multiprocessor; whether the kernel for Hopper serves that overlaps products and softmax
-    (`strided_overlapped`, `importance_overlapped`), which reads ``stages`` and, of these, the first ``bn``.
+    so that more programs fit a multiprocessor; whether the kernel in Gluon serves, for Hopper (`strided_overlapped`,
+    `importance_overlapped`, `selection_forward_tma`), which reads ``stages`` and, of these, the first ``bn``.
     """
 
     bm: int
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     loops: int = 1
     tma: bool = False
     registers: int = 0
-    overlapped: bool = False
+    gluon: bool = False
 
 
 class Widths(NamedTuple):
