@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selection_schedule, single, tiles, whole
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
 
 Job = tuple[tuple[int, int, int, int], dict[str, int], torch.dtype, int, str, int, int]
 
@@ -30,7 +30,7 @@ def compiling(on: str, is_due: Callable[[Any], bool], *, refused: type[Exception
                 kernel.warmup(*arguments, grid=grid, **settings)
 
     with contextlib.ExitStack() as stack:
-        for module in (branches, selection_schedule, single):
+        for module in (branches, block_schedule, selection_schedule, single):
             stack.enter_context(mock.patch.object(module, "launch", compile_it))
         for module in (selection_schedule, tiles):
             stack.enter_context(mock.patch.object(module, "capability", return_value=on))

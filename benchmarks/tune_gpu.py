@@ -27,7 +27,7 @@ from ahead import compiling
 from attention_gpu import AGREEMENT, DEVICE, DTYPE, OTHER_SIZES, SHAPES, SIZES, slow_picks, timed
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selection_schedule, single, tiles, whole
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, single, tiles, whole
 from nsa.kernels.triton.tiles import Tile
 
 GAIN = 0.02
@@ -91,7 +91,9 @@ def call_for(kernel: str) -> Callable[[str, int, str], Call]:
 @contextlib.contextmanager
 def replaced(name: str, by: Any) -> Iterator[None]:
     """Replace a name in the modules that launch kernels."""
-    with mock.patch.object(branches, name, by), mock.patch.object(selection_schedule, name, by):
+    with contextlib.ExitStack() as stack:
+        for module in (branches, block_schedule, selection_schedule):
+            stack.enter_context(mock.patch.object(module, name, by))
         yield
 
 

@@ -83,7 +83,7 @@ def record_launches(
     Tiles are those of the GPU ``on``, such as 'sm_90'.
     """
     from nsa.kernels import blocks
-    from nsa.kernels.triton import branches, decoding, rotary, selection_schedule, tiles, whole
+    from nsa.kernels.triton import block_schedule, branches, decoding, rotary, selection_schedule, tiles, whole
 
     found: list[Launch] = []
 
@@ -98,7 +98,7 @@ def record_launches(
         assert all(0 < n < 2**16 for n in grid[1:])
         found.append(Launch(kernel, named, options))
 
-    for module in (branches, decoding, rotary, selection_schedule):
+    for module in (branches, block_schedule, decoding, rotary, selection_schedule):
         monkeypatch.setattr(module, "launch", note)
     for module in (selection_schedule, tiles):
         monkeypatch.setattr(module, "capability", lambda device: on)
@@ -124,13 +124,13 @@ def record_launches(
 
 def record_gluon(problem: Problem) -> list[Launch]:
     """Return the launches of a forward that Gluon's kernels serve."""
-    from nsa.kernels.triton import branches, selection_schedule
+    from nsa.kernels.triton import block_schedule, branches, selection_schedule
     from nsa.kernels.triton.tiles import Tile
 
     in_gluon = Tile(128, *((64, 4, 3) if problem.d_k + problem.d_v <= 320 else (32, 4, 2)), gluon=True)
     shipped = branches.tile
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (branches, selection_schedule):
+        for module in (branches, block_schedule, selection_schedule):
             monkeypatch.setattr(module, "tile", lambda name, *a: in_gluon if name in GLUON else shipped(name, *a))
         launched = [launch for some in record_launches(monkeypatch, problem, "sm_90") for launch in some]
     return list({launch.name: launch for launch in launched if launch.is_gluon}.values())

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from nsa import KVCache, NSAAttention, nsa_attention, selected_attention
 from nsa.kernels import blocks, ops, reference
-from nsa.kernels.triton import branches, selection_schedule, sequences, single
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences, single
 from nsa.kernels.triton import decoding as on_gpu
 from nsa.kernels.triton.operators import rotate
 from nsa.kernels.triton.tiles import Tile
@@ -149,7 +149,7 @@ def lists() -> None:
         picks = torch.empty(ends[-1], G, n_sel, dtype=torch.int32)
         for at in seqs.ranges:
             importance = torch.rand(at.tokens, G, selection.n_blocks)
-            selection_schedule.select_blocks(importance, picks, seqs, at, selection)
+            block_schedule.select_blocks(importance, picks, seqs, at, selection)
             entries = picks.new_full((at.tokens * G * n_sel,), -7)
             totals = picks.new_empty(at.count * G * selection.n_blocks)
             forward = selection_schedule.make_lists(picks, entries, totals, seqs, at, selection, piece)
@@ -320,7 +320,7 @@ def wholes() -> None:
 @check
 def one_tile() -> None:
     """Check the loop over keys without masks, by TMA, on tiles so small that most need no mask, of a pack."""
-    branches.tile = selection_schedule.tile = lambda *_: Tile(16, 16, 4, 1, 2, True)
+    branches.tile = block_schedule.tile = selection_schedule.tile = lambda *_: Tile(16, 16, 4, 1, 2, True)
     _whole([50, 40], 1, 2, 1, 32, 16, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=36)
 
 
@@ -332,7 +332,7 @@ def tiles() -> None:
         ([150], Tile(32, 16, 4, 1, 2, True), 48, 32),
         ([90, 70], Tile(16, 32, 4, 1, 2, True), 32, 16),
     ):
-        branches.tile = selection_schedule.tile = lambda *_, tile=sizes: tile
+        branches.tile = block_schedule.tile = selection_schedule.tile = lambda *_, tile=sizes: tile
         _whole(lengths, 1, 2, 1, d_k, d_v, torch.float32, 0.2, l=8, d=4, l_sel=16, n_sel=3, w=70)
 
 

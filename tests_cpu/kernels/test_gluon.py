@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from nsa.kernels import blocks, reference
 from nsa.kernels.triton import (
+    block_schedule,
     branches,
     importance_overlapped,
     selection_forward_tma,
@@ -40,7 +41,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         del settings["num_warps"]
         simulated.run(kernel, grid, *arguments, seed=found[0], **settings)
 
-    for module in (branches, selection_schedule):
+    for module in (branches, block_schedule, selection_schedule):
         monkeypatch.setattr(module, "launch", launch)
     yield found
     print(f"seed {found[0]}")
@@ -135,11 +136,11 @@ def assert_finds_blocks(
     selection = selection_schedule.Selection(l_sel, 4, blocks.num_selection(max(lengths), l_sel))
     found = torch.zeros(ends[-1], G, selection.n_blocks)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(selection_schedule, "tile", lambda *_: Tile(128, 64, 4, stages, gluon=True))
-        monkeypatch.setattr(selection_schedule.importance, "block_importance", None)  # what serves is Gluon's
+        monkeypatch.setattr(block_schedule, "tile", lambda *_: Tile(128, 64, 4, stages, gluon=True))
+        monkeypatch.setattr(block_schedule.importance, "block_importance", None)  # what serves is Gluon's
         for at in rows.ranges:
             part = found[at.first : at.end]
-            selection_schedule.block_importance(q, k, d_k, sums, rows, at, places, selection, l, 0.2, part)
+            block_schedule.block_importance(q, k, d_k, sums, rows, at, places, selection, l, 0.2, part)
     for i, expected in enumerate(wanted):
         part = found[ends[i] : ends[i + 1]]
         torch.testing.assert_close(part[..., : expected.shape[-1]].double(), expected, rtol=2**-9, atol=1e-4 * H / G)
@@ -340,7 +341,7 @@ def test_every_synchronization_is_needed(
     works: Callable[[], None],
 ) -> None:
     """A kernel without it reads early, overwrites or waits for ever, in one of some orders."""
-    for user in (branches, selection_schedule):
+    for user in (branches, block_schedule, selection_schedule):
         monkeypatch.setattr(user, module.__name__.rpartition(".")[-1], without(module, line, tmp_path), raising=False)
 
     def run_in_many_orders() -> None:

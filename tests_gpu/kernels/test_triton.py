@@ -10,7 +10,7 @@ import torch
 
 from nsa import KVCache, NSAAttention, explain, nsa_attention, reference_attention
 from nsa.kernels import blocks, ops, reference, sdpa
-from nsa.kernels.triton import branches, decoding, selection_schedule, sequences, single
+from nsa.kernels.triton import block_schedule, branches, decoding, selection_schedule, sequences, single
 from nsa.kernels.triton.tiles import Tile
 
 pytestmark = pytest.mark.gpu
@@ -163,7 +163,7 @@ def in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         names.add(kernel.__name__)
         shipped_launch(kernel, *arguments, **settings)
 
-    for module in (branches, selection_schedule):
+    for module in (branches, block_schedule, selection_schedule):
         monkeypatch.setattr(module, "tile", chosen)
         monkeypatch.setattr(module, "launch", noted)
     yield

@@ -1,6 +1,7 @@
 """Calls of the kernels of the window, the compressed branch and the gates, a function per step: layouts, grids, tiles.
 
-`selection_schedule` has those of the selected branch; `whole` puts them in sequence; `single` serves one branch alone.
+`block_schedule` and `selection_schedule` have those of the selected branch; `whole` puts them in sequence; `single` serves one
+branch alone.
 
 Tensors are flat over tokens, as in `rows`: q [T, H, Dk], k [., G, Dk], v [., G, Dv], outputs [T, H, Dv], log-sum-exp and
 delta [T, H] float32; contiguous all.

@@ -7,8 +7,9 @@ import triton
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import decode
+from nsa.kernels.triton.block_schedule import steps_of
 from nsa.kernels.triton.launch import LOG2E, head_dims, launch
-from nsa.kernels.triton.selection_schedule import Selection, steps_of
+from nsa.kernels.triton.selection_schedule import Selection
 from nsa.kernels.triton.tiles import widths
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Calls of the kernels of the selected branch, a function per step: blocks, lists of the queries that picked them, attention.
+"""Calls of the kernels of the selected branch, a function per step: lists of the queries that picked a block, attention.
 
 Layouts as in `branches`; picks int32 [T, G, n_sel], -1 where a query has no more.
 """
@@ -12,29 +12,22 @@ import triton
 
 from nsa.kernels import blocks
 from nsa.kernels.triton import (
-    importance,
-    importance_overlapped,
     lists,
-    pick_blocks,
     selection_backward,
     selection_forward,
     selection_forward_tma,
     union,
 )
-from nsa.kernels.triton.branches import Pair, Places, Rows, sequence_arguments
+from nsa.kernels.triton.branches import Pair, Rows
 from nsa.kernels.triton.launch import (
-    KEYS_OVERLAPPED,
     LOG2E,
-    ROWS_OVERLAPPED,
     can_describe,
     can_use_gluon,
     descriptors,
     gluon_descriptor,
-    gluon_descriptors,
     head_dims,
     launch,
     meta,
-    of_keys_alone,
     rows_for,
 )
 from nsa.kernels.triton.sequences import Range, Sequences
@@ -45,7 +38,6 @@ Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 MOST_WORK = 3  # times the products of the picks alone, up to which neighbours read their blocks together
 MOST_TOGETHER = 16  # queries
 COPIED = 64  # columns of a copy of rows by TMA, and keys of a sub-block there
-FEWEST_HEADS = 4  # of a group, for the overlapped importance: fewer are many sums of few terms
 
 
 class Selection(NamedTuple):
@@ -86,71 +78,7 @@ class Items(NamedTuple):
     starts: torch.Tensor
 
 
-# --- which blocks -----------------------------------------------------------------------------------------------------
-
-
-class Steps(NamedTuple):
-    """How importance goes over blocks: so many at once, in how many tiles of keys, and whether whole tiles need no masks."""
-
-    blocks: int
-    tiles: int
-    is_clear: bool
-
-
-def steps_of(bn: int, a: int, r: int) -> Steps:
-    """Return the steps for tiles of ``bn`` keys, compressed blocks of ``a`` strides and selection blocks of ``r``."""
-    most = (bn - (a - 1)) // r
-    if most >= 1 and most * r >= a - 1:
-        return Steps(most, 1, True)
-    count = 8 if 8 * r + a - 1 <= 8 * bn else 1
-    return Steps(count, triton.cdiv(count * r + a - 1, bn), False)
-
-
-def block_importance(
-    q: torch.Tensor, k: torch.Tensor, d_v: int, lse: torch.Tensor, sequences: Sequences, at: Range, places: Places,
-    selection: Selection, l: int, scale: float, out: torch.Tensor,
-) -> None:  # fmt: skip
-    """Write the importance [queries of ``at``, G, blocks] from the compressed branch's log-sum-exp; nothing behind a query's
-    own.
-    """
-    G, h = k.shape[1], q.shape[1] // k.shape[1]
-    t = tile("importance", q, d_v, sequences.longest)
-    a, r = l // places.stride, selection.l_sel // places.stride
-    table, longest, most_keys, H, _, _ = sequence_arguments(sequences, q, k)
-    table = table if at.table is None else at.table
-    if can_use_gluon(t, h, q, k) and h >= FEWEST_HEADS and steps_of(KEYS_OVERLAPPED, a, r).is_clear:
-        part, per_program = widths(q.shape[-1]), ROWS_OVERLAPPED // h
-        launch(
-            importance_overlapped.importance_overlapped, (triton.cdiv(at.hi - at.lo, per_program) * at.count * G,), q, q,
-            *gluon_descriptors(k, KEYS_OVERLAPPED), lse, out, table, longest, most_keys, H, G, at.count * G, at.lo, at.hi, at.first,
-            selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, D0=part.d0, D1=part.d1,
-            STEP=steps_of(KEYS_OVERLAPPED, a, r).blocks, STAGES=t.stages, NQ=max(8, triton.next_power_of_2(per_program)),
-            PACKED=at.table is not None, num_warps=4,
-        )  # fmt: skip
-        return
-    bm, by_tma = rows_for(t, h), can_describe(t, k)
-    steps = steps_of(t.bn, a, r)
-    launch(
-        importance.block_importance, (triton.cdiv(at.hi - at.lo, bm // h) * at.count * G,), q, q, k,
-        *descriptors(k, t.bn, by_tma), lse, out, table, longest, most_keys, H, G, at.count * G, at.lo, at.hi, at.first,
-        selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, BM=bm, BN=t.bn,
-        BJ=max(16, triton.next_power_of_2(steps.blocks)), STEP=steps.blocks, INNER=steps.tiles, CLEAR=steps.is_clear,
-        NQ=max(16, triton.next_power_of_2(bm // h)), TMA=by_tma, PACKED=at.table is not None,
-        **of_keys_alone(head_dims(q.shape[-1], d_v, q.dtype)), **meta(t),
-    )  # fmt: skip
-
-
-def select_blocks(
-    importance: torch.Tensor, picks: torch.Tensor, sequences: Sequences, at: Range, selection: Selection
-) -> None:
-    """Write the picks int32 [T, G, n_sel] of the queries of ``at``, whose importance is [queries, G, blocks]."""
-    pad = max(16, triton.next_power_of_2(max(selection.n_blocks, selection.n_sel)))
-    launch(
-        pick_blocks.select_blocks, (at.tokens * picks.shape[1],), picks, importance, picks,
-        picks if sequences.positions is None else sequences.positions, sequences.longest, picks.shape[1], at.first,
-        selection.n_blocks, n_sel=selection.n_sel, L_SEL=selection.l_sel, LOCAL=blocks.NUM_LOCAL, PAD=pad,
-        PACKED=sequences.is_packed, num_warps=1 if pad <= 512 else 2,
-    )  # fmt: skip
+# --- lists -------------------------------------------------------------------------------------------------------------
 
 
 def _pads(selection: Selection, sequences: Sequences) -> dict[str, int]:

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, pick_blocks, selection_schedule, sequences
+from nsa.kernels.triton import block_schedule, branches, pick_blocks, selection_schedule, sequences
 from nsa.kernels.triton.branches import Places
 from nsa.kernels.triton.launch import launch
 from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
@@ -68,7 +68,7 @@ def compressed_forward(
     # Zero where the kernel writes nothing: behind a query's own block.
     importance = q.new_zeros(*q.shape[:2], k.shape[2], selection.n_blocks, dtype=torch.float32)
     flat_q, flat_k, flat_lse, flat = _flat(q, k, lse, importance)
-    selection_schedule.block_importance(
+    block_schedule.block_importance(
         flat_q, flat_k, v.shape[-1], flat_lse, seqs, seqs.ranges[0], places, selection, l, scale, flat
     )
     return out, lse, importance
@@ -87,7 +87,7 @@ def select_blocks(importance: torch.Tensor, l_sel: int, n_sel: int) -> torch.Ten
     B, S, G, n_blocks = importance.shape
     seqs, selection = _batch(importance), Selection(l_sel, n_sel, n_blocks)
     picks = torch.empty(B * S, G, n_sel, dtype=torch.int32, device=importance.device)
-    selection_schedule.select_blocks(importance.contiguous(), picks, seqs, seqs.ranges[0], selection)
+    block_schedule.select_blocks(importance.contiguous(), picks, seqs, seqs.ranges[0], selection)
     return mask_of(picks, n_blocks).view(importance.shape)
 
 

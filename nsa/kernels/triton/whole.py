@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from nsa.kernels import blocks
-from nsa.kernels.triton import branches, selection_schedule, sequences
+from nsa.kernels.triton import block_schedule, branches, selection_schedule, sequences
 from nsa.kernels.triton.selection_schedule import BACKWARD_PIECE, Selection
 from nsa.kernels.triton.sequences import Sequences
 
@@ -120,10 +120,10 @@ def forward(
     groups = 0
     for at in seqs.ranges:
         importance = q.new_empty(at.tokens, G, selection.n_blocks, dtype=torch.float32)
-        selection_schedule.block_importance(
+        block_schedule.block_importance(
             flat_q, k_cmp, v_cmp.shape[-1], kept.lse[0], seqs, at, places, selection, sizes.l, scale, importance
         )
-        selection_schedule.select_blocks(importance, kept.picks, seqs, at, selection)
+        block_schedule.select_blocks(importance, kept.picks, seqs, at, selection)
         del importance
         entries, totals, groups = _of_range(kept, at, selection, G, groups)
         selection_schedule.attend(
