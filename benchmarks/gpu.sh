@@ -21,7 +21,7 @@ for stage in ${2:-tests attention decode train}; do
     tune) cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"; timeout 560 python benchmarks/tune_gpu.py --json "$out/tiles.json" || status=$? ;;
     gluon)
       cp -n nsa/kernels/triton/tiles.json "$out/tiles.json"
-      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --kernels compressed importance selected sliding --minutes 3.5 \
+      timeout 240 python benchmarks/tune_gpu.py --json "$out/tiles.json" --kernels compressed importance selected sliding compressed_dq sliding_dq --minutes 3.5 \
         > "$out/gluon.txt" || status=$?
       timeout 120 python -m pytest "${plugin[@]}" tests_gpu/kernels -m gpu -k in_gluon -q --artifacts "$out/gpu_artifacts" \
         >> "$out/gluon.txt" || status=$? ;;
@@ -37,7 +37,7 @@ for stage in ${2:-tests attention decode train}; do
         --json "$out/attention_short.json" || status=$?
       timeout 60 python benchmarks/decode.py --lengths 65536 8192 --json "$out/decode_short.json" || status=$?
       timeout 80 python benchmarks/train.py --gpu --rounds 1 --lengths 16384 65536 --ways plain --json "$out/train_long.json" || status=$?
-      timeout 200 python benchmarks/train.py --gpu --rounds 1 --lengths 2048 --ways 'step compiled, CUDA graphs' \
+      timeout 200 python benchmarks/train.py --gpu --rounds 1 --lengths 2048 --ways 'step compiled, CUDA graphs' 'blocks compiled' \
         --json "$out/train_short.json" || status=$? ;;
     loss) timeout 120 python benchmarks/loss.py --tokens 8192 --json "$out/loss_gpu.json" || status=$? ;;
     decode) timeout 200 python benchmarks/decode.py --json "$out/decode_gpu.json" || status=$? ;;

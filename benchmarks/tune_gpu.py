@@ -44,7 +44,7 @@ IGNORED = {
     "compressed_dkv": {"tma"}, "sliding_dkv": {"tma"},
 }  # fmt: skip
 # Kernels that have an implementation in Gluon, the tiles that are tried of it, and the fields that it reads.
-MAY_BE_GLUON = {"compressed", "sliding", "importance", "selected"}
+MAY_BE_GLUON = {"compressed", "sliding", "importance", "selected", "compressed_dq", "sliding_dq"}
 GLUON_TILES = [Tile(128, bn, 4, stages, gluon=True) for bn, stages in ((64, 2), (64, 3), (64, 4), (128, 2))]
 OF_GLUON = {"bn", "stages"}
 Call = Callable[[], Any]

@@ -22,7 +22,14 @@ TYPES = {
 }  # fmt: skip
 
 
-GLUON = ("compressed", "sliding", "importance", "selected")  # names of tiles that Gluon's kernels may have
+GLUON = (
+    "compressed",
+    "sliding",
+    "importance",
+    "selected",
+    "compressed_dq",
+    "sliding_dq",
+)  # names of tiles that Gluon's kernels may have
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Run Gluon kernels for Hopper in Python, as hardware may order what they start: for want of an interpreter of Gluon.
 
-Tensors are torch's; layouts are ignored, as the compiler checks them. The partitions of `warp_specialize` take turns at random.
-A copy by TMA makes its destination NaN at once and arrives at a random moment. A product reads its operands when it starts
-and again when it is waited for: if they differ, or a result is used before, `Hazard` is raised, as it is where nobody can go on.
-Scalars are Python's: a division rounds down, where a GPU rounds to zero.
+Tensors are torch's; layouts are ignored, as the compiler checks them. The partitions of `warp_specialize` take turns at random,
+some much faster than others. A copy by TMA makes its destination NaN at once and arrives at a random moment, perhaps as late as
+it can. A product reads its operands when it starts and again when it is waited for: if they differ, or a result is used before,
+`Hazard` is raised, as it is where all partitions wait for ever. Scalars are Python's: a division rounds down, where a GPU rounds
+to zero.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class Turns:
         self.changed = threading.Condition()
         self.waiting: dict[int, Callable[[], bool]] = {}
         self.copies: list[Callable[[], None]] = []
+        self.slow_copies: list[Callable[[], None]] = []
+        self.speeds: dict[int, int] = {}  # of partitions: some run many steps while others run one
         self.running: int | None = -1
         self.failed: BaseException | None = None
         self.own = threading.local()
@@ -167,19 +170,25 @@ class Turns:
                 raise self.failed
             del self.waiting[me]
 
+    def send(self, land: Callable[[], None]) -> None:
+        """Let a copy arrive soon, or, every second one, only when all partitions wait."""
+        (self.copies if self.random.random() < 0.5 else self.slow_copies).append(land)
+
     def _choose(self) -> None:
         while not self.failed:
             ready = [who for who, is_ready in self.waiting.items() if is_ready()]
-            if not ready and not self.copies:
+            arriving = self.copies if ready or self.copies else self.slow_copies
+            if not ready and not arriving:
                 self.running = None
                 if self.waiting:
                     self.failed = Hazard(f"deadlock: partitions {sorted(self.waiting)} wait for barriers")
                 break
-            i = self.random.randrange(len(ready) + len(self.copies))
+            weights = [self.speeds.setdefault(who, self.random.choice((1, 20))) for who in ready]
+            (i,) = self.random.choices(range(len(ready) + len(arriving)), [*weights, *[1] * len(arriving)])
             if i < len(ready):
                 self.running = ready[i]
                 break
-            self.copies.pop(i - len(ready))()
+            arriving.pop(i - len(ready))()
         self.changed.notify_all()
 
     def fork(self, calls: list[Callable[[], Any]]) -> None:
@@ -249,7 +258,7 @@ class Machine:
             arange=lambda first, end, layout=None: torch.arange(first, end),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype),
-            convert_layout=lambda x, layout: x, load=self.load, store=self.store, static_range=range,
+            convert_layout=lambda x, layout: x, load=self.load, store=self.store, static_range=range, static_assert=self.check,
             allocate_shared_memory=self.allocate, warp_specialize=self.warp_specialize, constexpr=lambda x: x,
             int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
             **{f"{name}Layout": Layout for name in ("Slice", "Blocked", "DotOperand", "NVMMADistributed", "NVMMAShared")},
@@ -304,6 +313,9 @@ class Machine:
 
     # --- barriers and copies --------------------------------------------------------------------------------------
 
+    def check(self, condition: bool) -> None:
+        assert condition
+
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.left = count
         self.note(id(barrier))
@@ -334,7 +346,7 @@ class Machine:
             barrier.bytes -= found.nbytes
             barrier.settle()
 
-        self.turns.copies.append(land)
+        self.turns.send(land)
         self.turns.step()
 
     # --- products -------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def in_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shipped = branches.tile
 
     def chosen(name: str, *arguments: object) -> Tile:
-        if name in ("compressed", "sliding", "importance", "selected"):
+        if name in ("compressed", "sliding", "importance", "selected", "compressed_dq", "sliding_dq"):
             return Tile(128, 64, 4, 3, gluon=True)
         return shipped(name, *arguments)  # type: ignore[arg-type]
 

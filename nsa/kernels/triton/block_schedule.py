@@ -20,6 +20,7 @@ from nsa.kernels.triton.launch import (
     can_describe,
     can_use_gluon,
     descriptors,
+    even_stages,
     gluon_descriptors,
     head_dims,
     launch,
@@ -69,7 +70,7 @@ def block_importance(
             importance_overlapped.importance_overlapped, (triton.cdiv(at.hi - at.lo, per_program) * at.count * G,), q, q,
             *gluon_descriptors(k, KEYS_OVERLAPPED), lse, out, table, longest, most_keys, H, G, at.count * G, at.lo, at.hi, at.first,
             selection.n_blocks, scale * LOG2E, STRIDE=places.stride, OFFSET=places.offset, A=a, R=r, h=h, D0=part.d0, D1=part.d1,
-            STEP=steps_of(KEYS_OVERLAPPED, a, r).blocks, STAGES=t.stages, NQ=max(8, triton.next_power_of_2(per_program)),
+            STEP=steps_of(KEYS_OVERLAPPED, a, r).blocks, STAGES=even_stages(t), NQ=max(8, triton.next_power_of_2(per_program)),
             PACKED=at.table is not None, num_warps=4,
         )  # fmt: skip
         return

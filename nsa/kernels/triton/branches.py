@@ -15,7 +15,7 @@ import torch
 import triton
 
 from nsa.kernels.triton import gates as gate_kernels
-from nsa.kernels.triton import strided, strided_backward, strided_overlapped
+from nsa.kernels.triton import strided, strided_backward, strided_dq_overlapped, strided_overlapped
 from nsa.kernels.triton.launch import (
     LOG2E,
     ROWS_OVERLAPPED,
@@ -120,6 +120,16 @@ def strided_dq(
     """Write the gradient of q, or, if ``add``, add it to what ``dq`` holds."""
     G, h = k.shape[1], q.shape[1] // k.shape[1]
     t = tile(f"{places.name}_dq", q, v.shape[-1], sequences.longest)
+    if can_use_gluon(t, h, q, k, v):
+        part = widths(q.shape[-1])
+        launch(
+            strided_dq_overlapped.strided_dq_overlapped,
+            (triton.cdiv(sequences.longest, ROWS_OVERLAPPED // h) * sequences.count * G,), q,
+            q, *gluon_descriptors(k, t.bn), gluon_descriptors(v, t.bn)[0], grad, *rows, dq, *sequence_arguments(sequences, q, k),
+            places.window, scale * LOG2E, scale, STRIDE=places.stride, OFFSET=places.offset, h=h, D0=part.d0, D1=part.d1,
+            DV=v.shape[-1], BN=t.bn, STAGES=t.stages, WINDOWED=places.is_window, ADD=add, PACKED=sequences.is_packed, num_warps=4,
+        )  # fmt: skip
+        return
     bm, by_tma = rows_for(t, h), can_describe(t, k, v)
     launch(
         strided_backward.strided_dq, (triton.cdiv(sequences.longest, bm // h) * sequences.count * G,), q, q, k, v,

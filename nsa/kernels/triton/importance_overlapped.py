@@ -177,6 +177,7 @@ def importance_overlapped(
 
     A compressed block has A strides, a selection block R; a tile of KEYS keys covers the STEP * R + A - 1 strides of STEP blocks.
     """
+    gl.static_assert(STAGES % CONSUMERS == 0)  # a stage has one consumer, which knows its phases by their parity alone
     BQ: gl.constexpr = COLUMNS // h
     dtype: gl.constexpr = KD0.dtype
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

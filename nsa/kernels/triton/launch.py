@@ -69,6 +69,11 @@ def can_use_gluon(tile: Tile, h: int, q: torch.Tensor, k: torch.Tensor, v: torch
     return tile.gluon and is_simple and can_describe(tile._replace(tma=True), *read)
 
 
+def even_stages(tile: Tile) -> int:
+    """Return the stages of a ring in which each of two consumers takes every second tile."""
+    return max(2, tile.stages // 2 * 2)
+
+
 def descriptors(x: torch.Tensor, rows: int, is_wanted: bool) -> tuple[Any, Any]:
     """Return TMA descriptors of both parts of x [N, G, D], ``rows`` at a time; x itself, twice, where they are not wanted."""
     if not is_wanted:

@@ -114,6 +114,7 @@ def selected_forward_tma(
 
     If UNITED, groups that CHOICE marks are left to `union_forward`.
     """
+    gl.static_assert(STAGES % CONSUMERS == 0)  # a stage has one consumer, which knows its phases by their parity alone
     PARTS: gl.constexpr = DK // WIDTH
     dtype: gl.constexpr = QD.dtype
     item = ITEMS + gl.program_id(0).to(gl.int64) * 4

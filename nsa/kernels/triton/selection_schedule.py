@@ -24,6 +24,7 @@ from nsa.kernels.triton.launch import (
     can_describe,
     can_use_gluon,
     descriptors,
+    even_stages,
     gluon_descriptor,
     head_dims,
     launch,
@@ -276,7 +277,7 @@ def selected_forward(
             gluon_descriptor(q.view(-1, q.shape[-1]), H // G, COPIED), gluon_descriptor(k.flatten(1), COPIED, COPIED),
             gluon_descriptor(v.flatten(1), COPIED, v.shape[-1]), entries, items.items,
             items.items if unions is None else unions.choice, parts, lse, q if at.table is None else at.table, sequences.longest,
-            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1], STAGES=t.stages,
+            H, G, at.first, scale * LOG2E, **selection.settings(), h=H // G, DK=q.shape[-1], DV=v.shape[-1], STAGES=even_stages(t),
             UNITED=unions is not None, PACKED=at.table is not None, num_warps=4,
         )  # fmt: skip
         return parts, lse

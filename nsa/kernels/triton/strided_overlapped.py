@@ -47,7 +47,33 @@ def place_of(SEQUENCES, b, S, N, WINDOWED: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def rowsf(consumer, first, s0, S, H, g, h: gl.constexpr, LAYOUT: gl.constexpr):
+def tiles_of(
+    first,
+    BQ: gl.constexpr,
+    S,
+    N,
+    WINDOW,
+    STRIDE: gl.constexpr,
+    OFFSET: gl.constexpr,
+    BN: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):
+    """Return, for queries first ... first + BQ - 1, their first key, their tiles of keys, and which of these have no masks:
+    from ``inside`` to ``whole`` - 1, never the last.
+    """
+    start, inside, last = 0, 0, gl.minimum(first + BQ, S) - 1
+    if WINDOWED:
+        start = gl.maximum(0, first - WINDOW + 1)
+        inside = gl.cdiv(gl.maximum(0, last - WINDOW + 1) - start, BN)
+    end = gl.where(first < S, visible_keys(last, N, STRIDE, OFFSET), 0)
+    tiles = gl.cdiv(gl.maximum(end - start, 0), BN)
+    inside = gl.minimum(inside, tiles - 1)
+    whole = gl.minimum(gl.maximum((visible_keys(first, N, STRIDE, OFFSET) - start) // BN, inside), tiles - 1)
+    return start, tiles, inside, whole
+
+
+@gluon.jit
+def rows_of(consumer, first, s0, S, H, g, h: gl.constexpr, LAYOUT: gl.constexpr):
     """Return a consumer's queries, their rows [tokens, heads] and which of them are there."""
     r = consumer * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     t = first + r // h
@@ -166,7 +192,7 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     q0, q1 = q0s.index(consumer), q1s.index(consumer)
-    _queries, rows, there = rowsf(consumer, first, s0, S, H, g, h, LINES)
+    _queries, rows, there = rows_of(consumer, first, s0, S, H, g, h, LINES)
     where = Q + (rows * (D0 + D1))[:, None]
     q0.store(gl.load(where + gl.arange(0, D0, gl.SliceLayout(0, LINES))[None, :], mask=there[:, None], other=0.0))
     if D1 > 0:
@@ -174,7 +200,7 @@ def consume(
             gl.load(where + (D0 + gl.arange(0, D1, gl.SliceLayout(0, LINES)))[None, :], mask=there[:, None], other=0.0)
         )
     fence_async_shared()
-    t, at, is_there = rowsf(consumer, first, s0, S, H, g, h, S_LAYOUT)
+    t, at, is_there = rows_of(consumer, first, s0, S, H, g, h, S_LAYOUT)
     acc = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -221,7 +247,7 @@ def consume(
     share = gl.convert_layout(1.0 / gl.where(some, total, 1.0), gl.SliceLayout(1, O_LAYOUT))
     lse = gl.where(some, (top + gl.log2(gl.where(some, total, 1.0))) / LOG2E, float("-inf"))
     gl.store(LSE + at, lse, mask=is_there)
-    _queries, rows, there = rowsf(consumer, first, s0, S, H, g, h, O_LAYOUT)
+    _queries, rows, there = rows_of(consumer, first, s0, S, H, g, h, O_LAYOUT)
     where = O + (rows * DV)[:, None] + gl.arange(0, DV, gl.SliceLayout(0, O_LAYOUT))[None, :]
     gl.store(where, (acc * share[:, None]).to(q0.dtype), mask=there[:, None])
 
@@ -238,16 +264,7 @@ def strided_overlapped(
     b, g = gl.program_id(0) % BG // G, gl.program_id(0) % BG % G
     first = (gl.cdiv(S, BQ) - 1 - gl.program_id(0) // BG) * BQ
     s0, S, key0, N = place_of(SEQUENCES, b, S, N, WINDOWED, PACKED)
-    start, inside, last = 0, 0, gl.minimum(first + BQ, S) - 1
-    if WINDOWED:
-        start = gl.maximum(0, first - WINDOW + 1)
-        inside = gl.cdiv(gl.maximum(0, last - WINDOW + 1) - start, BN)
-    end = gl.where(first < S, visible_keys(last, N, STRIDE, OFFSET), 0)
-    tiles = gl.cdiv(gl.maximum(end - start, 0), BN)
-    # The last tile has always masks.
-    inside = gl.minimum(inside, tiles - 1)
-    whole = gl.minimum(gl.maximum((visible_keys(first, N, STRIDE, OFFSET) - start) // BN, inside), tiles - 1)
-
+    start, tiles, inside, whole = tiles_of(first, BQ, S, N, WINDOW, STRIDE, OFFSET, BN, WINDOWED)
     q0 = gl.allocate_shared_memory(
         dtype, [CONSUMERS, ROWS, D0], gl.NVMMASharedLayout.get_default_for([ROWS, D0], dtype)
     )
